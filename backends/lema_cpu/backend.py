@@ -1,0 +1,154 @@
+"""The `cpu` backend. By default nothing is copied: what the reader filled is what the layer computes with.
+
+With `poison=True` (tests) it behaves like a device with memory of its own: bytes are copied into private slots, and a
+released slot is filled with NaN, so that a use after release cannot pass unseen.
+"""
+
+from __future__ import annotations
+
+import mmap
+import resource
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lema.backend import DeviceSlots, MemoryStats, Parallel, SingleProcess, Upload
+from lema.errors import BackendUnavailable
+
+__all__ = ["CpuBackend"]
+
+NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
+
+
+class _Alias:
+    """An upload that moves nothing: the source is the slot."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+
+    def wait(self) -> Tensor:
+        return self._source
+
+    def release(self) -> None:
+        """Nothing is queued on this device: compute has finished when the call returns."""
+
+    def drained(self) -> None:
+        """The source is the slot, and the reader is handed it only after release."""
+
+
+class _AliasSlots:
+    """Slots that are the host buffers themselves."""
+
+    def upload(self, source: Tensor) -> Upload:
+        return _Alias(source)
+
+
+class _PoisonedUpload:
+    """A copy in a private slot, NaN again as soon as it is released."""
+
+    def __init__(self, slots: _PoisonedSlots, slot: Tensor, nbytes: int) -> None:
+        self._slots, self._slot, self._nbytes = slots, slot, nbytes
+        self._released = False
+
+    def wait(self) -> Tensor:
+        assert not self._released, "a released slot was asked for"
+        return self._slot[: self._nbytes]
+
+    def release(self) -> None:
+        assert not self._released, "a slot was released twice"
+        self._released = True
+        self._slot.fill_(NAN_BYTE)
+        self._slots.free.append(self._slot)
+
+    def drained(self) -> None:
+        """The copy was finished when `upload` returned."""
+
+
+class _PoisonedSlots:
+    """A ring of private slots that hold NaN whenever nobody leases them."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.free = [torch.full((nbytes,), NAN_BYTE, dtype=torch.uint8) for _ in range(count)]
+
+    def upload(self, source: Tensor) -> Upload:
+        assert self.free, "more uploads are held than there are slots"
+        slot = self.free.pop(0)
+        slot[: source.numel()].copy_(source)
+        return _PoisonedUpload(self, slot, source.numel())
+
+
+class CpuBackend:
+    """Host memory as the device.
+
+    Args:
+        device: `"cpu"`.
+        poison: copy into private slots and fill them with NaN on release.
+
+    Raises:
+        BackendUnavailable: a device number was given; this backend has one device.
+    """
+
+    name = "cpu"
+
+    def __init__(self, device: str = "cpu", *, poison: bool = False) -> None:
+        if device != "cpu":
+            raise BackendUnavailable(
+                "the cpu backend has one device", where=f"device: {device}", how="write device: cpu"
+            )
+        self._poison = poison
+        self._parallel = SingleProcess()
+
+    @property
+    def device(self) -> torch.device:
+        """The one device there is."""
+        return torch.device("cpu")
+
+    @property
+    def parallel(self) -> Parallel:
+        """One process."""
+        return self._parallel
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) anonymous memory."""
+        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return slots that are the sources themselves, or private ones under `poison`."""
+        return _PoisonedSlots(nbytes, count) if self._poison else _AliasSlots()
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        return nullcontext() if dtype == torch.float32 else _autocast(dtype)
+
+    def rng_state(self) -> Tensor:
+        """Return torch's default generator state."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Set torch's default generator state."""
+        torch.set_rng_state(state)
+
+    def end_step(self) -> None:
+        """Nothing is queued on this device."""
+
+    def synchronize(self) -> None:
+        """Nothing is queued on this device."""
+
+    def memory(self) -> MemoryStats:
+        """Return this process's resident bytes, their peak, and the machine's memory."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        used: int = psutil.Process().memory_info().rss
+        return MemoryStats(used=used, peak=max(used, peak), total=psutil.virtual_memory().total)
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+@contextmanager
+def _autocast(dtype: torch.dtype) -> Iterator[None]:
+    with torch.autocast("cpu", dtype=dtype):
+        yield

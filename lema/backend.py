@@ -1,0 +1,209 @@
+"""The seam: what a device must offer for the core to stream on it, and how a backend is found.
+
+Backends are entry points of the group `lema.backends`; a third party adds one without touching this project. The
+protocols state intent, not mechanism: *compute queued after `wait` sees the bytes*, *refilled only after the compute
+queued so far*. How a device keeps those promises (streams, events, nothing at all) is its own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from lema.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = [
+    "Backend",
+    "BackendInfo",
+    "DeviceSlots",
+    "MemoryStats",
+    "Parallel",
+    "SingleProcess",
+    "Upload",
+    "available",
+    "load",
+]
+
+GROUP = "lema.backends"
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes of the device's memory: in use by this process, the most ever in use by it, and the device's total."""
+
+    used: int
+    peak: int
+    total: int
+
+
+class Upload(Protocol):
+    """One layer's bytes on their way into a device slot."""
+
+    def wait(self) -> Tensor:
+        """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the uploaded bytes."""
+
+    def release(self) -> None:
+        """Give the slot back; it is refilled only after the compute queued so far has finished."""
+
+    def drained(self) -> None:
+        """Block until the source may be overwritten. Called from a reader thread, never from the training thread."""
+
+
+class DeviceSlots(Protocol):
+    """A ring of equal slots on the device; `upload` takes the next free one."""
+
+    def upload(self, source: Tensor) -> Upload:
+        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot."""
+
+
+class Parallel(Protocol):
+    """How layers lie over a tensor-parallel group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+
+    def shard(self, layer: nn.Module) -> None:
+        """Replace the layer's modules by this rank's share of them."""
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of replicated parameters over the group."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in rank order."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One device, as the core sees it. The constructor takes the device string and joins the process group, if any."""
+
+    @property
+    def name(self) -> str:
+        """The name of the entry point."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where adapters, boundary activations and resident tensors live."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """The tensor-parallel group this process belongs to."""
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory at a page boundary, page-locked where that helps, of exact size."""
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return a ring of `count` slots of `nbytes` bytes."""
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Return the context in which a layer with weights of `dtype` is computed."""
+
+    def rng_state(self) -> Tensor:
+        """Return the state of the generator that dropout on this device draws from."""
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Put back a state that `rng_state` returned."""
+
+    def end_step(self) -> None:
+        """Mark the end of an optimizer step (lazy devices run their graph here)."""
+
+    def synchronize(self) -> None:
+        """Block until all queued work is done."""
+
+    def memory(self) -> MemoryStats:
+        """Return the device's memory, in bytes."""
+
+    def close(self) -> None:
+        """Give back what the constructor took."""
+
+
+class SingleProcess:
+    """The `Parallel` of a backend that runs in one process: nothing is sharded, nothing is reduced."""
+
+    rank = 0
+    size = 1
+
+    def shard(self, layer: nn.Module) -> None:
+        """Leave the layer whole."""
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave the gradients as they are."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the one tensor there is."""
+        return [tensor]
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One installed backend: its name, the package it comes from, and why it cannot run here (None: it can)."""
+
+    name: str
+    source: str
+    reason: str | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the backend can run on this machine."""
+        return self.reason is None
+
+
+def available() -> list[BackendInfo]:
+    """Open every installed backend once and say which can run here."""
+    found = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        reason = None
+        try:
+            _open(point, point.name).close()
+        except BackendUnavailable as error:
+            reason = error.what
+        found.append(BackendInfo(point.name, point.value, reason))
+    return found
+
+
+def load(device: str) -> Backend:
+    """Open the backend that `device` names, and no other.
+
+    Args:
+        device: the backend's name, with a device number after a colon where it has several: `"name"`, `"name:1"`.
+
+    Raises:
+        BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.
+    """
+    name = device.partition(":")[0]
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        raise BackendUnavailable(
+            f"no backend named {name!r} is installed",
+            where=f"device: {device}",
+            how=f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them",
+        )
+    return _open(points[name], device)
+
+
+def _open(point: EntryPoint, device: str) -> Backend:
+    try:
+        factory = point.load()
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"backend {point.name!r} cannot be imported: {error}", where=point.value, how="install what it needs"
+        ) from error
+    backend = factory(device)
+    if not isinstance(backend, Backend):
+        raise BackendUnavailable(
+            f"backend {point.name!r} does not implement lema.backend.Backend",
+            where=point.value,
+            how="lema.testing has the contract it must pass",
+        )
+    return backend

@@ -1,0 +1,180 @@
+"""A checkpoint: PEFT's adapter files, optimizer, schedule, generator states and position, whole or not at all.
+
+Everything is JSON or safetensors; nothing is pickled. A checkpoint is written beside its final place, flushed to disk
+and renamed, so a directory named `checkpoint-<step>` is complete.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lema.errors import AdapterError, DiskError
+
+__all__ = [
+    "checkpoints",
+    "generator_states",
+    "read_state",
+    "restore_generators",
+    "restore_optimizer",
+    "write_checkpoint",
+]
+
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+PREFIX = "checkpoint-"
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, the oldest first."""
+    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def write_checkpoint(
+    directory: Path, optimizer: Optimizer, state: Mapping[str, Any], write_adapter: Callable[[Path], None]
+) -> None:
+    """Write a checkpoint; a directory of that name that was there before is replaced.
+
+    Args:
+        directory: the checkpoint's final name.
+        optimizer: its tensors go to safetensors, the rest of its state to JSON.
+        state: JSON types: step, position, schedule, scaler, generator states.
+        write_adapter: writes the adapter's files (and what belongs beside them) into a directory.
+
+    Raises:
+        DiskError: it could not be written; what was there before is untouched.
+    """
+    part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        write_adapter(part)
+        tensors, plain = _flatten(optimizer)
+        save_file(tensors, part / OPTIMIZER)
+        (part / STATE).write_text(json.dumps({**state, "optimizer": plain}, indent=1), encoding="utf-8")
+        for path in part.iterdir():
+            _flush(path)
+        _flush(part)
+        _swap(part, directory)
+        _flush(directory.parent)
+    except (OSError, SafetensorError, DiskError) as error:
+        raise DiskError(
+            f"the checkpoint could not be written: {error}",
+            where=str(directory),
+            how="free some space; earlier checkpoints are untouched",
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Read a checkpoint's JSON state.
+
+    Raises:
+        AdapterError: it is missing or damaged.
+    """
+    try:
+        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"the checkpoint's state cannot be read: {error}", where=str(directory / STATE)) from error
+    assert isinstance(state, dict)
+    return state
+
+
+def restore_optimizer(optimizer: Optimizer, directory: Path, plain: Mapping[str, Any]) -> None:
+    """Load into `optimizer` what `write_checkpoint` stored.
+
+    Raises:
+        AdapterError: the state is missing, damaged, or of another optimizer.
+    """
+    try:
+        tensors = load_file(directory / OPTIMIZER)
+        state: dict[int, dict[str, Any]] = {int(key): dict(value) for key, value in plain["state"].items()}
+        for name, tensor in tensors.items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = tensor
+        optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise AdapterError(
+            f"the optimizer cannot be restored: {error}",
+            where=str(directory / OPTIMIZER),
+            how="resume with the settings the run began with, or name another checkpoint",
+        ) from error
+
+
+def generator_states(device: Tensor) -> dict[str, Any]:
+    """Return the states of Python's, NumPy's, torch's and the device's generators as JSON types."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+        "torch": _encode(torch.get_rng_state()),
+        "device": _encode(device),
+    }
+
+
+def restore_generators(states: Mapping[str, Any], set_device: Callable[[Tensor], None]) -> None:
+    """Put the generators back where `generator_states` found them."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    numpy_state = states["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    torch.set_rng_state(_decode(states["torch"]))
+    set_device(_decode(states["device"]))
+
+
+def _flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split an optimizer's state into tensors, named `<parameter>.<key>`, and JSON."""
+    whole = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for index, entries in whole["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value.detach().cpu().contiguous()
+            else:
+                plain.setdefault(str(index), {})[key] = value
+    return tensors, {"state": plain, "param_groups": whole["param_groups"]}
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(part: Path, directory: Path) -> None:
+    """Rename `part` to `directory`; one that is there already steps aside until the new one has its name."""
+    aside = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    replaced = directory.exists()
+    if replaced:
+        directory.rename(aside)
+    part.rename(directory)
+    if replaced:
+        shutil.rmtree(aside)

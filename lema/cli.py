@@ -1,0 +1,283 @@
+"""The `lema` command: each verb reads its arguments and calls the library; errors become exit codes."""
+
+import contextlib
+import errno
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from lema.errors import BackendUnavailable, ConfigError, DataError, DiskError, LemaError, MemoryLimitError
+
+if TYPE_CHECKING:
+    from lema.config import LemaConfig
+    from lema.data import TokenDataset
+    from lema.model import LemaModel
+
+__all__ = ["app", "main", "run"]
+
+_EPILOG = (
+    "Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 75 stopped with a checkpoint, 130 Ctrl-C."
+)
+_DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+app = typer.Typer(
+    name="lema",
+    help="Fine-tune language models larger than the device's memory.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(
+    help="Show the settings of a run, or of all runs.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.", show_default=False)]
+Source = Annotated[
+    Path, typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file, or directory of a saved adapter.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one setting of the file; may be repeated."),
+]
+
+
+def main() -> NoReturn:
+    """Run the command line and leave the process with its exit code."""
+    sys.exit(run(app, sys.argv[1:]))
+
+
+def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
+    """Run a command line; every error ends as one message on standard error and the exit code returned.
+
+    Args:
+        commands: the verbs.
+        arguments: what the user typed; `--debug`, anywhere, lets the traceback through.
+    """
+    debug = "--debug" in arguments
+    try:
+        typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except Exception as error:
+        if debug:
+            raise
+        failure = _as_lema_error(error)
+        typer.echo(f"error: {failure}", err=True)
+        return failure.exit_code
+    return 0
+
+
+def _as_lema_error(error: Exception) -> LemaError:
+    if isinstance(error, LemaError):
+        return error
+    if isinstance(error, OSError) and error.errno in _DISK_FAILURES:
+        how = "free some space; what was saved before is untouched" if error.errno == errno.ENOSPC else ""
+        return DiskError(str(error.strerror), where=str(error.filename or ""), how=how)
+    if isinstance(error, OSError) and error.strerror:
+        return LemaError(str(error.strerror), where=str(error.filename or ""))
+    if isinstance(error, MemoryError):
+        return MemoryLimitError(
+            "the machine is out of memory", how="lower micro_batch_size, host_memory or prefetch_depth"
+        )
+    return LemaError(
+        f"{type(error).__name__}: {error}",
+        how="this is no error lema knows; the same command with --debug shows where it arose",
+    )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import lema
+
+        typer.echo(f"lema {lema.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Fine-tune language models larger than the device's memory."""
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Argument(help="Where to put the model, data and adapter.")] = Path("lema-demo"),
+) -> None:
+    """Make a small model, fine-tune it by streaming, and check the adapter; no network, no GPU."""
+    from lema.demo import run_demo
+
+    run_demo(directory)
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    settings: Settings = None,
+) -> None:
+    """Fine-tune as a YAML file says."""
+    checked = _config(config, settings)
+    from lema.progress import ProgressDisplay, progress_callback
+    from lema.train import train as train_model
+
+    with contextlib.closing(ProgressDisplay()) as display:
+        train_model(checked, resume=resume, callbacks=[progress_callback(display)])
+
+
+@app.command(name="eval")
+def evaluate(
+    source: Source,
+    data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Measure loss and perplexity of a trained adapter."""
+    model = _model(source, settings)
+    with contextlib.closing(model):
+        rows = _evaluation_rows(model, data)
+        for name, value in model.get_trainer().evaluate(rows).items():
+            typer.echo(f"{name} {value:.6g}")
+
+
+@app.command()
+def prepare(
+    model: Annotated[str, typer.Argument(help="Model directory or hub id.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="A directory, or one .safetensors file.", show_default=False)],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
+    ] = None,
+) -> None:
+    """Rewrite a model as one file in the order in which layers are visited."""
+    from lema.config import LemaConfig
+
+    checked = LemaConfig(model, dtype=dtype)
+    from lema.prepare import prepare_directory, prepare_monolithic_safetensors
+
+    write = prepare_monolithic_safetensors if out.suffix == ".safetensors" else prepare_directory
+    write(checked.model_name_or_path, out, dtype=checked.dtype)
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+def generate(
+    source: Source,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest, up to this mass.")] = 1.0,
+    settings: Settings = None,
+) -> None:
+    """Continue prompts with base model and adapter, streaming."""
+    model = _model(source, settings)
+    # transformers warns of a temperature given where nothing is sampled.
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
+    with contextlib.closing(model):
+        for text in model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=temperature > 0, **sampling):
+            typer.echo(text)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Directory for the merged model.", show_default=False)],
+    max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
+) -> None:
+    """Write the model with the adapter merged into its weights, in the hub's format."""
+    from lema.config import parse_memory
+
+    size = parse_memory(max_shard_size, 0)
+    from lema.merge import merge_adapter
+
+    merge_adapter(adapter, out, max_shard_size=size)
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+def backends() -> None:
+    """List the devices lema can run on, and why one cannot run here."""
+    from lema.backend import available
+
+    known = list(available())
+    if not known:
+        raise BackendUnavailable("no backend is installed", how="pip install lema brings one for the CPU")
+    for backend in known:
+        typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
+
+
+@config_app.command()
+def show(config: ConfigFile, settings: Settings = None) -> None:
+    """Print every setting of a run as YAML, defaults included."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.dump(_config(config, settings).to_dict(), sys.stdout)
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of all settings, from which editors complete YAML."""
+    from lema.config import LemaConfig
+
+    typer.echo(json.dumps(LemaConfig.json_schema(), indent=2))
+
+
+def _settings(given: list[str] | None) -> dict[str, Any]:
+    from lema.yamlfile import parse_value
+
+    pairs = {}
+    for item in given or []:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError("a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8")
+        pairs[key.strip()] = parse_value(text, f"--set {item}")
+    return pairs
+
+
+def _config(path: Path, settings: list[str] | None) -> "LemaConfig":
+    from lema.config import LemaConfig
+    from lema.problems import SettingsError
+
+    overrides = _settings(settings)
+    try:
+        return LemaConfig.from_yaml(path, **overrides)
+    except SettingsError as error:
+        raise error.located({key: f"--set {key}" for key in overrides}) from error
+
+
+def _model(source: Path, settings: list[str] | None) -> "LemaModel":
+    """The model of an adapter directory, or of a config with the adapter in its `output_dir` where there is one."""
+    if source.is_dir():
+        overrides = _settings(settings)
+        from lema.model import LemaModel
+
+        return LemaModel.from_pretrained(source, **overrides)
+    config = _config(source, settings)
+    from lema.model import LemaModel
+
+    if (Path(config.output_dir) / "adapter_config.json").is_file():
+        return LemaModel.from_pretrained(config.output_dir, **config.model_dump(exclude_unset=True))
+    typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
+    return LemaModel(config)
+
+
+def _evaluation_rows(model: "LemaModel", data: list[str] | None) -> "TokenDataset":
+    from lema.train import load_data, read_data
+
+    if paths := data or model.config.eval_data:
+        return read_data(model, paths)
+    held_back = load_data(model)[1] if model.config.train_data else None
+    if held_back is None:
+        raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
+    return held_back

@@ -1,0 +1,296 @@
+"""Every setting of a run, checked before anything heavy is imported or opened."""
+
+import json
+import os
+from contextlib import suppress
+from enum import StrEnum
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from lema.errors import ConfigError, DiskError
+from lema.memorysize import memory_bytes, parse_memory
+from lema.problems import Problem, SettingsError, problems_of, unknown_setting
+from lema.yamlfile import read_yaml
+
+__all__ = ["CONFIG_NAME", "LemaConfig", "MemoryStrategy", "parse_memory"]
+
+CONFIG_NAME = "lema_config.json"
+
+
+class MemoryStrategy(StrEnum):
+    """Where frozen weights wait for their turn on the device."""
+
+    STREAMING = "streaming"
+    """On disk; a few layers at a time pass through host memory."""
+    RESIDENT = "resident"
+    """In host memory, all of them."""
+
+
+def _memory(value: Any) -> Any:
+    if isinstance(value, int | float | str):
+        memory_bytes(value, 1)
+    return value
+
+
+def _strategy(value: Any) -> Any:
+    names = [strategy.value for strategy in MemoryStrategy]
+    if isinstance(value, str) and value.lower() in names:
+        return MemoryStrategy(value.lower())
+    raise ValueError(f"must be one of {', '.join(names)}, not {value!r}")
+
+
+def _split(value: Any) -> Any:
+    if isinstance(value, int | float) and not (0 < value < 1 if isinstance(value, float) else value >= 1):
+        raise ValueError(f"must be a fraction between 0 and 1, or a number of rows, not {value!r}")
+    return value
+
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, PathLike) else value
+
+
+def _names(value: Any) -> Any:
+    return [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
+
+
+def _dtype(value: Any) -> Any:
+    # torch.float32 prints as its own name; asking torch would import it.
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+Location = Annotated[Name, BeforeValidator(_path)]
+Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
+Memory = Annotated[int | float | str, BeforeValidator(_memory)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
+# The values of transformers.SchedulerType, which costs seconds to import; a test holds the two together.
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+]
+
+
+class LemaConfig(BaseModel):
+    """Every setting of a run. Unknown names and wrong types are errors that list every problem at once.
+
+    Settings may be given by position, in the order below, or by name. Assigning one checks it too.
+
+    Raises:
+        ConfigError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        validate_assignment=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    model_name_or_path: Location
+    """Model directory, one .safetensors file in such a directory, or hub id."""
+    model_type: Name | None = None
+    """The `model_type` of the model's config.json, to check against; None takes what is there."""
+    gbi_path: Location | None = None
+    """Weights to stream instead of the model directory's own: a .safetensors file or an index."""
+    device: Name = "cuda"
+    """Backend to run on; `lema backends` lists them."""
+    strategy: Annotated[MemoryStrategy, BeforeValidator(_strategy)] = MemoryStrategy.STREAMING
+    """`streaming`: weights stay on disk. `resident`: weights stay in host memory."""
+    save_steps: Annotated[int, Field(ge=0)] = 500
+    """Optimizer steps between checkpoints; 0: never."""
+    output_dir: Location = "output"
+    """Directory for the adapter, checkpoints and metrics."""
+    lora_rank: Count = 16
+    """Rank of the adapter's two matrices (LoRA, arXiv:2106.09685)."""
+    lora_alpha: Annotated[int | float, Field(gt=0)] = 32
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    """Peak learning rate."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass, so that only its input is kept."""
+    lora_target_modules: Names | None = None
+    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
+    lora_dropout: Beta = 0.0
+    """Dropout on the adapter's input."""
+    dtype: Dtype | None = None
+    """Type of the frozen weights; None: the checkpoint's."""
+    attn_implementation: Name | None = None
+    """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
+    micro_batch_size: Count | None = None
+    """Rows computed at once; None: the whole batch. Fewer need less memory and change no number."""
+    gradient_accumulation_steps: Count = 1
+    """Batches per optimizer step."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Gradients longer than this are scaled down to it; None: no clipping."""
+    prefetch_depth: Count = 2
+    """Layers read ahead of the one being computed."""
+    device_memory: Memory | None = None
+    """Device memory for weights: "8GB", "512MiB", a fraction, bytes, "auto"; None: only what streaming needs."""
+    host_memory: Memory | None = None
+    """Host memory for weights, likewise."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of adapters, shuffling and dropout."""
+    loss_chunk_tokens: Count = 1024
+    """Tokens whose logits exist at once."""
+    batch_size: Count = 8
+    """Rows per batch."""
+    max_length: Count = 1024
+    """Longest row, in tokens."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What becomes of longer rows."""
+    shuffle: bool = True
+    """Draw the rows of each epoch in an order made from the seed."""
+    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the data; `max_steps` overrides it."""
+    max_steps: Count | None = None
+    """Optimizer steps to train for; None: as `num_train_epochs` says."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay (arXiv:1711.05101)."""
+    adam_beta1: Beta = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: Beta = 0.999
+    """Decay of AdamW's second moment."""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to AdamW's denominator."""
+    lr_scheduler_type: Scheduler = "linear"
+    """How the learning rate moves after warm-up, by `transformers`' name."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+    warmup_ratio: Beta = 0.0
+    """The same as a fraction of all steps."""
+    train_data: Names | None = None
+    """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt."""
+    eval_data: Names | None = None
+    """Data to evaluate on, likewise."""
+    eval_split: Annotated[int | float, BeforeValidator(_split)] | None = None
+    """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
+    eval_steps: Count | None = None
+    """Optimizer steps between evaluations; None: at the end of each epoch."""
+    logging_steps: Count = 1
+    """Optimizer steps between lines of metrics.jsonl."""
+    save_total_limit: Count | None = None
+    """Checkpoints to keep, the newest; None: all."""
+    report_to: Annotated[Name | list[Name], BeforeValidator(_names)] = Field(default_factory=list)
+    """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names."""
+    run_name: Name | None = None
+    """Name of the run in those reports."""
+
+    def __init__(self, *positional: Any, **settings: Any) -> None:
+        names = list(type(self).model_fields)
+        if len(positional) > len(names):
+            raise ConfigError(f"{len(positional)} settings given by position; there are {len(names)}")
+        by_position = dict(zip(names, positional, strict=False))
+        if twice := sorted(by_position.keys() & settings.keys()):
+            raise SettingsError([Problem(key, f"{key} is given by position and by name") for key in twice])
+        try:
+            super().__init__(**by_position, **settings)
+        except ValidationError as error:
+            raise SettingsError(problems_of(error, self._defaults())) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).model_fields:
+            raise SettingsError([unknown_setting(name, type(self).model_fields)])
+        before, given = dict(self.__dict__), set(self.model_fields_set)
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            # Checks between settings run after pydantic has stored the value: a refused value must not stay.
+            self.__dict__.update(before)
+            self.__pydantic_fields_set__.intersection_update(given)
+            raise SettingsError(problems_of(error, self._defaults())) from error
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for one, other in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(f"{one} and {other} exclude each other; leave one of them out")
+        if self.max_steps is not None and self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+        return self
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        return {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as plain JSON types."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON schema of every setting, with its meaning and default; editors complete YAML from it."""
+        return cls.model_json_schema()
+
+    def save_pretrained(self, directory: str | PathLike[str]) -> None:
+        """Write the settings to `lema_config.json` in `directory`, which is made where it does not exist.
+
+        Raises:
+            DiskError: the file cannot be written; one that was there before is untouched.
+        """
+        file = Path(directory) / CONFIG_NAME
+        part = file.with_name(f".{CONFIG_NAME}.{os.getpid()}.part")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("w", encoding="utf-8") as out:
+                out.write(json.dumps(self.to_dict(), indent=2) + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+            part.replace(file)
+        except OSError as error:
+            # Cleaning up fails where writing did; the first failure is the one to tell.
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise DiskError(f"cannot write the config: {error.strerror}", where=str(file)) from error
+
+    @classmethod
+    def from_pretrained(cls, directory: str | PathLike[str], **overrides: Any) -> Self:
+        """Read `lema_config.json` from `directory`; settings given here replace those of the file.
+
+        Raises:
+            ConfigError: there is no such file, it is not JSON, or a setting is wrong.
+        """
+        file = Path(directory) / CONFIG_NAME
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the config: {error.strerror}", where=str(file)) from error
+        except ValueError as error:
+            raise ConfigError(f"not JSON: {error}", where=str(file)) from error
+        if not isinstance(values, dict):
+            raise ConfigError("a config is a JSON object", where=str(file))
+        return cls._located({**values, **overrides}, {key: str(file) for key in values.keys() - overrides.keys()})
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
+        """Read a YAML file; settings given here replace those of the file. Paths in it are as the shell sees them.
+
+        Raises:
+            ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
+        """
+        yaml = read_yaml(path)
+        places = {key: place for key, place in yaml.places().items() if key not in overrides}
+        return cls._located({**yaml.values, **overrides}, {"": str(path), **places})
+
+    @classmethod
+    def _located(cls, values: dict[str, Any], places: dict[str, str]) -> Self:
+        try:
+            return cls(**values)
+        except SettingsError as error:
+            raise error.located(places) from error.__cause__

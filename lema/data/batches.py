@@ -1,0 +1,117 @@
+"""Batches whose order is a pure function of seed and epoch, so that a run resumes at any step without replay."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NotRequired, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lema.data.columns import IGNORED
+from lema.data.dataset import shuffled
+from lema.errors import DataError
+
+__all__ = ["Batch", "Batches", "collate"]
+
+TokenRow = Mapping[str, Sequence[int]]
+
+
+class Batch(TypedDict):
+    """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`.
+
+    `attention_mask` is absent when no row is padded; `rows` are the rows' places in the data set.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: NotRequired[torch.Tensor]
+    rows: NotRequired[list[int]]
+
+
+def collate(rows: Sequence[TokenRow], pad_token_id: int = 0) -> Batch:
+    """Rows side by side, padded on the right to the longest of them.
+
+    Padding carries label -100 and attention 0, so which token stands there changes nothing.
+
+    Raises:
+        DataError: no rows, a row without tokens, labels of another length, or no token to learn in the whole batch.
+    """
+    lengths = [len(row["input_ids"]) for row in rows]
+    if not rows or min(lengths) == 0:
+        raise DataError("a batch needs rows, and a row needs tokens", where="collate")
+    shape = (len(rows), max(lengths))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
+    labels = torch.full(shape, IGNORED, dtype=torch.long)
+    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if len(row["labels"]) != length:
+            raise DataError(f"{length} input_ids but {len(row['labels'])} labels", where=f"row {place} of the batch")
+        input_ids[place, :length] = torch.as_tensor(row["input_ids"], dtype=torch.long)
+        labels[place, :length] = torch.as_tensor(row["labels"], dtype=torch.long)
+    if not bool((labels[:, 1:] != IGNORED).any()):
+        how = "every label after the first is -100: its loss would be the mean of nothing"
+        raise DataError("a batch has no token to learn", where="collate", how=how)
+    if min(lengths) == max(lengths):
+        return Batch(input_ids=input_ids, labels=labels)
+    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+    return Batch(input_ids=input_ids, labels=labels, attention_mask=mask.long())
+
+
+class Batches:
+    """The batches of a run, each reached directly by its step.
+
+    Steps count from 0 over all epochs: step `s` is batch `s % steps_per_epoch` of epoch `s // steps_per_epoch`. Each
+    epoch visits every row once; its last batch is smaller where the rows do not divide evenly.
+
+    Args:
+        dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
+        batch_size: rows per batch.
+        seed: decides the order, with the epoch and nothing else.
+        shuffle: whether to shuffle at all; if not, every epoch has the order of the data.
+        pad_token_id: stands where rows are shorter than the longest of their batch.
+
+    Raises:
+        DataError: the data set is empty, or `batch_size` is below 1.
+    """
+
+    def __init__(
+        self, dataset: Sequence[TokenRow], batch_size: int, seed: int = 0, shuffle: bool = True, pad_token_id: int = 0
+    ) -> None:
+        if not len(dataset):
+            raise DataError("the data set is empty", how="give at least one row")
+        if batch_size < 1:
+            raise DataError(f"a batch of {batch_size} rows is none", where="batch_size", how="use 1 or more")
+        self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
+        self.pad_token_id = pad_token_id
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in one pass over the data."""
+        return -(-len(self.dataset) // self.batch_size)
+
+    def rows(self, step: int) -> list[int]:
+        """The places in the data set of the rows of batch `step`."""
+        if step < 0:
+            raise IndexError(f"steps count from 0, not {step}")
+        epoch, place = divmod(step, self.steps_per_epoch)
+        first = place * self.batch_size
+        return [int(row) for row in self._order_of(epoch)[first : first + self.batch_size]]
+
+    def batch(self, step: int) -> Batch:
+        """Batch `step`, the same one whenever and wherever it is asked for."""
+        rows = self.rows(step)
+        batch = collate([self.dataset[row] for row in rows], self.pad_token_id)
+        batch["rows"] = rows
+        return batch
+
+    def epoch(self, epoch: int = 0) -> Iterator[Batch]:
+        """All batches of one epoch."""
+        first = epoch * self.steps_per_epoch
+        return (self.batch(step) for step in range(first, first + self.steps_per_epoch))
+
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+        if self._order is None or self._order[0] != epoch:
+            count = len(self.dataset)
+            order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
+            self._order = (epoch, order)
+        return self._order[1]

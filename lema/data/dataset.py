@@ -1,0 +1,175 @@
+"""Tokenised rows in flat arrays, eight bytes a token, each row knowing where it came from."""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from lema.data.columns import num_trained
+from lema.data.files import Row
+from lema.errors import DataError
+
+__all__ = ["Columns", "Counts", "TokenDataset"]
+
+TokenRow = dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a data set holds, and what was taken away to make it.
+
+    Args:
+        rows: rows kept.
+        truncated: rows among them which were cut to the longest length allowed.
+        dropped: rows left out, for being too long or for losing all they had to learn when cut.
+        tokens: tokens kept.
+        trained_tokens: tokens among them which the loss counts.
+    """
+
+    rows: int
+    truncated: int
+    dropped: int
+    tokens: int
+    trained_tokens: int
+
+    def __str__(self) -> str:
+        text = f"{self.rows:,} rows, {self.tokens:,} tokens of which {self.trained_tokens:,} are learnt"
+        return f"{text}; {self.truncated:,} rows truncated, {self.dropped:,} dropped"
+
+
+@dataclass(slots=True)
+class Columns:
+    """Rows while they are being gathered; grows in place, holds no Python object per token."""
+
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    labels: "array[int]" = field(default_factory=lambda: array("i"))
+    ends: "array[int]" = field(default_factory=lambda: array("q"))
+    trained: "array[int]" = field(default_factory=lambda: array("q"))
+    truncated: "array[int]" = field(default_factory=lambda: array("b"))
+    source: "array[int]" = field(default_factory=lambda: array("i"))
+    line: "array[int]" = field(default_factory=lambda: array("q"))
+    sources: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0
+
+    def append(self, row: Row, ids: list[int], labels: list[int], *, truncated: bool) -> None:
+        """Take in one tokenised row."""
+        self.ids.extend(ids)
+        self.labels.extend(labels)
+        self.ends.append(len(self.ids))
+        self.trained.append(num_trained(labels))
+        self.truncated.append(truncated)
+        self.source.append(self.sources.setdefault(row.source, len(self.sources)))
+        self.line.append(row.line)
+
+
+class TokenDataset(Sequence[TokenRow]):
+    """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt.
+
+    Labels stand on their own token, as `transformers` expects; the loss shifts them.
+
+    Args:
+        columns: the rows.
+        rows: which of them, and in what order; None: all.
+        dropped: how many were left out; None: as `columns` says.
+    """
+
+    def __init__(self, columns: Columns, rows: npt.NDArray[np.int64] | None = None, dropped: int | None = None) -> None:
+        self._columns = columns
+        self._ids = np.frombuffer(columns.ids, dtype=np.int32) if columns.ids else np.empty(0, np.int32)
+        self._labels = np.frombuffer(columns.labels, dtype=np.int32) if columns.labels else np.empty(0, np.int32)
+        self._starts = np.concatenate([[0], np.asarray(columns.ends, dtype=np.int64)])
+        self._rows = np.arange(len(columns.ends)) if rows is None else rows
+        self._names = list(columns.sources)
+        picked = self._rows
+        self.counts = Counts(
+            rows=len(picked),
+            truncated=int(np.asarray(columns.truncated, dtype=np.int64)[picked].sum()),
+            dropped=columns.dropped if dropped is None else dropped,
+            tokens=int(np.diff(self._starts)[picked].sum()),
+            trained_tokens=int(np.asarray(columns.trained, dtype=np.int64)[picked].sum()),
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenRow]: ...
+    def __getitem__(self, index: int | slice) -> TokenRow | list[TokenRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start, end = self._bounds(index)
+        return {"input_ids": self._ids[start:end].tolist(), "labels": self._labels[start:end].tolist()}
+
+    def __iter__(self) -> Iterator[TokenRow]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"TokenDataset({self.counts})"
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        row = self._rows[index]
+        return int(self._starts[row]), int(self._starts[row + 1])
+
+    def num_tokens(self, index: int) -> int:
+        """The length of row `index` in tokens."""
+        start, end = self._bounds(index)
+        return end - start
+
+    def origin(self, index: int) -> str:
+        """`file:line` of row `index`."""
+        row = self._rows[index]
+        return f"{self._names[self._columns.source[row]]}:{self._columns.line[row]}"
+
+    def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> "TokenDataset":
+        """The rows at these places, in this order; shares the tokens with this data set."""
+        return TokenDataset(self._columns, self._rows[np.asarray(rows, dtype=np.int64)], dropped=0)
+
+    def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
+        """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data.
+
+        Args:
+            eval_split: a fraction between 0 and 1, or a number of rows.
+            seed: the same seed draws the same rows from the same data, on every machine.
+
+        Raises:
+            DataError: one of the two would be empty.
+        """
+        total = len(self)
+        wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
+        if not 0 < wanted < total:
+            raise DataError(
+                f"an evaluation split of {eval_split} leaves {max(total - wanted, 0)} of {total} rows to train on "
+                f"and {max(wanted, 0)} to evaluate on",
+                where="eval_split",
+                how="both need a row at least: choose another split, or give eval_data",
+            )
+        chosen = np.zeros(total, dtype=bool)
+        chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
+        train = TokenDataset(self._columns, self._rows[~chosen], dropped=self.counts.dropped)
+        return train, self.select(np.flatnonzero(chosen))
+
+    def fingerprint(self) -> str:
+        """A digest of all tokens and labels in order: whether a run resumes on the data it began with."""
+        digest = hashlib.blake2b(digest_size=16)
+        for index in range(len(self)):
+            start, end = self._bounds(index)
+            digest.update((end - start).to_bytes(8, "little"))
+            digest.update(self._ids[start:end].astype("<i4").tobytes())
+            digest.update(self._labels[start:end].astype("<i4").tobytes())
+        return digest.hexdigest()
+
+
+def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
+    """A permutation of `range(count)` that depends on nothing but `(count, seed, stream)`.
+
+    NumPy promises that bit generators and seed sequences give the same bits in every release, and promises no such
+    thing of `Generator.permutation` (NEP 19); so the order is that of raw 64-bit draws.
+    """
+    keys: Any = np.random.PCG64(np.random.SeedSequence([seed % 2**64, stream])).random_raw(count)
+    return np.argsort(keys, kind="stable").astype(np.int64)

@@ -1,0 +1,242 @@
+"""Rows out of .jsonl, .json, .csv, .parquet and .txt files, each row knowing the file and line it came from."""
+
+import csv
+import glob
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lema.errors import DataError
+
+__all__ = ["Row", "find_files", "load_rows", "read_rows"]
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+_UTF8_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_TO_UTF8 = "save the file as UTF-8, for example: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of data and where it stands.
+
+    Args:
+        values: column name to value.
+        source: the file's path, or a word for rows which came from memory.
+        line: 1-based line of a text file on which the row begins; 1-based row of a parquet file.
+    """
+
+    values: Mapping[str, Any]
+    source: str
+    line: int
+
+    @property
+    def origin(self) -> str:
+        """`file:line`, as an editor opens it."""
+        return f"{self.source}:{self.line}"
+
+    def broken(self, what: str, *, at: str = "", how: str = "") -> DataError:
+        """The error that names this row; `at` narrows it to a column or message."""
+        return DataError(what, where=f"{self.origin}, {at}" if at else self.origin, how=how)
+
+
+def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """The data files that files, directories and globs stand for, in a fixed order.
+
+    A directory gives the data files directly inside it, sorted by name; a glob its matches, sorted.
+
+    Raises:
+        DataError: a path does not exist, matches nothing, or is of a kind which cannot be read.
+    """
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    if not given:
+        raise DataError("no data files were given", how="set train_data to a file, a directory or a glob")
+    return [file for path in given for file in _expand(Path(path).expanduser())]
+
+
+def _expand(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(p for p in path.iterdir() if p.suffix.lower() in _READERS and not p.name.startswith("."))
+        if not found:
+            raise DataError("the directory holds no data files", where=str(path), how=f"it may hold {_accepted()}")
+        return found
+    if path.exists():
+        found = [path]
+    else:
+        found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (absolute globs)
+        if not found:
+            raise DataError("no such data file", where=str(path), how="check the path; it is relative to the shell's")
+    for file in found:
+        if file.suffix.lower() not in _READERS:
+            raise DataError(
+                f"cannot read a {file.suffix or 'nameless'} file", where=str(file), how=f"give {_accepted()}"
+            )
+    return found
+
+
+def _accepted() -> str:
+    return ", ".join(sorted(_READERS)) + " files"
+
+
+def load_rows(paths: str | Path | Iterable[str | Path]) -> list[Row]:
+    """All rows of the files, in memory; see `read_rows`."""
+    return list(read_rows(paths))
+
+
+def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
+    """The rows of the files, one after another, in the order of the files and their lines.
+
+    Blank lines of .jsonl, .csv and .txt files are no rows. A leading UTF-8 byte-order mark is taken off.
+
+    Raises:
+        DataError: a file is missing, empty, damaged or not UTF-8, or a row is malformed; names file and line.
+    """
+    for path in find_files(paths):
+        empty = True
+        try:
+            for line, values in _READERS[path.suffix.lower()](path):
+                empty = False
+                yield Row(values, str(path), line)
+        except OSError as error:
+            raise DataError(f"the file cannot be read: {error}", where=str(path)) from error
+        if empty:
+            raise DataError("the file holds no rows", where=str(path), how="take it out of the data, or fill it")
+
+
+def _error(what: str, path: Path, line: int, how: str = "") -> DataError:
+    return DataError(what, where=f"{path}:{line}", how=how)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their line endings; split at newlines only, since JSON and text may hold U+2028."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if number == 1:
+                if raw.startswith(_UTF16_MARKS):
+                    raise _error("the file is UTF-16, not UTF-8", path, 1, _TO_UTF8)
+                raw = raw.removeprefix(_UTF8_MARK)
+            if b"\0" in raw:
+                how = f"the file is damaged, or UTF-16; in that case {_TO_UTF8}"
+                raise _error(f"NUL byte in column {raw.index(0) + 1}", path, number, how)
+            try:
+                yield number, raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                what = f"byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8"
+                raise _error(what, path, number, "save the file as UTF-8") from error
+
+
+def _decode(text: str, start: int, path: Path, line: int) -> tuple[dict[str, Any], int]:
+    """The JSON object which begins at `start`, and where it ends."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        at = line + error.lineno - 1 - text.count("\n", 0, start)
+        raise _error(f"not JSON: {error.msg} (column {error.colno})", path, at) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+        raise _error(f"not usable JSON: {error}", path, line) from error
+    if not isinstance(value, dict):
+        what = f"a row must be a JSON object, not a {type(value).__name__}"
+        how = 'write each row as {"text": "..."} or the like; a list of rows belongs in a .json file'
+        raise _error(what, path, line, how)
+    return value, end
+
+
+def _skip_blank(text: str, start: int) -> int:
+    match = _BLANK.match(text, start)
+    return match.end() if match else start
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in _lines(path):
+        text = text.rstrip(" \t\r\n")
+        start = _skip_blank(text, 0)
+        if start == len(text):
+            continue
+        value, end = _decode(text, start, path, number)
+        if end != len(text):
+            raise _error(f"more than one JSON value on a line (column {end + 1})", path, number)
+        yield number, value
+
+
+def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """An array of objects, or objects one after another; decoded one by one so that each knows its line."""
+    text = "".join(line for _, line in _lines(path))
+    position, line, counted = _skip_blank(text, 0), 1, 0
+    array = text.startswith("[", position)
+    if array:
+        position = _skip_blank(text, position + 1)
+    while position < len(text) and not (array and text.startswith("]", position)):
+        line, counted = line + text.count("\n", counted, position), position
+        value, position = _decode(text, position, path, line)
+        yield line, value
+        position = _skip_blank(text, position)
+        if array and text.startswith(",", position):
+            position = _skip_blank(text, position + 1)
+        elif array:
+            break
+    if array and not (text.startswith("]", position) and _skip_blank(text, position + 1) == len(text)):
+        at = 1 + text.count("\n", 0, position)
+        what = "the list of rows is cut off, lacks a comma, or is followed by something"
+        raise _error(what, path, at, "check that the file is complete")
+
+
+def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    # The csv module's limit of 128 KiB per field is one setting for the whole process; a long document exceeds it.
+    csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
+    reader = csv.reader((text for _, text in _lines(path)), strict=True)
+    header: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise _error(
+                f"not CSV: {error}", path, line, "quote cells which hold commas, quotes or newlines"
+            ) from error
+        if cells is None:
+            return
+        if not cells:
+            continue
+        if header is None:
+            header = [name.strip() for name in cells]
+            if len(set(header)) < len(header) or "" in header:
+                how = "the first line names the columns, each once"
+                raise _error(f"column names are empty or repeated: {', '.join(header)}", path, line, how)
+        elif len(cells) != len(header):
+            how = "quote cells which hold commas; write an empty cell as nothing between commas"
+            raise _error(f"{len(cells)} cells in a row under {len(header)} columns", path, line, how)
+        else:
+            yield line, dict(zip(header, cells, strict=True))
+
+
+def _txt(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in _lines(path):
+        if text.strip():
+            yield number, {"text": text.rstrip("\r\n")}
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _error(f"not a whole parquet file: {error}", path, number + 1) from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".txt": _txt,
+    ".parquet": _parquet,
+}

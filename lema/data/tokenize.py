@@ -1,0 +1,85 @@
+"""One row to token ids and labels, with the beginning and the end of the sequence marked once each."""
+
+from typing import TYPE_CHECKING
+
+from lema.data.chat import tokenize_chat
+from lema.data.columns import IGNORED, Chat, Kind, Text, Tokens, num_trained, parse
+from lema.data.files import Row
+from lema.data.spans import tokenize_spans
+from lema.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["check_tokenizer", "tokenize_row"]
+
+
+def tokenize_row(
+    row: Row, kind: Kind, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Token ids and labels of a row; a label is the token's own id where it is learnt and -100 elsewhere.
+
+    Text and completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to
+    stop. What the tokenizer puts in front stands there once, also where the text already begins with it.
+
+    Args:
+        row: the row.
+        kind: its kind, from `columns.detect`.
+        tokenizer: a `transformers` tokenizer; None will do for rows which are token ids already.
+        vocab_size: how many tokens the model knows; None: not checked.
+
+    Raises:
+        DataError: the row is malformed, has nothing to learn, or holds ids outside the vocabulary.
+    """
+    example = parse(row, kind, chat_template=tokenizer is not None and bool(tokenizer.chat_template))
+    if isinstance(example, Tokens):
+        ids, labels = example.ids, example.labels
+    else:
+        if tokenizer is None:
+            raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
+        ids, learnt = _tokenize(example, tokenizer, row)
+        labels = [token if learn else IGNORED for token, learn in zip(ids, learnt, strict=True)]
+    _check_range(row, ids, labels, vocab_size)
+    if num_trained(labels) == 0:
+        how = "the loss counts tokens after the first whose label is not -100; remove the row or mend its labels"
+        raise row.broken("the row has no token to learn", how=how)
+    return ids, labels
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", kind: Kind) -> None:
+    """Text and completions need an end-of-sequence token.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
+    if kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends",
+            where=str(tokenizer.name_or_path) or "tokenizer",
+            how="set eos_token in its tokenizer_config.json",
+        )
+
+
+def _tokenize(example: Text | Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) -> tuple[list[int], list[bool]]:
+    if isinstance(example, Chat):
+        return tokenize_chat(example, tokenizer, row)
+    check_tokenizer(tokenizer, ("text",))
+    text = example.prompt + example.completion
+    ids, learnt = tokenize_spans(text, [(len(example.prompt), len(text))], tokenizer, add_special_tokens=True)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:
+        ids, learnt = ids[1:], learnt[1:]
+    while ids and ids[-1] == eos:
+        ids, learnt = ids[:-1], learnt[:-1]
+    return [*ids, eos], [*learnt, True]
+
+
+def _check_range(row: Row, ids: list[int], labels: list[int], vocab_size: int | None) -> None:
+    limit = 2**31 if vocab_size is None else vocab_size
+    how = "use the tokenizer of the model being trained"
+    for column, values in (("input_ids", ids), ("labels", labels)):
+        learnt = [value for value in values if value != IGNORED] if column == "labels" else values
+        if learnt and (min(learnt) < 0 or max(learnt) >= limit):
+            token = min(learnt) if min(learnt) < 0 else max(learnt)
+            what = f"{column} holds {token}, which is outside the vocabulary of {limit} tokens"
+            raise row.broken(what, at=f"position {values.index(token)}", how=how)

@@ -1,0 +1,100 @@
+"""Every error a user can meet: what went wrong, where, and how to mend it.
+
+One tree, rooted in `LemaError`. Each class carries the exit code the command line ends with, so a script can tell a
+mistyped config from a full disk without reading the message.
+"""
+
+__all__ = [
+    "AdapterError",
+    "BackendUnavailable",
+    "ConfigError",
+    "DataError",
+    "DiskError",
+    "LemaError",
+    "MemoryLimitError",
+    "ModelError",
+    "NonFiniteError",
+    "ReadError",
+    "Stopped",
+    "WeightsError",
+]
+
+
+class LemaError(Exception):
+    """What went wrong, where (file, key, line, layer), and how to mend it.
+
+    Args:
+        what: one sentence saying what is wrong.
+        where: the file, key, line, row or layer concerned; empty when there is no one place.
+        how: what the user can do about it; empty when nothing can be said.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", how: str = "") -> None:
+        self.what, self.where, self.how = what, where, how
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.how:
+            lines.append(f"  mend:  {self.how}")
+        return "\n".join(lines)
+
+
+class ConfigError(LemaError):
+    """A setting is unknown, malformed, or contradicts another."""
+
+    exit_code = 2
+
+
+class BackendUnavailable(ConfigError):
+    """The backend asked for cannot run here; the message says what is missing."""
+
+
+class ModelError(ConfigError):
+    """The model cannot be streamed, or no module matches the adapter's targets."""
+
+
+class DataError(LemaError):
+    """Training data is missing, malformed, empty, or has nothing to train on."""
+
+    exit_code = 3
+
+
+class WeightsError(DataError):
+    """A model file is missing, damaged, unsafe, or does not hold the tensors the model needs."""
+
+
+class AdapterError(DataError):
+    """An adapter on disk is missing, damaged, or does not fit the model."""
+
+
+class MemoryLimitError(LemaError):
+    """The memory allowed is too small for the work asked."""
+
+    exit_code = 4
+
+
+class NonFiniteError(LemaError):
+    """A loss, gradient or weight became NaN or infinite; the optimizer was not stepped."""
+
+    exit_code = 5
+
+
+class DiskError(LemaError):
+    """The disk is full, read-only, or failed while writing; what was there before is untouched."""
+
+    exit_code = 6
+
+
+class ReadError(DiskError):
+    """Reading a layer's weights failed, in a prefetch thread or in the training thread."""
+
+
+class Stopped(LemaError):
+    """Training stopped on request, with a checkpoint that resumes."""
+
+    exit_code = 75

@@ -1,0 +1,119 @@
+"""Turns what the user calls the model (a directory, a file, a hub id) into a local directory with its files.
+
+A hub id is fetched by `huggingface_hub` into its own cache, safetensors and the small files beside them only: no
+pickles, no code. Offline mode, tokens, mirrors and cache location are that library's own environment variables.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+from lema.errors import DiskError, WeightsError
+
+__all__ = ["ALLOWED_FILES", "IGNORED_FILES", "resolve_model"]
+
+ALLOWED_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+# A second copy of the same weights, in the layout of the model's makers or of another runtime.
+IGNORED_FILES = ("*/*.safetensors", "consolidated*.safetensors")
+
+
+def resolve_model(name_or_path: str | os.PathLike[str], *, revision: str | None = None) -> Path:
+    """Find the local directory of a model, downloading it from the hub if it is a hub id not yet in the cache.
+
+    Whatever exists on disk, or is spelt like a path, is never sent to the hub.
+
+    Args:
+        name_or_path: a model directory; a `.safetensors` file or index in one; or a hub id such as `org/name`.
+        revision: branch, tag or commit on the hub; not used for local models.
+
+    Raises:
+        WeightsError: there is no such directory, or the hub does not have the model or does not give it.
+        DiskError: the disk filled up while downloading.
+    """
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        if path.name.endswith((".safetensors", ".json")):
+            return path.parent
+        raise WeightsError(
+            f"{path.name} is not a model",
+            where=str(path),
+            how="give a model directory, a .safetensors file, or a hub id",
+        )
+    if isinstance(name_or_path, os.PathLike) or _looks_local(name):
+        raise WeightsError(f"{name} does not exist", where=str(path.absolute()), how="check the path of the model")
+    return _download(name, revision)
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "~")) or "\\" in name or Path(name).is_absolute() or name.endswith(".safetensors")
+
+
+def _download(name: str, revision: str | None) -> Path:
+    # Imported here: the command line must not pay for it when the model is local.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = name if revision is None else f"{name} at revision {revision}"
+    try:
+        directory = snapshot_download(
+            name, revision=revision, allow_patterns=list(ALLOWED_FILES), ignore_patterns=list(IGNORED_FILES)
+        )
+    except HFValidationError as error:
+        raise WeightsError(
+            f"{name!r} is neither an existing directory nor a hub id",
+            where=where,
+            how="check the path, or give org/name",
+        ) from error
+    except GatedRepoError as error:
+        raise WeightsError(
+            f"the hub gives {name} only to accounts that accepted its terms",
+            where=where,
+            how=f"accept them at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise WeightsError(
+            f"{name!r} is not a local directory, and the hub has no such model (or it is private)",
+            where=where,
+            how="check the spelling; for a private model set HF_TOKEN",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise WeightsError(f"the hub has no such revision of {name}", where=where, how="check the revision") from error
+    except LocalEntryNotFoundError as error:
+        cause = error.__cause__
+        reason = f"the hub answered: {cause}" if isinstance(cause, HfHubHTTPError) else "the hub cannot be reached"
+        raise WeightsError(
+            f"{name!r} is not a local directory, is not in the hub cache, and {reason}",
+            where=where,
+            how="check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory",
+        ) from error
+    except HfHubHTTPError as error:
+        raise WeightsError(f"the hub did not give the model: {error}", where=where, how="try again later") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskError(
+                f"the disk is full: {name} could not be downloaded",
+                where=str(error.filename or "hub cache"),
+                how="free space, or set HF_HOME to a larger disk; what was downloaded is kept",
+            ) from error
+        raise WeightsError(f"the hub cannot be reached: {error}", where=where, how="check the connection") from error
+    return _with_weights(Path(directory), where)
+
+
+def _with_weights(directory: Path, where: str) -> Path:
+    if not any(directory.glob("*.safetensors")):
+        raise WeightsError(
+            "the hub has no .safetensors weights of this model (other formats are pickled and can run code)",
+            where=f"{where}, in {directory}",
+            how="if you trust it, convert it: AutoModelForCausalLM.from_pretrained(ID).save_pretrained(OUT)",
+        )
+    return directory

@@ -1,0 +1,126 @@
+"""Cross-entropy in fp32 over chunks of tokens: the logits of a whole step never exist.
+
+The gradient of each chunk is formed as soon as its loss is, then its logits are dropped (as in the fused linear
+cross-entropy of https://arxiv.org/abs/2410.10989). One chunk that holds the whole micro-batch is bitwise the loss of
+`transformers`; several chunks agree to rounding, because a matmul over fewer rows may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+
+from lema.errors import DataError
+
+__all__ = ["IGNORED", "LossChunks", "split_batch", "targets_of", "trained_tokens"]
+
+IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
+
+
+def targets_of(labels: Tensor) -> Tensor:
+    """Shift labels `[batch, sequence]` so that position t holds the token that t predicts; the last predicts none."""
+    return pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def trained_tokens(batches: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many tokens some batches train: `labels` that some position predicts and that are not -100."""
+    return sum(int((batch["labels"][..., 1:] != IGNORED).sum()) for batch in batches)
+
+
+def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, Tensor]]:
+    """Cut a batch into micro-batches of at most `rows` rows; None: one micro-batch."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    size = len(tensors["input_ids"])
+    step = rows or size
+    return [{name: value[at : at + step] for name, value in tensors.items()} for at in range(0, size, step)]
+
+
+class LossChunks:
+    """The loss of one step, token-weighted over all its micro-batches.
+
+    Args:
+        head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
+        targets: per micro-batch, int64 `[batch, sequence]`, already shifted.
+        chunk_tokens: logits exist for at most this many tokens (but for at least one whole row of one token).
+        num_tokens: the loss is the sum over trained tokens divided by this; None: by their number in `targets`.
+        scale: gradients are those of `scale` times the loss.
+        logits: a list to which each micro-batch's logits are appended; None: they are dropped.
+
+    Raises:
+        DataError: no token of the step is trained.
+    """
+
+    def __init__(
+        self,
+        head: Callable[[Tensor], Tensor],
+        targets: Sequence[Tensor],
+        chunk_tokens: int,
+        *,
+        num_tokens: int | None = None,
+        scale: float = 1.0,
+        logits: list[Tensor] | None = None,
+    ) -> None:
+        self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
+        self.scale = scale
+        self.trained_tokens = int(sum((target != IGNORED).sum() for target in targets))
+        if self.trained_tokens == 0:
+            raise DataError(
+                "no token of this step is trained: every label is -100",
+                how="check the labels, or max_length if truncation cut the trained part off",
+            )
+        self.num_tokens = num_tokens or self.trained_tokens
+
+    def forward(self, index: int, hidden: Tensor) -> Tensor:
+        """Return micro-batch `index`'s share of the loss, fp32 scalar, of the last layer's output `hidden`."""
+        with torch.no_grad():
+            return self._sum(self._chunk(index, hidden, rows, columns)[0] for rows, columns in self._blocks(index))
+
+    def backward(self, index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the share of the loss, and the gradient of `scale` times it, shaped as `hidden`."""
+        gradient = torch.zeros_like(hidden)
+        values = []
+        for rows, columns in self._blocks(index):
+            with torch.enable_grad():
+                value, leaf = self._chunk(index, hidden, rows, columns)
+                if value.requires_grad:
+                    (gradient[rows, columns],) = torch.autograd.grad(value * self.scale, leaf)
+            values.append(value.detach())
+        return self._sum(values), gradient
+
+    def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Return a block's share of the loss and the leaf it depends on (not at all where nothing is trained)."""
+        leaf = hidden[rows, columns].detach().requires_grad_(torch.is_grad_enabled())
+        target = self._targets[index][rows, columns]
+        if self._logits is None and bool((target == IGNORED).all()):
+            return torch.zeros((), device=hidden.device), leaf
+        logits = self._head(leaf)
+        if self._logits is not None:
+            self._place(index, logits.detach(), rows, columns)
+        flat = logits.float().view(-1, logits.shape[-1])
+        summed = cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
+        return summed / self.num_tokens, leaf
+
+    def _place(self, index: int, block: Tensor, rows: slice, columns: slice) -> None:
+        assert self._logits is not None
+        if len(self._logits) == index:
+            self._logits.append(block.new_empty((*self._targets[index].shape, block.shape[-1])))
+        self._logits[index][rows, columns] = block
+
+    def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
+        """Cut `[batch, sequence]` into blocks: whole rows while they fit in a chunk, else parts of one row."""
+        batch, sequence = self._targets[index].shape
+        height = max(1, self._chunk_tokens // sequence)
+        width = sequence if self._chunk_tokens >= sequence else self._chunk_tokens
+        for row in range(0, batch, height):
+            for column in range(0, sequence, width):
+                yield slice(row, min(row + height, batch)), slice(column, min(column + width, sequence))
+
+    def _sum(self, values: Iterator[Tensor] | list[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self._targets[0].device)
+        for value in values:
+            total = total + value
+        return total

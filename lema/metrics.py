@@ -1,0 +1,215 @@
+"""What a run measures: `metrics.jsonl`, one JSON object per line, and how its numbers are shown to people."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from io import FileIO
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lema.errors import DataError, DiskError
+
+__all__ = ["METRICS_NAME", "MetricsLog", "human_bytes", "human_count", "human_duration", "plot_loss", "read_metrics"]
+
+METRICS_NAME = "metrics.jsonl"
+
+# JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsLog:
+    """Appends one line of JSON per measurement; every line is on its way to the disk before `write` returns.
+
+    A line that a kill cut short is removed on opening, so the file always reads.
+
+    Args:
+        path: the file; made, with its directory, where it does not exist.
+
+    Raises:
+        DiskError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: a line that could not be written must not be tried again on closing.
+            self._file = self.path.open("ab+", buffering=0)
+            _cut_torn_line(self._file)
+        except OSError as error:
+            raise DiskError(f"cannot open the metrics: {error.strerror}", where=str(self.path)) from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row: JSON types and numbers with `.item()` (tensors of one element, numpy scalars)."""
+        line = (json.dumps(_plain(row), allow_nan=False) + "\n").encode()
+        start = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(start)
+            raise DiskError(f"cannot write the metrics: {error.strerror}", where=str(self.path)) from error
+
+    def close(self) -> None:
+        """Close the file; twice is harmless."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The rows that count: those a resumed run measured again are given once, as measured last.
+
+    A run killed after its last checkpoint leaves rows of steps that the resumed run repeats.
+
+    Raises:
+        DataError: the file is missing, or a line is not a JSON object; names file and line.
+    """
+    rows: list[dict[str, Any]] = []
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read the metrics: {error.strerror}", where=str(file)) from error
+    lines = text.split("\n")
+    # Whatever follows the last newline is a line still being written.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"not JSON: {error}", where=f"{file}:{number}") from error
+        if not isinstance(row, dict):
+            raise DataError("a line of metrics is a JSON object", where=f"{file}:{number}")
+        row = {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+        _forget_repeated(rows, row)
+        rows.append(row)
+    return rows
+
+
+def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bool:
+    """Draw training and evaluation loss over steps; False where matplotlib is not installed or no loss was measured."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    rows = read_metrics(metrics_file)
+    # Without pyplot: no global state, and no window system is looked for.
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss")
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+        points = [(row["step"], row[key]) for row in rows if key in row and "step" in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    if not axes.lines:
+        return False
+    axes.legend()
+    axes.grid(alpha=0.3)
+    target = Path(png)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        figure.savefig(part, format="png", dpi=120)
+        part.replace(target)
+    except OSError as error:
+        # Cleaning up fails where writing did; the first failure is the one to tell.
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise DiskError(f"cannot write the loss curve: {error.strerror}", where=str(target)) from error
+    return True
+
+
+def human_bytes(count: float) -> str:
+    """`1.2 GB`; powers of 1000, as disks and links are sold."""
+    return _scaled(count, " ", ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def human_count(count: float) -> str:
+    """`3.4k`, `12M`."""
+    return _scaled(count, "", ("", "k", "M", "G", "T", "P"))
+
+
+def human_duration(seconds: float) -> str:
+    """`48s`, `3m 05s`, `2h 07m`, `4d 01h`."""
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}h"
+    if hours:
+        return f"{hours}h {minute:02}m"
+    return f"{minutes}m {second:02}s" if minutes else f"{second}s"
+
+
+def _scaled(count: float, space: str, units: tuple[str, ...]) -> str:
+    size, power = float(count), 0
+    # 999.5 would print as 1000; it is 1.0 of the next unit.
+    while abs(size) >= 999.5 and power < len(units) - 1:
+        size, power = size / 1000, power + 1
+    digits = 0 if power == 0 or abs(size) >= 99.95 else 1
+    return f"{size:.{digits}f}{space}{units[power]}".rstrip()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(word for word, number in _NON_FINITE.items() if number == value or value != value)
+    return value
+
+
+def _kinds(row: Mapping[str, Any]) -> set[str]:
+    return {"loss", "eval_loss"} & row.keys()
+
+
+def _forget_repeated(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> None:
+    """Drop from the end of `rows` what `row`, coming after it, shows to have been undone by a resume."""
+    step = row.get("step")
+    if step is None:
+        return
+    while rows and rows[-1].get("step", step) > step:
+        rows.pop()
+    same = _trailing(rows, step)
+    for index in same:
+        if _kinds(rows[index]) & _kinds(row):
+            del rows[index:]
+            return
+
+
+def _trailing(rows: list[dict[str, Any]], step: float) -> Iterable[int]:
+    first = len(rows)
+    while first and rows[first - 1].get("step") == step:
+        first -= 1
+    return range(first, len(rows))
+
+
+def _cut_torn_line(file: FileIO) -> None:
+    """Cut what follows the last newline; searches backwards, for the file may be long."""
+    end = file.seek(0, os.SEEK_END)
+    position = end
+    while position:
+        start = max(0, position - 4096)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < end:
+        file.truncate(position)

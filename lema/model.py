@@ -1,0 +1,266 @@
+"""The model a user holds: skeleton, adapter and stream, put together from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import psutil
+import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lema.adapter import load_weights, read_lora_config, save_adapter
+from lema.backend import Backend, load
+from lema.config import CONFIG_NAME, LemaConfig, MemoryStrategy, parse_memory
+from lema.errors import AdapterError, ConfigError, DataError, MemoryLimitError
+from lema.generation import generate
+from lema.hub import resolve_model
+from lema.lora import count_lora_params, inject_lora_params, lora_config
+from lema.names import checkpoint_dtype, match_names, target_dtypes
+from lema.optim import BYTES_PER_PARAMETER
+from lema.outside import layer_bytes, load_outside
+from lema.skeleton import meta_model, read_config
+from lema.split import Split
+from lema.stream.budget import choose_residents
+from lema.stream.lease import LayerStream
+from lema.stream.reader import LayerReader
+from lema.streamed import StreamedModel
+from lema.weights import GlobalBinaryIndex
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lema.trainer import LemaTrainer
+
+__all__ = ["LemaModel"]
+
+
+class LemaModel:
+    """A causal language model whose decoder layers stay where they are stored until they are needed.
+
+    Opening it reads the config, the tensors' headers and what lies outside the decoder layers, nothing else.
+
+    Args:
+        config: what to open and how.
+        backend: the device; None: the one the config names.
+
+    Raises:
+        ConfigError: a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
+    """
+
+    def __init__(self, config: LemaConfig, *, backend: Backend | None = None) -> None:
+        self.config = config
+        self.directory = resolve_model(config.model_name_or_path)
+        hf_config = read_config(self.directory)
+        if config.model_type is not None and config.model_type != hf_config.model_type:
+            raise ConfigError(
+                f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}",
+                where=str(self.directory / "config.json"),
+                how="correct model_type, or leave it out",
+            )
+        self.backend = backend or load(config.device)
+        self.gbi = GlobalBinaryIndex(config.gbi_path or _own_weights(config.model_name_or_path, self.directory))
+        dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
+        self.skeleton = meta_model(hf_config, dtype, config.attn_implementation)
+        records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
+        self._reader = LayerReader()
+        self.split = Split(self.skeleton, self.backend)
+        name, count = self.split.layers_name, self.split.num_layers
+        self._layers = layer_bytes(records, dtypes, name, count)
+        self.outside_bytes = load_outside(self.skeleton, records, dtypes, name, self.backend, self._reader)
+        self.lora_manager: PeftModel | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | PathLike[str], *, backend: Backend | None = None, **overrides: Any
+    ) -> Self:
+        """Open a saved adapter with its base model.
+
+        Args:
+            directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
+            backend: the device; None: the one the config names.
+            overrides: settings that replace those saved.
+
+        Raises:
+            AdapterError: there is no adapter, or it does not fit the model.
+        """
+        path = Path(directory)
+        saved = read_lora_config(path)
+        if (path / CONFIG_NAME).is_file():
+            config = LemaConfig.from_pretrained(path, **overrides)
+        elif saved is not None:
+            config = LemaConfig(**{"model_name_or_path": saved.base_model_name_or_path, **overrides})
+        else:
+            raise AdapterError(
+                "there is neither lema_config.json nor adapter_config.json",
+                where=str(path),
+                how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
+            )
+        model = cls(config, backend=backend)
+        model._attach(saved or model._lora_config(), seed=None)
+        assert model.lora_manager is not None
+        load_weights(model.lora_manager, path, model.split.layers_name)
+        return model
+
+    def initialize_lora(self) -> None:
+        """Attach a fresh adapter to every layer: the numbers PEFT draws for `seed`, B zero.
+
+        Raises:
+            ModelError: no module matches `lora_target_modules`.
+        """
+        self._attach(self._lora_config(), seed=self.config.seed)
+
+    def get_trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the adapter's parameters, fp32, in the order of the model; the list an optimizer takes."""
+        self._require_adapter()
+        return [parameter for parameter in self.skeleton.parameters() if parameter.requires_grad]
+
+    def get_trainer(
+        self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
+    ) -> LemaTrainer:
+        """Return a trainer of this model.
+
+        Args:
+            optimizer: over `get_trainable_parameters()`; None: AdamW as the config says.
+            callbacks: `transformers.TrainerCallback`s.
+            options: further arguments of `LemaTrainer`.
+        """
+        from lema.trainer import LemaTrainer
+
+        return LemaTrainer(
+            self.config,
+            self.adapter,
+            self.gbi,
+            self.lora_manager,
+            optimizer,
+            self.memory,
+            callbacks=callbacks,
+            **options,
+        )
+
+    def save_pretrained(self, directory: str | PathLike[str]) -> None:
+        """Write PEFT's adapter files and `lema_config.json`.
+
+        Raises:
+            DiskError: a file could not be written.
+        """
+        save_adapter(self._require_adapter(), Path(directory), self.config.model_name_or_path)
+        self.config.save_pretrained(directory)
+
+    @cached_property
+    def adapter(self) -> StreamedModel:
+        """The model as the trainer drives it: visits of leased layers."""
+        return StreamedModel(
+            self.split,
+            self.memory,
+            self.backend,
+            recompute=self.config.gradient_checkpointing,
+            loss_chunk_tokens=self.config.loss_chunk_tokens,
+        )
+
+    @cached_property
+    def memory(self) -> LayerStream:
+        """The stream of layers, with the residents that the budget allows. Made at first use, adapters attached."""
+        config, sizes = self.config, [layer.nbytes for layer in self._layers]
+        fixed = self.outside_bytes + BYTES_PER_PARAMETER * count_lora_params(self.skeleton)
+        total = self.backend.memory().total
+        budget = None if config.device_memory is None else parse_memory(config.device_memory, total)
+        residents = choose_residents(sizes, budget, fixed, config.prefetch_depth + 1)
+        in_host_memory = config.strategy is MemoryStrategy.RESIDENT
+        streamed = [size for index, size in enumerate(sizes) if index not in residents]
+        needed = sum(streamed) if in_host_memory else (config.prefetch_depth + 1) * max(streamed, default=0)
+        self._check_host_memory(needed, in_host_memory)
+        return LayerStream(
+            self._layers,
+            self.backend,
+            prefetch_depth=config.prefetch_depth,
+            residents=residents,
+            in_host_memory=in_host_memory,
+            reader=self._reader,
+        )
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model's directory.
+
+        Raises:
+            DataError: there is none.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise DataError(
+                f"the model has no tokenizer that can be loaded: {error}",
+                where=str(self.directory),
+                how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels",
+            ) from error
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        return tokenizer
+
+    def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[str]:
+        """Continue each prompt, streaming every layer once per token.
+
+        Args:
+            prompt: one text or several.
+            max_new_tokens: tokens to add to each, at most.
+            options: of `transformers`' `generate` (do_sample, temperature, top_p, ...).
+
+        Returns:
+            The continuations, without the prompts.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        tokens = generate(self.split, self.memory, self.directory, self.tokenizer, prompts, max_new_tokens, options)
+        return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+    def close(self) -> None:
+        """Stop reading and give memory back."""
+        if "memory" in self.__dict__:
+            self.memory.close()
+        self._reader.close()
+        self.backend.close()
+
+    def _lora_config(self) -> LoraConfig:
+        config = self.config
+        return lora_config(
+            self.skeleton,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            targets=config.lora_target_modules,
+        )
+
+    def _attach(self, config: LoraConfig, seed: int | None) -> None:
+        if self.lora_manager is not None:
+            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
+        self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed)
+        self.__dict__.pop("memory", None)  # a budget must leave room for the adapter
+        self.__dict__.pop("adapter", None)
+
+    def _require_adapter(self) -> PeftModel:
+        if self.lora_manager is None:
+            raise ConfigError("the model has no adapter yet", how="call initialize_lora() first")
+        return self.lora_manager
+
+    def _check_host_memory(self, needed: int, in_host_memory: bool) -> None:
+        limit = self.config.host_memory
+        available = psutil.virtual_memory().available
+        allowed = available if limit is None else parse_memory(limit, psutil.virtual_memory().total)
+        if needed > allowed:
+            how: Callable[[bool], str] = lambda resident: (  # noqa: E731
+                "use strategy: streaming" if resident else "lower prefetch_depth"
+            )
+            raise MemoryLimitError(
+                f"{needed:,} bytes of host memory are needed for weights, {allowed:,} are allowed",
+                where="host_memory" if limit is not None else "memory available on this machine",
+                how=how(in_host_memory),
+            )
+
+
+def _own_weights(name: str, directory: Path) -> Path:
+    """Return the weights of a model given as a directory, a hub id, or one file in a directory."""
+    return Path(name) if name.endswith(".safetensors") else directory

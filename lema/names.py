@@ -1,0 +1,260 @@
+"""Which tensors on disk become which tensors of the model, by the rules `transformers` itself loads with.
+
+Published names and shapes differ from those in memory: prefixes come and go, experts are stored one by one and fused
+in memory, a tied head is stored once. `transformers` keeps these rules in a table per model type and applies them in
+`from_pretrained`; here the same table and the same functions decide, name by name, before any weight is read.
+"""
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from lema.errors import ModelError, WeightsError
+from lema.stream.placement import DTYPES
+from lema.weights import GlobalBinaryIndex, TensorRecord
+
+__all__ = ["Conversion", "NameMap", "checkpoint_dtype", "map_names", "match_names", "needs_conversion", "target_dtypes"]
+
+Read = Callable[[TensorRecord, torch.dtype], Tensor]
+
+
+@dataclass
+class Conversion:
+    """Tensors on disk which only together give tensors of the model: stacked, concatenated, split or transposed.
+
+    Attributes:
+        first: the in-memory name `transformers` files the conversion under.
+        sources: the tensors on disk with the pattern of the converter each matched, in the converter's order.
+        shapes: in-memory name -> shape of every tensor that comes out.
+    """
+
+    first: str
+    converter: WeightConverter
+    sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def run(self, model: PreTrainedModel, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Read the sources and convert them; the sources are cast to `dtype` first, as `from_pretrained` does."""
+        converter = deepcopy(self.converter)
+        for pattern, record in self.sources:
+            # A callable is called only when the converter asks for the tensor, and is not kept after.
+            lazy: Any = partial(read, record, dtype)
+            converter.add_tensor(self.first, record.name, pattern, lazy)
+        with torch.no_grad():
+            converted: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+@dataclass
+class NameMap:
+    """How every tensor of a model is filled from a checkpoint.
+
+    Attributes:
+        direct: in-memory name -> the tensor on disk with the same shape.
+        conversions: the tensors that must be rearranged.
+        tied: in-memory name that is not stored -> the stored in-memory name it shares its weights with.
+        kept: buffers that the checkpoint need not store; the model's own values stand.
+        ignored: tensors on disk that `transformers` says no model needs.
+    """
+
+    direct: dict[str, TensorRecord] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    ignored: list[TensorRecord] = field(default_factory=list)
+
+
+def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, TensorRecord]:
+    """Find the tensor on disk for every tensor of the model that is stored as it is in memory.
+
+    Tied names that are stored once get the same record. Buffers the checkpoint need not store have none.
+
+    Args:
+        model: as `from_config` builds it, without adapters; its parameters may be on `meta`.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected or of another shape (all are named), or need a conversion.
+    """
+    names = map_names(model, index)
+    if names.conversions:
+        examples = ", ".join(sorted(record.name for _, record in names.conversions[0].sources)[:4])
+        raise WeightsError(
+            f"{len(names.conversions)} tensors of the model are stored in another form than it uses in memory, "
+            f"for one {names.conversions[0].first} as {examples} ...",
+            where=str(index.path),
+            how="convert once with `lema prepare MODEL OUT` and use OUT",
+        )
+    return names.direct | {name: names.direct[source] for name, source in names.tied.items()}
+
+
+def needs_conversion(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
+    """Whether the checkpoint must be prepared before it streams, because tensors are fused, split or transposed.
+
+    Raises:
+        WeightsError: as `match_names`.
+    """
+    return bool(map_names(model, index).conversions)
+
+
+def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
+    """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes.
+
+    Raises:
+        ModelError: the checkpoint is quantised.
+        WeightsError: tensors are missing, unexpected or of another shape; all are named.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ModelError(
+            "the checkpoint is quantised, and quantised weights cannot be streamed",
+            where=f"{index.path}: quantization_config",
+            how="use the unquantised model",
+        )
+    state: dict[str, Tensor] = model.state_dict()
+    names, unexpected, twice = _assign(model, index, state)
+    misshapen = [
+        f"{name}: {list(state[name].shape)} in the model, {list(record.shape)} in {record.file.name} as {record.name}"
+        for name, record in names.direct.items()
+        if tuple(state[name].shape) != record.shape
+    ]
+    for conversion in names.conversions:
+        misshapen += _dry_run(model, conversion, state)
+    filled = set(names.direct).union(*(conversion.shapes or [conversion.first] for conversion in names.conversions))
+    missing = _tie_and_keep(model, names, [name for name in state if name not in filled], filled)
+    complaints = [
+        _complaint("missing", missing),
+        _complaint("unexpected", [f"{record.name} in {record.file.name}" for record in unexpected]),
+        _complaint("stored twice under different names", twice),
+        _complaint("of another shape", misshapen),
+    ]
+    if text := "\n".join(complaint for complaint in complaints if complaint):
+        raise WeightsError(
+            f"the checkpoint does not fit the model\n{text}",
+            where=str(index.path),
+            how="check that config.json and the weights are of the same model",
+        )
+    return names
+
+
+def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
+    """The dtype `from_pretrained` gives a model by default: that of its config, else of its first floating tensor."""
+    configured = getattr(config, "dtype", None)
+    if isinstance(configured, torch.dtype):
+        return configured
+    stored = (DTYPES.get(record.dtype) for record in index.values())
+    return next((dtype for dtype in stored if dtype and dtype.is_floating_point and dtype.itemsize > 1), torch.float32)
+
+
+def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """In-memory name -> dtype `from_pretrained` would give it: the model's, but for the few it keeps in float32."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    state: dict[str, Tensor] = model.state_dict()
+    if not plan:
+        return {name: tensor.dtype for name, tensor in state.items()}
+    search = build_glob_alternation(list(plan))[0].search
+    # One width for the whole plan: transformers only ever widens to float32.
+    (wide,) = set(plan.values())
+    return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
+
+
+def _assign(
+    model: PreTrainedModel, index: GlobalBinaryIndex, state: dict[str, Tensor]
+) -> tuple[NameMap, list[TensorRecord], list[str]]:
+    """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does.
+
+    Returns the map, the tensors that go nowhere, and the names that two tensors claim.
+    """
+    transforms = [] if index.in_memory_names else get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    ignorable = _ignorable_unexpected(model)
+    names, conversions = NameMap(), dict[str, Conversion]()
+    unexpected: list[TensorRecord] = []
+    twice: list[str] = []
+    for name in sorted(index, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
+        record, prefix = index[name], model.base_model_prefix
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            ignore = ignorable is not None and ignorable.search(target)
+            (names.ignored if ignore else unexpected).append(record)
+        elif target in names.direct or (pattern is None and target in conversions):
+            other = names.direct.get(target) or conversions[target].sources[0][1]
+            twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
+        elif pattern is None:
+            names.direct[target] = record
+        else:
+            conversions.setdefault(target, Conversion(target, by_pattern[pattern])).sources.append((pattern, record))
+    names.conversions = list(conversions.values())
+    return names, unexpected, twice
+
+
+def _dry_run(model: PreTrainedModel, conversion: Conversion, state: dict[str, Tensor]) -> list[str]:
+    """Run a conversion on tensors without bytes, to learn what comes out and whether it fits the model."""
+
+    def shape_only(record: TensorRecord, dtype: torch.dtype) -> Tensor:
+        return torch.empty(record.shape, dtype=dtype, device="meta")
+
+    files = ", ".join(sorted({record.file.name for _, record in conversion.sources}))
+    sources = f"{len(conversion.sources)} tensors in {files} ({conversion.sources[0][1].name} ...)"
+    try:
+        outcome = conversion.run(model, shape_only, state[conversion.first].dtype)
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        return [f"{conversion.first}: cannot be made of {sources}: {error}"]
+    conversion.shapes = {name: tensor.shape for name, tensor in outcome.items()}
+    return [
+        f"{name}: {list(state[name].shape) if name in state else 'not'} in the model, {list(shape)} from {sources}"
+        for name, shape in conversion.shapes.items()
+        if name not in state or state[name].shape != shape
+    ]
+
+
+def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: set[str]) -> list[str]:
+    """Fill what is missing from tied partners and from the model's own buffers; return what is still missing.
+
+    Tying is symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others.
+    """
+    groups: dict[str, list[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(target)
+    for group in groups.values():
+        if stored := next((name for name in group if name in filled), None):
+            names.tied |= {name: stored for name in group if name in missing}
+    patterns = model._keys_to_ignore_on_load_missing
+    ignorable = re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names.kept = [
+        name for name in missing if name not in names.tied and name in buffers and ignorable and ignorable.search(name)
+    ]
+    return [name for name in missing if name not in names.tied and name not in names.kept]
+
+
+def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
+    """Stored tensors nobody needs: those the model class lists, and two buffers that moved in all models at once."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+def _complaint(what: str, items: list[str]) -> str:
+    return f"  {len(items)} {what}:\n" + "\n".join(f"    {item}" for item in items) if items else ""

@@ -1,0 +1,141 @@
+"""Where each tensor of a layer lies: in its file, and in the slot it is read into.
+
+A layer's bytes that follow each other in one file are one *run*. A run is placed so that its bytes keep their offset
+modulo a page: then one read of whole pages, past the page cache, puts every tensor where it belongs, and the tensors
+are views of the slot. A tensor whose bytes cannot be used in place (another dtype than the model's, or an offset that
+its dtype cannot be viewed at) is read aside and cast into its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lema.weights import TensorRecord
+
+__all__ = ["DTYPES", "PAGE", "LayerBytes", "Placed", "Run", "place", "views"]
+
+PAGE = 4096
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in its slot: `offset` in bytes from the slot's start."""
+
+    name: str
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the slot."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes that follow each other in one file, and where the first of them goes in the slot."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    slot_offset: int
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A tensor that is read aside, then cast into its place."""
+
+    record: TensorRecord
+    placed: Placed
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One layer as bytes: its tensors' places, the runs to read, the casts to make, the slot it needs."""
+
+    tensors: tuple[Placed, ...]
+    runs: tuple[Run, ...]
+    casts: tuple[Cast, ...]
+    nbytes: int
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read from disk for one lease of this layer."""
+        return sum(run.nbytes for run in self.runs) + sum(cast.record.nbytes for cast in self.casts)
+
+
+def place(tensors: Mapping[str, tuple[TensorRecord, torch.dtype]]) -> LayerBytes:
+    """Lay out a layer: parameter name -> (where it is on disk, the dtype the model wants it in)."""
+    placed: dict[str, Placed] = {}
+    runs: list[Run] = []
+    casts: list[Cast] = []
+    end = 0
+    direct = {name: entry for name, entry in tensors.items() if _in_place(*entry)}
+    for group in _consecutive(direct):
+        first, last = group[0][1], group[-1][1]
+        start = _round_up(end) + first.offset % PAGE
+        runs.append(Run(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
+        for name, record in group:
+            placed[name] = Placed(
+                name, start + record.offset - first.offset, tensors[name][1], torch.Size(record.shape)
+            )
+        end = start + runs[-1].nbytes
+    for name in tensors.keys() - direct.keys():
+        record, dtype = tensors[name]
+        placed[name] = Placed(name, _round_up(end), dtype, torch.Size(record.shape))
+        casts.append(Cast(record, placed[name]))
+        end = placed[name].offset + placed[name].nbytes
+    return LayerBytes(tuple(placed[name] for name in tensors), tuple(runs), tuple(casts), _round_up(end))
+
+
+def views(slot: Tensor, layer: LayerBytes) -> dict[str, Tensor]:
+    """Return the layer's tensors as views of `slot`, uint8 `[at least layer.nbytes]`."""
+    return {
+        tensor.name: slot[tensor.offset : tensor.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor in layer.tensors
+    }
+
+
+def _in_place(record: TensorRecord, dtype: torch.dtype) -> bool:
+    return DTYPES[record.dtype] == dtype and record.offset % dtype.itemsize == 0
+
+
+def _consecutive(
+    tensors: Mapping[str, tuple[TensorRecord, torch.dtype]],
+) -> Iterable[list[tuple[str, TensorRecord]]]:
+    group: list[tuple[str, TensorRecord]] = []
+    ordered = sorted(tensors.items(), key=lambda item: (str(item[1][0].file), item[1][0].offset))
+    for name, (record, _) in ordered:
+        if group:
+            previous = group[-1][1]
+            if record.file != previous.file or record.offset != previous.offset + previous.nbytes:
+                yield group
+                group = []
+        group.append((name, record))
+    if group:
+        yield group
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

@@ -1,0 +1,90 @@
+"""`lema train`: from a config to an adapter on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from rich.console import Console
+
+from lema.config import LemaConfig
+from lema.data import TokenDataset, needs_tokenizer, prepare_data
+from lema.errors import ConfigError
+from lema.metrics import human_bytes
+from lema.model import LemaModel
+
+__all__ = ["load_data", "train"]
+
+
+def train(
+    config: LemaConfig, *, resume: bool = False, callbacks: Sequence[Any] = (), console: Console | None = None
+) -> dict[str, Any]:
+    """Train as the config says and save the adapter to `output_dir`.
+
+    Args:
+        config: with `train_data`.
+        resume: go on from the newest checkpoint in `output_dir`.
+        callbacks: `transformers.TrainerCallback`s.
+        console: what to print on; None: standard output.
+
+    Returns:
+        What `LemaTrainer.fit` returns.
+
+    Raises:
+        LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
+    """
+    out = console or Console(highlight=False)
+    with closing(LemaModel(config)) as model:
+        train_data, eval_data = load_data(model)
+        out.print(f"training data: {train_data.counts}")
+        if eval_data is not None:
+            out.print(f"evaluation data: {eval_data.counts}")
+        model.initialize_lora()
+        trained = sum(parameter.numel() for parameter in model.get_trainable_parameters())
+        stream = model.memory
+        out.print(
+            f"{len(stream.layers)} layers ({len(stream.residents)} resident), "
+            f"{human_bytes(model.gbi.nbytes)} of weights; {trained:,} adapter parameters"
+        )
+        result = model.get_trainer(callbacks=callbacks).fit(train_data, eval_data, resume=resume)
+        model.save_pretrained(config.output_dir)
+        out.print(f"adapter: {config.output_dir}")
+    return result
+
+
+def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
+    """Read the training and evaluation data the model's config names.
+
+    Raises:
+        ConfigError: the config names no training data, or rows longer than the model's positions.
+        DataError: the data is missing or malformed.
+    """
+    config = model.config
+    if not config.train_data:
+        raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
+    positions = getattr(model.skeleton.config, "max_position_embeddings", None)
+    if positions is not None and config.max_length > positions:
+        raise ConfigError(
+            f"the model has {positions} positions, fewer than max_length: {config.max_length}",
+            where="max_length",
+            how=f"set max_length to {positions} or less",
+        )
+    train_data = read_data(model, config.train_data)
+    if config.eval_data:
+        return train_data, read_data(model, config.eval_data)
+    if config.eval_split:
+        return train_data.split(config.eval_split, config.seed)
+    return train_data, None
+
+
+def read_data(model: LemaModel, paths: str | list[str]) -> TokenDataset:
+    """Read and tokenise data files with the model's tokenizer and the config's limits."""
+    config = model.config
+    return prepare_data(
+        paths,
+        model.tokenizer if needs_tokenizer(paths) else None,
+        max_length=config.max_length,
+        overlong=config.overlong,
+        vocab_size=getattr(model.skeleton.config, "vocab_size", None),
+    )

@@ -1,0 +1,1 @@
+"""The place earlier versions kept `prepare_monolithic_safetensors` in; kept so that old imports still work."""

@@ -1,0 +1,173 @@
+"""Every format gives the same rows, each with its line; every broken file and row is named."""
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lema.data import load_rows
+from lema.data.files import find_files
+from lema.errors import DataError
+
+ROWS = [{"prompt": "a, b", "completion": 'say "x"\nand y'}, {"prompt": "é\u2028ü", "completion": "z"}]
+
+
+def test_formats_give_the_same_rows(write, tmp_path):
+    write("a.jsonl", ROWS)
+    write("b.json", json.dumps(ROWS, indent=1))
+    write("c.json", "\n".join(json.dumps(row) for row in ROWS))
+    write("d.csv", 'prompt,completion\n"a, b","say ""x""\nand y"\né\u2028ü,z\n')
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "e.parquet")
+    for file in sorted(tmp_path.iterdir()):
+        assert [dict(row.values) for row in load_rows(file)] == ROWS, file.name
+
+
+def test_origins_are_lines(write, tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "e.parquet")
+    expected = {
+        write("a.jsonl", '{"text": "a"}\n\n   \r\n{"text": "b"}'): [1, 4],
+        write("b.json", '\n[\n  {"text":\n "a"},\n\n  {"text": "b"}\n]\n'): [3, 6],
+        write("c.json", '{"text": "a"}\n{"text": "b"}\n'): [1, 2],
+        write("d.csv", 'text,n\n"a\nb",1\n\nc,2\n'): [2, 5],
+        write("e.txt", "one\n\ntwo\n"): [1, 3],
+        tmp_path / "e.parquet": [1, 2],
+    }
+    for file, lines in expected.items():
+        rows = load_rows(file)
+        assert [row.line for row in rows] == lines, file.name
+        assert [row.origin for row in rows] == [f"{file}:{line}" for line in lines]
+
+
+def test_txt_is_one_row_per_line(write):
+    assert [row.values["text"] for row in load_rows(write("a.txt", "one \r\ntwo\u2028three\n"))] == [
+        "one ",
+        "two\u2028three",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_utf8_mark_is_taken_off(write, name):
+    body = {"a.csv": "text\nhello\n", "a.txt": "hello\n"}.get(name, '{"text": "hello"}\n')
+    [row] = load_rows(write(name, b"\xef\xbb\xbf" + body.encode()))
+    assert row.values == {"text": "hello"}
+
+
+def test_a_long_csv_cell_is_read_whole(write):
+    long = "x" * 300_000
+    [row] = load_rows(write("a.csv", f"text\n{long}\n"))
+    assert row.values["text"] == long
+
+
+BROKEN = {
+    "cut off": ("a.jsonl", '{"text": "a"}\n{"text": "b\n', 2, "not JSON"),
+    "cut off after a colon": ("a.jsonl", '{"text":\n"b"}\n', 1, "not JSON"),
+    "two on a line": ("a.jsonl", '{"text": "a"} {"text": "b"}\n', 1, "more than one"),
+    "not an object": ("a.jsonl", '{"text": "a"}\n"b"\n', 2, "must be a JSON object"),
+    "array in jsonl": ("a.jsonl", '[{"text": "a"}]\n', 1, "belongs in a .json file"),
+    "mark within": ("a.jsonl", b'{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n', 2, "not JSON"),
+    "NUL": ("a.jsonl", b'{"text": "a"}\n\n{"text": "\0"}\n', 3, "NUL byte in column 11"),
+    "NUL in txt": ("a.txt", b"one\ntwo\0\n", 2, "NUL byte"),
+    "latin-1": ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', 2, "0xe9 in column 14"),
+    "UTF-16": ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), 1, "UTF-16"),
+    "UTF-16 without a mark": ("a.csv", "text\nab\n".encode("utf-16-le"), 1, "UTF-16"),
+    "digits": ("a.jsonl", '{"text": ' + "9" * 5000 + "}\n", 1, "not usable JSON"),
+    "json: comma": ("a.json", '[\n{"text": "a"}\n{"text": "b"}]', 3, "lacks a comma"),
+    "json: cut": ("a.json", '[\n{"text": "a"},\n{"text": "b"', 3, "not JSON"),
+    "json: no end": ("a.json", '[\n{"text": "a"},\n{"text": "b"}\n', 4, "cut off"),
+    "json: more": ("a.json", '[{"text": "a"}]\n{}', 1, "followed by"),
+    "json: inner": ("a.json", '[{"text": "a"},\n{"text": \nb}]', 3, "not JSON"),
+    "json: number": ("a.json", '[{"text": "a"},\n3]', 2, "must be a JSON object"),
+    "csv: cells": ("a.csv", "prompt,completion\na,b\nc,d,e\n", 3, "3 cells in a row under 2 columns"),
+    "csv: too few": ("a.csv", "prompt,completion\na\n", 2, "1 cells"),
+    "csv: quote": ("a.csv", 'text\nfine\n"never closed\n\n', 3, "not CSV"),
+    "csv: repeated": ("a.csv", "text,text\na,b\n", 1, "repeated"),
+    "csv: nameless": ("a.csv", "text,\na,b\n", 1, "empty or repeated"),
+    "parquet": ("a.parquet", b"PAR1 and nothing else", 1, "not a whole parquet file"),
+    "parquet: empty": ("a.parquet", b"", 1, "not a whole parquet file"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_rows_are_named(write, case):
+    name, content, line, message = BROKEN[case]
+    path = write(name, content)
+    with pytest.raises(DataError, match=re.escape(f"{path}:{line}")) as caught:
+        load_rows(path)
+    assert message in str(caught.value)
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{"text": "word " * 50}] * 100), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="not a whole parquet file"):
+        load_rows(path)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n")])
+def test_a_file_without_rows_is_named(write, name, content):
+    path = write(name, content)
+    write("good.jsonl", ROWS)
+    with pytest.raises(DataError, match="holds no rows") as caught:
+        load_rows([path.parent / "good.jsonl", path])
+    assert caught.value.where == str(path)
+
+
+def test_directories_and_globs_have_a_fixed_order(write, tmp_path):
+    for name in ("d/b.jsonl", "d/a.csv", "d/.hidden.jsonl", "d/README.md", "d/deep/c.jsonl", "e/a.jsonl"):
+        write(name, ROWS)
+    assert [p.name for p in find_files(tmp_path / "d")] == ["a.csv", "b.jsonl"]
+    found = find_files(str(tmp_path / "**" / "*.jsonl"))
+    assert [p.relative_to(tmp_path).as_posix() for p in found] == ["d/b.jsonl", "d/deep/c.jsonl", "e/a.jsonl"]
+    assert [p.name for p in find_files([tmp_path / "e", tmp_path / "d" / "a.csv"])] == ["a.jsonl", "a.csv"]
+
+
+def test_a_name_with_brackets_is_a_name(write):
+    assert load_rows(write("run[1].jsonl", ROWS))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("absent.jsonl", "no such data file"), ("*.parquet", "no such data file"), ("a.docx", "cannot read a .docx file")],
+)
+def test_unreadable_paths_are_named(write, tmp_path, path, message):
+    write("a.docx", "text")
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(tmp_path / path)
+    assert path in caught.value.where
+    assert caught.value.how
+
+
+def test_no_paths_and_an_empty_directory_are_errors(tmp_path: Path):
+    with pytest.raises(DataError, match="no data files were given"):
+        load_rows([])
+    with pytest.raises(DataError, match="holds no data files"):
+        load_rows(tmp_path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    suffix=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet"]),
+    where=st.integers(0, 200),
+    junk=st.binary(min_size=0, max_size=6),
+)
+def test_damage_is_read_or_named_but_never_a_traceback(tmp_path, suffix, where, junk):
+    good = {
+        ".json": json.dumps(ROWS).encode(),
+        ".csv": b'prompt,completion\n"a, b","c"\nd,e\n',
+        ".txt": b"one\ntwo\n",
+        ".parquet": b"PAR1" + bytes(80) + b"PAR1",
+    }.get(suffix, b"".join(json.dumps(row).encode() + b"\n" for row in ROWS))
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(good[: where % len(good)] + junk + good[where % len(good) + len(junk) :])
+    try:
+        rows = load_rows(path)
+    except DataError as error:
+        assert str(path) in error.where
+    else:
+        assert rows
