@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,63 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lema.errors import AdapterError, DiskError
+from lema.config import CONFIG_NAME, LemaConfig
+from lema.errors import AdapterError, ConfigError, DiskError
 
-__all__ = ["WEIGHTS", "load_weights", "read_lora_config", "save_adapter"]
+__all__ = ["WEIGHTS", "load_weights", "read_lora_config", "read_settings", "save_adapter"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 OLD_WEIGHTS = "adapter_model.bin"
+
+
+def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
+    """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format).
+
+    Args:
+        directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
+        overrides: settings that replace those saved.
+
+    Raises:
+        AdapterError: there is no adapter.
+        ConfigError: a setting is wrong, or an override contradicts the adapter.
+    """
+    saved = read_lora_config(directory)
+    if (directory / CONFIG_NAME).is_file():
+        config = LemaConfig.from_pretrained(directory, **overrides)
+    elif saved is not None:
+        config = LemaConfig(**{"model_name_or_path": saved.base_model_name_or_path, **overrides})
+    else:
+        raise AdapterError(
+            f"there is neither {CONFIG_NAME} nor {CONFIG}",
+            where=str(directory),
+            how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
+        )
+    if saved is not None:
+        _agree(config, saved, overrides, directory)
+    return config, saved
+
+
+def _agree(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any], directory: Path) -> None:
+    """Let the config say what the adapter is. Only its dropout may be changed, which is no part of the function."""
+    targets = saved.target_modules
+    facts: dict[str, Any] = {
+        "lora_rank": saved.r,
+        "lora_alpha": saved.lora_alpha,
+        "lora_target_modules": targets if isinstance(targets, str) or targets is None else sorted(targets),
+    }
+    for name, fact in facts.items():
+        given = overrides.get(name)
+        if given is not None and (sorted(given) if isinstance(given, list | tuple | set) else given) != fact:
+            raise ConfigError(
+                f"{name} is {given!r}, and the adapter was made with {fact!r}",
+                where=str(directory),
+                how=f"leave {name} out, or begin a new adapter in another directory",
+            )
+        setattr(config, name, fact)
+    if "lora_dropout" in overrides:
+        saved.lora_dropout = config.lora_dropout
+    config.lora_dropout = saved.lora_dropout
 
 
 def read_lora_config(directory: Path) -> LoraConfig | None:
@@ -54,6 +105,7 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
             where=str(file),
             how="use a plain LoRA adapter",
         )
+    config.inference_mode = False  # PEFT saves every adapter as one that is not to be trained
     return config
 
 

@@ -53,14 +53,20 @@ class Upload(Protocol):
         """Give the slot back; it is refilled only after the compute queued so far has finished."""
 
     def drained(self) -> None:
-        """Block until the source may be overwritten. Called from a reader thread, never from the training thread."""
+        """Block until the source may be overwritten.
+
+        Called after `release`, from a reader thread, never from the training thread; more than once at times.
+        """
 
 
 class DeviceSlots(Protocol):
     """A ring of equal slots on the device; `upload` takes the next free one."""
 
     def upload(self, source: Tensor) -> Upload:
-        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot."""
+        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot.
+
+        Slots are released in any order, and an upload nobody waited for may be released too.
+        """
 
 
 class Parallel(Protocol):
@@ -195,7 +201,7 @@ def load(device: str) -> Backend:
 def _open(point: EntryPoint, device: str) -> Backend:
     try:
         factory = point.load()
-    except ImportError as error:
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
         raise BackendUnavailable(
             f"backend {point.name!r} cannot be imported: {error}", where=point.value, how="install what it needs"
         ) from error

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lema.errors import AdapterError, DiskError
+from lema.errors import AdapterError, ConfigError, DiskError, LemaError
 
 __all__ = [
     "checkpoints",
+    "forget_old_checkpoints",
     "generator_states",
     "read_state",
     "restore_generators",
@@ -44,8 +45,28 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
+def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None) -> None:
+    """Delete all but `keep` checkpoints of a run, up to `newest`; None: keep all. What is of a later step is another's.
+
+    Raises:
+        DiskError: one could not be deleted.
+    """
+    found = checkpoints(output_dir)
+    mine = found[: found.index(newest) + 1]
+    for directory in mine[: -keep if keep else 0]:
+        # Half a checkpoint must not bear the name of a whole one, wherever deleting it ends.
+        aside = _aside(directory)
+        try:
+            directory.rename(aside)
+            shutil.rmtree(aside)
+        except OSError as error:
+            raise DiskError(
+                f"an old checkpoint could not be deleted: {error.strerror}", where=str(directory)
+            ) from error
+
+
 def write_checkpoint(
-    directory: Path, optimizer: Optimizer, state: Mapping[str, Any], write_adapter: Callable[[Path], None]
+    directory: Path, optimizer: Optimizer, state: Mapping[str, Any], write_files: Callable[[Path], None]
 ) -> None:
     """Write a checkpoint; a directory of that name that was there before is replaced.
 
@@ -53,19 +74,21 @@ def write_checkpoint(
         directory: the checkpoint's final name.
         optimizer: its tensors go to safetensors, the rest of its state to JSON.
         state: JSON types: step, position, schedule, scaler, generator states.
-        write_adapter: writes the adapter's files (and what belongs beside them) into a directory.
+        write_files: writes the adapter's files (and what belongs beside them) into a directory.
 
     Raises:
         DiskError: it could not be written; what was there before is untouched.
+        ConfigError: the optimizer's state is more than tensors and JSON types.
     """
+    tensors, plain = _flatten(optimizer)
+    text = _json({**state, "optimizer": plain})
     part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        write_adapter(part)
-        tensors, plain = _flatten(optimizer)
+        write_files(part)
         save_file(tensors, part / OPTIMIZER)
-        (part / STATE).write_text(json.dumps({**state, "optimizer": plain}, indent=1), encoding="utf-8")
+        (part / STATE).write_text(text, encoding="utf-8")
         for path in part.iterdir():
             _flush(path)
         _flush(part)
@@ -73,7 +96,7 @@ def write_checkpoint(
         _flush(directory.parent)
     except (OSError, SafetensorError, DiskError) as error:
         raise DiskError(
-            f"the checkpoint could not be written: {error}",
+            f"the checkpoint could not be written: {error.what if isinstance(error, LemaError) else error}",
             where=str(directory),
             how="free some space; earlier checkpoints are untouched",
         ) from error
@@ -91,7 +114,13 @@ def read_state(directory: Path) -> dict[str, Any]:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise AdapterError(f"the checkpoint's state cannot be read: {error}", where=str(directory / STATE)) from error
-    assert isinstance(state, dict)
+    expected = {"global_step", "schedule", "scaler", "generators", "extra", "optimizer"}
+    if not isinstance(state, dict) or not expected <= state.keys():
+        raise AdapterError(
+            "this is not the state of a checkpoint",
+            where=str(directory / STATE),
+            how="name a directory that save_checkpoint or `lema train` wrote",
+        )
     return state
 
 
@@ -101,6 +130,12 @@ def restore_optimizer(optimizer: Optimizer, directory: Path, plain: Mapping[str,
     Raises:
         AdapterError: the state is missing, damaged, or of another optimizer.
     """
+    if plain.get("class") != (name := type(optimizer).__qualname__):
+        raise AdapterError(
+            f"the state is of the optimizer {plain.get('class')}, not of {name}",
+            where=str(directory / STATE),
+            how="resume with the optimizer the run began with",
+        )
     try:
         tensors = load_file(directory / OPTIMIZER)
         state: dict[int, dict[str, Any]] = {int(key): dict(value) for key, value in plain["state"].items()}
@@ -150,7 +185,19 @@ def _flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 tensors[f"{index}.{key}"] = value.detach().cpu().contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value
-    return tensors, {"state": plain, "param_groups": whole["param_groups"]}
+    name = type(optimizer).__qualname__
+    return tensors, {"class": name, "state": plain, "param_groups": whole["param_groups"]}
+
+
+def _json(state: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(state, indent=1)
+    except TypeError as error:
+        raise ConfigError(
+            f"the state of the run cannot be saved without pickling: {error}",
+            where=f"optimizer {state['optimizer']['class']}",
+            how="use an optimizer whose state is tensors and numbers, one level deep",
+        ) from error
 
 
 def _encode(state: Tensor) -> str:
@@ -171,10 +218,19 @@ def _flush(path: Path) -> None:
 
 def _swap(part: Path, directory: Path) -> None:
     """Rename `part` to `directory`; one that is there already steps aside until the new one has its name."""
-    aside = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    aside = _aside(directory)
     replaced = directory.exists()
     if replaced:
         directory.rename(aside)
-    part.rename(directory)
+    try:
+        part.rename(directory)
+    except OSError:
+        if replaced:
+            aside.rename(directory)
+        raise
     if replaced:
         shutil.rmtree(aside)
+
+
+def _aside(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.{os.getpid()}.old")

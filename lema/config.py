@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from contextlib import suppress
 from enum import StrEnum
 from os import PathLike
@@ -18,6 +19,10 @@ from lema.yamlfile import read_yaml
 __all__ = ["CONFIG_NAME", "LemaConfig", "MemoryStrategy", "parse_memory"]
 
 CONFIG_NAME = "lema_config.json"
+
+# Settings that only earlier versions saved, one at least in every file they wrote. Such a file may hold others that are
+# gone; in any other file an unknown setting is a slip.
+_EARLIER = {"ram_buffer_size", "use_lora", "vram_fraction", "training_mode"}
 
 
 class MemoryStrategy(StrEnum):
@@ -263,6 +268,8 @@ class LemaConfig(BaseModel):
     def from_pretrained(cls, directory: str | PathLike[str], **overrides: Any) -> Self:
         """Read `lema_config.json` from `directory`; settings given here replace those of the file.
 
+        Settings that are gone are left out, with a warning, of a file that an earlier version wrote.
+
         Raises:
             ConfigError: there is no such file, it is not JSON, or a setting is wrong.
         """
@@ -275,6 +282,10 @@ class LemaConfig(BaseModel):
             raise ConfigError(f"not JSON: {error}", where=str(file)) from error
         if not isinstance(values, dict):
             raise ConfigError("a config is a JSON object", where=str(file))
+        if _EARLIER & values.keys():
+            gone = [name for name in values if name not in cls.model_fields]
+            warnings.warn(f"{file} is of an earlier version; ignored: {', '.join(gone)}", stacklevel=2)
+            values = {name: value for name, value in values.items() if name not in gone}
         return cls._located({**values, **overrides}, {key: str(file) for key in values.keys() - overrides.keys()})
 
     @classmethod

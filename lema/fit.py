@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
-from lema.config import LemaConfig
 from lema.data import Batches
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, DiskError
 from lema.loss import split_batch
-from lema.metrics import MetricsLog, plot_loss
+from lema.metrics import METRICS_NAME, MetricsLog, plot_loss
 from lema.optim import make_schedule
+from lema.reports import report_callbacks, training_arguments
 from lema.stream.lease import StreamCounters
 
 if TYPE_CHECKING:
     from lema.trainer import LemaTrainer
 
-__all__ = ["METRICS", "PICTURE", "Run"]
+__all__ = ["PICTURE", "Run"]
 
-METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
 TRAINER_STATE = "trainer_state.json"
 
@@ -64,13 +64,14 @@ class Run:
 
     def __init__(self, trainer: LemaTrainer, dataset: Any, eval_dataset: Any) -> None:
         config = trainer.config
-        self._trainer, self._eval_dataset, self._output = trainer, eval_dataset, Path(config.output_dir)
+        self._trainer, self._dataset, self._eval_dataset = trainer, dataset, eval_dataset
+        self._output = Path(config.output_dir)
         self._batches = Batches(dataset, config.batch_size, config.seed, config.shuffle)
         per_step, per_epoch = config.gradient_accumulation_steps, self._batches.steps_per_epoch
         all_epochs = max(1, round(config.num_train_epochs * per_epoch))
         self._num_batches = config.max_steps * per_step if config.max_steps else all_epochs
         self._num_steps = -(-self._num_batches // per_step)
-        self._args = _arguments(config, evaluates=eval_dataset is not None)
+        self._args = training_arguments(config, evaluates=eval_dataset is not None)
         self._state = TrainerState(
             max_steps=self._num_steps,
             num_train_epochs=-(-self._num_batches // per_epoch),
@@ -83,39 +84,40 @@ class Run:
     def train(self, *, resume: bool) -> dict[str, Any]:
         """Train to the end; see `LemaTrainer.fit`."""
         trainer, config = self._trainer, self._trainer.config
-        torch.manual_seed(config.seed)
+        reports = report_callbacks(config)
         optimizer = trainer.ready()
-        trainer.schedule = trainer.schedule or make_schedule(optimizer, config, self._num_steps)
+        if trainer.global_step == 0:
+            torch.manual_seed(config.seed)
         if resume:
             self._resume()
-        elif trainer.global_step == 0 and trainer.checkpoints():
-            raise ConfigError(
-                "the output directory holds checkpoints of an earlier run",
-                where=config.output_dir,
-                how="go on from the newest with --resume (resume=True), or choose another output_dir",
-            )
+        else:
+            self._check_new()
+        if trainer.schedule is None:
+            trainer.follow(make_schedule(optimizer, config, self._num_steps, trainer.global_step))
         self._handler = CallbackHandler(
-            [DefaultFlowCallback, *get_reporting_integration_callbacks(_reports(config)), *trainer.callbacks],
-            trainer.peft_model,
-            None,
-            optimizer,
-            trainer.schedule,
+            [DefaultFlowCallback, *reports, *trainer.callbacks], trainer.peft_model, None, optimizer, trainer.schedule
         )
+        summary: dict[str, Any] = {}
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(MetricsLog(self._output / METRICS))
+            self._metrics = stack.enter_context(MetricsLog(self._output / METRICS_NAME))
             stack.callback(trainer.memory.cancel)  # what was announced for a step that never came
+            self._fire("on_init_end")
             self._fire("on_train_begin")
             self._window, whole = self._open_window(), self._open_window()
             self._loop(whole)
-            seconds = time.perf_counter() - whole.began
-            summary = {
-                "train_loss": whole.mean_loss,
-                "train_runtime": seconds,
-                "train_tokens_per_second": whole.tokens / seconds,
-            }
-            self._log(summary)
+            if whole.trained_tokens:
+                seconds = time.perf_counter() - whole.began
+                summary = {
+                    "train_loss": whole.mean_loss,
+                    "train_runtime": seconds,
+                    "train_tokens_per_second": whole.tokens / seconds,
+                }
+                self._log(summary)
             self._fire("on_train_end")
-        plot_loss(self._output / METRICS, self._output / PICTURE)
+        try:
+            plot_loss(self._output / METRICS_NAME, self._output / PICTURE)
+        except DiskError as error:  # a picture is not worth a trained adapter, which has yet to be saved
+            warnings.warn(f"{error.what} ({error.where})", stacklevel=3)
         return summary | self._last_eval
 
     def _loop(self, whole: _Window) -> None:
@@ -129,50 +131,57 @@ class Run:
             first = trainer.global_step * per_step
             stop = min(first + per_step, self._num_batches)
             self._fire("on_step_begin")
-            norm = self._step([self._batches.batch(index) for index in range(first, stop)], whole)
+            numbers = self._step([self._batches.batch(index) for index in range(first, stop)], whole)
             self._state.global_step, self._state.epoch = trainer.global_step, stop / per_epoch
             self._fire("on_step_end")
+            self._act(numbers)
+            if self._control.should_epoch_stop:
+                raise ConfigError(
+                    "a callback set should_epoch_stop: the place in the data follows from the step alone",
+                    where=f"step {trainer.global_step}",
+                    how="set should_training_stop, or lower num_train_epochs",
+                )
             if stop // per_epoch > first // per_epoch or self._control.should_training_stop:
                 self._fire("on_epoch_end")
+                self._act(numbers)
                 in_epoch = False
-            self._act(norm)
 
-    def _step(self, batches: Sequence[Mapping[str, Any]], whole: _Window) -> float:
-        """Run one optimizer step, all its batches in one layer-major pass; return the norm of its gradients."""
+    def _step(self, batches: Sequence[Mapping[str, Any]], whole: _Window) -> dict[str, Any]:
+        """Run one optimizer step, all its batches in one layer-major pass; return its learning rate and norm."""
         trainer = self._trainer
+        assert trainer.schedule is not None
+        rate = trainer.schedule.get_last_lr()[0]
         micro_batches = [part for batch in batches for part in split_batch(batch, trainer.config.micro_batch_size)]
         rows = [row for batch in batches for row in batch["rows"]]
-        self._fire("on_pre_optimizer_step")
         more = trainer.global_step + 1 < self._num_steps
-        result = trainer.accumulate(micro_batches, more=more, where=f", rows {rows} of the data")
-        self._fire("on_optimizer_step")
-        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        result = trainer.accumulate(micro_batches, more=more, where=f", rows {rows} of the data", on_event=self._fire)
+        tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
         for window in (self._window, whole):
             window.add(result.loss, result.trained_tokens, tokens)
-        assert result.grad_norm is not None
-        return result.grad_norm
+        return {"learning_rate": rate, "grad_norm": result.grad_norm}
 
-    def _act(self, norm: float) -> None:
+    def _act(self, numbers: Mapping[str, Any]) -> None:
         """Log, evaluate and save as the callbacks have asked."""
-        if self._control.should_log:
-            self._log(self._numbers(norm))
+        if self._control.should_log and self._window.trained_tokens:
+            self._log(self._measured(numbers))
             self._window = self._open_window()
         if self._control.should_evaluate and self._eval_dataset is not None:
             self._last_eval = self._trainer.evaluate(self._eval_dataset)
             self._log(self._last_eval)
             self._fire("on_evaluate", self._last_eval)
+            if self._state.best_metric is None or self._last_eval["eval_loss"] < self._state.best_metric:
+                self._state.best_metric = self._last_eval["eval_loss"]
+                self._state.best_global_step = self._state.global_step
         if self._control.should_save:
             self._save()
             self._fire("on_save")
 
-    def _numbers(self, norm: float) -> dict[str, Any]:
+    def _measured(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         trainer, window = self._trainer, self._window
         counters, seconds = trainer.memory.counters, time.perf_counter() - window.began
-        assert trainer.schedule is not None
         return {
             "loss": window.mean_loss,
-            "learning_rate": trainer.schedule.get_last_lr()[0],
-            "grad_norm": norm,
+            **numbers,
             "tokens_per_second": window.tokens / seconds,
             "bytes_read": counters.bytes_read - window.counters.bytes_read,
             "layers_read": counters.layers_read - window.counters.layers_read,
@@ -187,12 +196,35 @@ class Run:
         self._fire("on_log", {**logs, "epoch": self._state.epoch})
 
     def _save(self) -> None:
-        directory = self._output / f"checkpoint-{self._trainer.global_step}"
-        self._trainer.save_checkpoint(directory)
-        self._state.save_to_json(str(directory / TRAINER_STATE))
-        limit = self._trainer.config.save_total_limit
-        for old in self._trainer.checkpoints()[: -limit if limit else 0]:
-            shutil.rmtree(old)
+        self._trainer.save_step({"data": self._data}, lambda part: self._state.save_to_json(str(part / TRAINER_STATE)))
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        """What, with the step, says where in the data a run is."""
+        config, fingerprint = self._trainer.config, getattr(self._dataset, "fingerprint", None)
+        return {
+            "rows": len(self._dataset),
+            "fingerprint": fingerprint() if callable(fingerprint) else None,
+            "batch_size": config.batch_size,
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "shuffle": config.shuffle,
+            "seed": config.seed,
+        }
+
+    def _check_new(self) -> None:
+        trainer = self._trainer
+        if trainer.global_step == 0 and trainer.checkpoints():
+            raise ConfigError(
+                "the output directory holds checkpoints of an earlier run",
+                where=str(self._output),
+                how="go on from the newest with --resume (resume=True), or choose another output_dir",
+            )
+        if trainer.global_step >= self._num_steps:
+            raise ConfigError(
+                f"nothing is left to train: this trainer is at step {trainer.global_step} of {self._num_steps}",
+                where="fit",
+                how="raise num_train_epochs or max_steps, or begin again with a new trainer",
+            )
 
     def _resume(self) -> None:
         found = self._trainer.checkpoints()
@@ -202,9 +234,17 @@ class Run:
                 where=str(self._output),
                 how="leave --resume out to begin a new run",
             )
-        self._trainer.load_checkpoint(found[-1])
-        if (found[-1] / TRAINER_STATE).is_file():
-            self._state.log_history = TrainerState.load_from_json(str(found[-1] / TRAINER_STATE)).log_history
+        then = self._trainer.load_checkpoint(found[-1]).get("data", self._data)
+        if changed := [
+            f"{name} (it was {then.get(name)})" for name, now in self._data.items() if then.get(name) != now
+        ]:
+            raise ConfigError(
+                f"the run began with other data or batches: {', '.join(changed)} changed",
+                where=str(found[-1]),
+                how="resume with the data and settings it began with, or begin a new run in another output_dir",
+            )
+        for name, value in _past(found[-1] / TRAINER_STATE).items():
+            setattr(self._state, name, value)
         self._state.global_step = self._trainer.global_step
         done = self._trainer.global_step * self._trainer.config.gradient_accumulation_steps
         self._state.epoch = done / self._batches.steps_per_epoch
@@ -216,35 +256,12 @@ class Run:
         self._control = getattr(self._handler, event)(self._args, self._state, self._control, *details)
 
 
-def _reports(config: LemaConfig) -> list[str]:
-    return [config.report_to] if isinstance(config.report_to, str) else list(config.report_to)
-
-
-def _arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
-    """Return the settings as callbacks expect to read them."""
-    evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
+def _past(file: Path) -> dict[str, Any]:
+    """Read what an earlier process logged and found best; a checkpoint that `train_step` wrote has none of it."""
+    if not file.is_file():
+        return {}
     try:
-        return TrainingArguments(
-            output_dir=config.output_dir,
-            run_name=config.run_name,
-            per_device_train_batch_size=config.batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            lr_scheduler_type=config.lr_scheduler_type,
-            max_grad_norm=config.max_grad_norm or 0.0,
-            num_train_epochs=config.num_train_epochs,
-            max_steps=config.max_steps or -1,
-            logging_steps=config.logging_steps,
-            eval_strategy=evaluation,
-            eval_steps=config.eval_steps,
-            save_strategy="steps" if config.save_steps else "no",
-            save_steps=config.save_steps or 1,
-            save_total_limit=config.save_total_limit,
-            report_to=_reports(config) or "none",
-            seed=config.seed,
-            use_cpu=True,  # the device is the backend's business; nothing here may open another
-            disable_tqdm=True,
-        )
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"these settings do not go together: {error}", how="see the message") from error
+        state = json.loads(file.read_text(encoding="utf-8"))
+        return {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"the checkpoint's log cannot be read: {error!r}", where=str(file)) from error

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lema.errors import ModelError
-from lema.skeleton import find_layers
+from lema.skeleton import EmptyOnMeta, find_layers
 
 __all__ = ["all_linear", "count_lora_params", "inject_lora_params", "lora_config"]
 
@@ -75,24 +75,29 @@ def inject_lora_params(model: PreTrainedModel, config: LoraConfig, device: torch
         ModelError: no module matches, or one outside the decoder layers does.
     """
     layers_name, _ = find_layers(model)
+    config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
     try:
         with warnings.catch_warnings():
             # PEFT asks for a property that transformers has renamed; nobody here can act on that.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-            peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
+            with EmptyOnMeta():
+                peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ModelError(
             f"the adapter does not fit this model: {error}",
-            where=f"lora_target_modules: {config.target_modules}",
+            where=f"lora_target_modules: {_listed(config)}",
             how=f"linear modules of the decoder layers are: {', '.join(all_linear(model))}",
         ) from error
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     if outside := [name for name in adapted if not name.startswith(f"{layers_name}.")]:
+        peft_model.unload()  # the model is as it was, for another attempt
         raise ModelError(
             f"adapters outside the decoder layers are not supported: {', '.join(outside)}",
-            where=f"lora_target_modules: {config.target_modules}",
+            where=f"lora_target_modules: {_listed(config)}",
             how=f"name modules under {layers_name} only",
         )
+    if seed is not None:
+        _warn_of_unmatched(config, adapted)
     state = torch.get_rng_state()
     if seed is not None:
         torch.manual_seed(seed)
@@ -103,6 +108,19 @@ def inject_lora_params(model: PreTrainedModel, config: LoraConfig, device: torch
     return peft_model
 
 
+def _warn_of_unmatched(config: LoraConfig, adapted: Collection[str]) -> None:
+    targets = config.target_modules or ()
+    names = () if isinstance(targets, str) else sorted(targets)
+    unmatched = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in adapted)]
+    if unmatched:
+        warnings.warn(f"lora_target_modules: no module is named {', '.join(unmatched)}", stacklevel=4)
+
+
+def _listed(config: LoraConfig) -> str:
+    targets = config.target_modules or ()
+    return targets if isinstance(targets, str) else ", ".join(sorted(targets))
+
+
 def count_lora_params(model: nn.Module) -> int:
     """Return how many adapter parameters train."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -111,11 +129,14 @@ def count_lora_params(model: nn.Module) -> int:
 def _make_real(module: LoraLayer, device: torch.device, *, draw: bool) -> None:
     """Give a module's adapter memory, and the values PEFT would draw, in PEFT's order: A, B, then A again."""
     for matrices in (module.lora_A, module.lora_B):
-        matrices.to_empty(device="cpu").float()
+        matrices.float().to_empty(device="cpu")  # cast first: on meta it costs nothing
         if draw:
             for matrix in matrices.values():
                 cast(nn.Linear, matrix).reset_parameters()
     if draw:
         module.reset_lora_parameters(ADAPTER, True)
+    stored = cast(nn.Linear, module.get_base_layer()).weight.dtype
     for matrices in (module.lora_A, module.lora_B):
+        if draw:
+            matrices.to(stored).float()  # as PEFT, which casts a fresh adapter to its module's dtype, then to fp32
         matrices.to(device)

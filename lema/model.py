@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -14,10 +14,10 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lema.adapter import load_weights, read_lora_config, save_adapter
+from lema.adapter import load_weights, read_settings, save_adapter
 from lema.backend import Backend, load
-from lema.config import CONFIG_NAME, LemaConfig, MemoryStrategy, parse_memory
-from lema.errors import AdapterError, ConfigError, DataError, MemoryLimitError
+from lema.config import LemaConfig, MemoryStrategy, parse_memory
+from lema.errors import ConfigError, DataError, MemoryLimitError
 from lema.generation import generate
 from lema.hub import resolve_model
 from lema.lora import count_lora_params, inject_lora_params, lora_config
@@ -88,19 +88,10 @@ class LemaModel:
 
         Raises:
             AdapterError: there is no adapter, or it does not fit the model.
+            ConfigError: an override contradicts the adapter.
         """
         path = Path(directory)
-        saved = read_lora_config(path)
-        if (path / CONFIG_NAME).is_file():
-            config = LemaConfig.from_pretrained(path, **overrides)
-        elif saved is not None:
-            config = LemaConfig(**{"model_name_or_path": saved.base_model_name_or_path, **overrides})
-        else:
-            raise AdapterError(
-                "there is neither lema_config.json nor adapter_config.json",
-                where=str(path),
-                how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
-            )
+        config, saved = read_settings(path, **overrides)
         model = cls(config, backend=backend)
         model._attach(saved or model._lora_config(), seed=None)
         assert model.lora_manager is not None
@@ -238,7 +229,8 @@ class LemaModel:
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed)
-        self.__dict__.pop("memory", None)  # a budget must leave room for the adapter
+        if (stream := self.__dict__.pop("memory", None)) is not None:  # a budget must leave room for the adapter
+            stream.cancel()
         self.__dict__.pop("adapter", None)
 
     def _require_adapter(self) -> PeftModel:
@@ -251,13 +243,10 @@ class LemaModel:
         available = psutil.virtual_memory().available
         allowed = available if limit is None else parse_memory(limit, psutil.virtual_memory().total)
         if needed > allowed:
-            how: Callable[[bool], str] = lambda resident: (  # noqa: E731
-                "use strategy: streaming" if resident else "lower prefetch_depth"
-            )
             raise MemoryLimitError(
                 f"{needed:,} bytes of host memory are needed for weights, {allowed:,} are allowed",
                 where="host_memory" if limit is not None else "memory available on this machine",
-                how=how(in_host_memory),
+                how="use strategy: streaming" if in_host_memory else "lower prefetch_depth",
             )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from lema.config import LemaConfig
 from lema.errors import ConfigError
 
-__all__ = ["make_optimizer", "make_schedule"]
+__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates"]
 
 BYTES_PER_PARAMETER = 16  # fp32 value, gradient and two moments
 
@@ -28,17 +29,31 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Op
     )
 
 
-def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int) -> LRScheduler:
-    """Return the schedule the config names, over `num_steps` optimizer steps.
+def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse an optimizer that would train nothing.
+
+    Raises:
+        ConfigError: none of `parameters` is in it.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in parameters):
+        raise ConfigError(
+            "the optimizer holds none of the adapter's parameters, so it would train nothing",
+            how="make it over model.get_trainable_parameters(), after initialize_lora()",
+        )
+
+
+def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step: int = 0) -> LRScheduler:
+    """Return the schedule the config names, over `num_steps` optimizer steps, of which `step` have been taken.
 
     Raises:
         ConfigError: the schedule needs settings that the config does not have.
     """
-    warmup = config.warmup_steps or int(config.warmup_ratio * num_steps)
-    if config.lr_scheduler_type == "reduce_lr_on_plateau":
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
+    if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ConfigError(
-            "a schedule that follows the evaluation loss is not supported",
-            where="lr_scheduler_type: reduce_lr_on_plateau",
+            "a schedule that follows the loss is not supported",
+            where=f"lr_scheduler_type: {config.lr_scheduler_type}",
             how="use one that is a function of the step, such as cosine",
         )
     try:
@@ -49,5 +64,16 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int) -> L
             where=f"lr_scheduler_type: {config.lr_scheduler_type}",
             how="use linear, cosine, constant, constant_with_warmup, polynomial or inverse_sqrt",
         ) from error
-    assert isinstance(schedule, LRScheduler)
+    assert isinstance(schedule, LambdaLR)
+    if step:
+        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        rates = [base * factor(step) for base, factor in pairs]
+        schedule.load_state_dict({"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None]})
+        set_rates(optimizer, rates)
     return schedule
+
+
+def set_rates(optimizer: Optimizer, rates: Sequence[float | Tensor]) -> None:
+    """Set the learning rate of each parameter group."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -48,6 +48,7 @@ def load_outside(
     buffer = backend.host_buffer(stored.nbytes)
     reader.submit(stored, buffer).wait()
     on_device = backend.device_slots(stored.nbytes, 1).upload(buffer).wait()
+    backend.synchronize()  # the buffer goes here, and the copy may still be reading it
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in views(on_device, stored).items()}
     for name in outside:
         _replace(model, name, real[tied.get(name, name)])

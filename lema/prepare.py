@@ -4,13 +4,10 @@ Names and shapes become those `transformers` uses in memory, so that a layer is 
 it is read. Converting holds one group of tensors at a time; copying holds a few megabytes.
 """
 
-import json
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +16,20 @@ from transformers import PreTrainedModel
 from lema.errors import ConfigError, ModelError
 from lema.hub import resolve_model
 from lema.names import NameMap, checkpoint_dtype, map_names, target_dtypes
+from lema.rewrite import (
+    METADATA,
+    bytes_of,
+    cast_pieces,
+    copy_companions,
+    read_tensor,
+    stored_name,
+    write_config,
+)
 from lema.skeleton import find_layers, meta_model, read_config
-from lema.stream.placement import DTYPES
-from lema.tensorfile import TensorFile, disk_error, read_into, read_pieces
-from lema.weights import PREPARED_MARK, SINGLE_NAME, GlobalBinaryIndex, TensorRecord, check_inside
+from lema.tensorfile import TensorFile, disk_error
+from lema.weights import SINGLE_NAME, GlobalBinaryIndex
 
 __all__ = ["prepare_directory", "prepare_monolithic_safetensors", "visit_order"]
-
-STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-METADATA = {"format": "pt", PREPARED_MARK: "true"}
-COPIED_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, generation settings
 
 
 def prepare_monolithic_safetensors(
@@ -87,19 +88,15 @@ def prepare_directory(
             model_or_dir.generation_config.save_pretrained(out)
         config_file, stored = out / "config.json", model_or_dir.dtype
         architecture = type(model_or_dir).__name__
-        _write_config(config_file, out, {"dtype": _plain(wanted or stored), "architectures": [architecture]})
+        write_config(config_file, out, {"dtype": wanted or stored, "architectures": [architecture]})
         return out
     directory = resolve_model(model_or_dir)
     if out.exists() and out.samefile(directory):
         raise ConfigError("a model cannot be prepared into its own directory", where=str(out), how="choose another")
     prepare_monolithic_safetensors(model_or_dir, out / SINGLE_NAME, dtype=wanted)
-    sources = {file.name: file for pattern in COPIED_PATTERNS for file in directory.glob(pattern) if file.is_file()}
-    for name, source in sorted(sources.items()):
-        if name != "config.json" and not name.endswith(".index.json"):
-            check_inside(source)
-            _replace(out / name, source.read_bytes())
-    changes = {} if wanted is None else {"dtype": _plain(wanted)}
-    _write_config(directory / "config.json", out, changes)  # last: a directory without it is visibly not complete
+    copy_companions(directory, out)
+    changes = {} if wanted is None else {"dtype": wanted}
+    write_config(directory / "config.json", out, changes)  # last: a directory without it is visibly not complete
     return out
 
 
@@ -130,7 +127,7 @@ def _write_checkpoint(source: str | os.PathLike[str], file: Path, dtype: torch.d
     # What is not loaded is not widened either.
     dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
     order = visit_order(model)
-    specs = [(name, _stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
+    specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
     with TensorFile(file, specs, METADATA) as out:
         for name in order:
             _fill(out, name, names, dtypes, model, state)
@@ -147,9 +144,9 @@ def _fill(
     """Write the tensor `name`, and with it all that come out of the same conversion."""
     source = names.tied.get(name, name)
     if (record := names.direct.get(source)) is not None:
-        out.write(name, _cast_pieces(record, dtypes[name]))
+        out.write(name, cast_pieces(record, dtypes[name]))
     elif source in names.kept:
-        out.write(name, [_bytes_of(state[source])])
+        out.write(name, [bytes_of(state[source])])
     elif name not in names.tied:  # a tied name is written with the one it shares its weights with
         conversion = next(conversion for conversion in names.conversions if name in conversion.shapes)
         if name != next(iter(conversion.shapes)):
@@ -157,9 +154,9 @@ def _fill(
         sharing: dict[str, list[str]] = {}
         for other, stored in names.tied.items():
             sharing.setdefault(stored, []).append(other)
-        for made, tensor in conversion.run(model, _read, dtypes[conversion.first]).items():
+        for made, tensor in conversion.run(model, read_tensor, dtypes[conversion.first]).items():
             for target in (made, *sharing.get(made, ())):
-                out.write(target, [_bytes_of(tensor.to(dtypes[target]))])
+                out.write(target, [bytes_of(tensor.to(dtypes[target]))])
 
 
 def _write_model(model: PreTrainedModel, file: Path, dtype: torch.dtype | None) -> None:
@@ -177,43 +174,10 @@ def _write_model(model: PreTrainedModel, file: Path, dtype: torch.dtype | None) 
     else:
         dtypes = target_dtypes(meta_model(deepcopy(model.config), dtype))
     order = visit_order(model)
-    specs = [(name, _stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
+    specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
     with TensorFile(file, specs, METADATA) as out:
         for name in order:
-            out.write(name, [_bytes_of(state[name].detach().to("cpu", dtypes[name]))])
-
-
-def _read(record: TensorRecord, dtype: torch.dtype) -> Tensor:
-    """The whole tensor in memory, as `dtype`."""
-    buffer = torch.empty(record.nbytes, dtype=torch.uint8)
-    read_into(record, buffer.numpy().data)
-    return buffer.view(_torch_dtype(record)).view(record.shape).to(dtype)
-
-
-def _cast_pieces(record: TensorRecord, dtype: torch.dtype) -> Iterator[memoryview]:
-    stored = _torch_dtype(record)
-    for piece in read_pieces(record):
-        yield piece if stored == dtype else _bytes_of(torch.frombuffer(piece, dtype=stored).to(dtype))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _torch_dtype(record: TensorRecord) -> torch.dtype:
-    if (dtype := DTYPES.get(record.dtype)) is None:
-        raise ModelError(
-            f"tensor {record.name!r} is stored as {record.dtype}, which no model computes with",
-            where=str(record.file),
-            how="use a checkpoint that is not quantised",
-        )
-    return dtype
-
-
-def _stored_name(name: str, dtype: torch.dtype) -> str:
-    if (stored := STORED_NAMES.get(dtype)) is None:
-        raise ModelError(f"tensor {name!r} is {dtype}, which cannot be written", where=name, how="give a dtype")
-    return stored
+            out.write(name, [bytes_of(state[name].detach().to("cpu", dtypes[name]))])
 
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -225,25 +189,3 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if parsed is None and dtype is not None:
         raise ConfigError(f"there is no dtype {dtype!r}", where="dtype", how="give float32, bfloat16 or float16")
     return parsed
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
-    config = json.loads(source.read_text(encoding="utf-8"))
-    if "dtype" in changes:
-        config.pop("torch_dtype", None)  # the older name of the same key
-    _replace(out / "config.json", (json.dumps(config | dict(changes), indent=2) + "\n").encode())
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Write a small file in one step: it is there whole, or as it was."""
-    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise disk_error(error, file) from error

@@ -6,17 +6,19 @@ config's own pipeline plan names, or else the only list of modules as long as th
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lema.errors import ModelError
 
-__all__ = ["find_layers", "meta_model", "read_config"]
+__all__ = ["EmptyOnMeta", "find_layers", "meta_model", "read_config"]
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -51,29 +53,48 @@ def meta_model(
     Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint.
 
     Args:
-        config: the model's own config, not changed.
+        config: the model's own config.
         dtype: of the parameters; None: the one the config names, else float32.
         attn_implementation: as in `from_pretrained`; None: transformers' choice.
 
     Raises:
         ModelError: `transformers` has no causal language model for this config.
     """
-    from accelerate import init_empty_weights
-
     if dtype is None:
         dtype = getattr(config, "dtype", None) or torch.float32
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = _build(config, {"dtype": dtype, **options}, EmptyOnMeta())
+        if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
+            model = _build(config, {"dtype": dtype, **options}, nullcontext())
     except (ValueError, ImportError) as error:
         raise ModelError(
             f"transformers cannot build this model as a causal language model: {error}",
             where=f"model_type {config.model_type!r}",
             how="`lema models` lists what streams; check attn_implementation if it was set",
         ) from error
-    assert isinstance(model, PreTrainedModel)
+    model.tie_weights()  # building on `meta` made a parameter of its own for every name
     model.config.use_cache = False  # a captured cache would grow again on recomputation
+    return model
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Makes `torch.empty`, which weights begin as, take no memory: not even an address, of which a large model would
+    take so many that the heap is left full of holes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))
+
+
+def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]) -> PreTrainedModel:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights(), mode:
+        model = AutoModelForCausalLM.from_config(config, **options)
+    assert isinstance(model, PreTrainedModel)
     return model
 
 
@@ -84,11 +105,11 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         ModelError: there is no such list, or more than one.
     """
     config = model.config
-    plan = getattr(config, "base_model_pp_plan", None) or {}
+    plan = tuple(f".{name}" for name in getattr(config, "base_model_pp_plan", None) or {})
     lists = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
-    planned = [name for name in lists if name.rpartition(".")[2] in plan and name.count(".") <= 1]
+    planned = [name for name in lists if f".{name}".endswith(plan)] if plan else []
     length = getattr(config, "num_hidden_layers", None)
     found = planned or [name for name, module in lists.items() if len(module) == length]
     if len(found) != 1:

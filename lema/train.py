@@ -34,22 +34,29 @@ def train(
     Raises:
         LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
     """
-    out = console or Console(highlight=False)
+    shown = console or Console(highlight=False)
+
+    def out(line: str) -> None:
+        # One line is one record, whatever the terminal's width, and a path may hold brackets.
+        shown.print(line, soft_wrap=True, markup=False, emoji=False)
+
     with closing(LemaModel(config)) as model:
         train_data, eval_data = load_data(model)
-        out.print(f"training data: {train_data.counts}")
+        out(f"training data: {train_data.counts}")
         if eval_data is not None:
-            out.print(f"evaluation data: {eval_data.counts}")
+            out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
         trained = sum(parameter.numel() for parameter in model.get_trainable_parameters())
         stream = model.memory
-        out.print(
+        out(
             f"{len(stream.layers)} layers ({len(stream.residents)} resident), "
             f"{human_bytes(model.gbi.nbytes)} of weights; {trained:,} adapter parameters"
         )
         result = model.get_trainer(callbacks=callbacks).fit(train_data, eval_data, resume=resume)
+        if not result:
+            out("nothing was left to train: the run had come to its end")
         model.save_pretrained(config.output_dir)
-        out.print(f"adapter: {config.output_dir}")
+        out(f"adapter: {config.output_dir}")
     return result
 
 

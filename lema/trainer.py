@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lema.adapter import load_weights, save_adapter
+from lema.batch import as_batch
 from lema.checkpoint import (
     checkpoints,
+    forget_old_checkpoints,
     generator_states,
     read_state,
     restore_generators,
@@ -25,9 +27,11 @@ from lema.checkpoint import (
     write_checkpoint,
 )
 from lema.config import LemaConfig
-from lema.errors import ConfigError, DataError, NonFiniteError
-from lema.loss import IGNORED, split_batch, trained_tokens
-from lema.optim import make_optimizer
+from lema.errors import AdapterError, ConfigError
+from lema.evaluation import evaluate
+from lema.loss import split_batch, trained_tokens
+from lema.nonfinite import non_finite_gradient, non_finite_loss
+from lema.optim import check_optimizer, make_optimizer, set_rates
 from lema.stream.lease import LayerStream
 from lema.streamed import StreamedModel
 from lema.weights import GlobalBinaryIndex
@@ -74,7 +78,10 @@ class LemaTrainer:
         self.memory, self.backend = model_adapter.stream, model_adapter.backend
         self.callbacks = list(callbacks)
         self.optimizer = optimizer
+        if optimizer is not None and lora_manager is not None:
+            check_optimizer(optimizer, self._parameters())
         self.schedule: LRScheduler | None = None
+        self._saved_schedule: dict[str, Any] | None = None
         self.global_step = 0
         self.accumulation_step = 0
         half = model_adapter.split.model.dtype == torch.float16
@@ -100,12 +107,13 @@ class LemaTrainer:
             NonFiniteError: the loss or a gradient is NaN or infinite; the optimizer was not stepped.
             DataError: no token is trained, or the batch is malformed.
         """
-        batch = as_batch(inputs, labels, attention_mask)
+        vocab_size = getattr(self.model.split.model.config.get_text_config(), "vocab_size", None)
+        batch = as_batch(inputs, labels, attention_mask, vocab_size)
         logits: list[Tensor] = []
         micro_batches = split_batch(batch, self.config.micro_batch_size)
         result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
         if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
-            self.save_checkpoint(Path(self.config.output_dir) / f"checkpoint-{self.global_step}")
+            self.save_step()
         return torch.cat(logits), result.loss
 
     def accumulate(
@@ -116,6 +124,7 @@ class LemaTrainer:
         more: bool = False,
         logits: list[Tensor] | None = None,
         where: str = "",
+        on_event: Callable[[str], None] | None = None,
     ) -> StepResult:
         """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
 
@@ -125,6 +134,8 @@ class LemaTrainer:
             more: another pass follows at once, and its first layers may be read while this one ends.
             logits: a list that receives each micro-batch's logits.
             where: which rows these are, for an error.
+            on_event: called with `"on_pre_optimizer_step"` once the gradients are whole, and with
+                `"on_optimizer_step"` before they are dropped.
         """
         optimizer = self.ready()
         trained = trained_tokens(micro_batches)
@@ -137,12 +148,14 @@ class LemaTrainer:
             )
             value = float(loss.detach()) * (self._denominator / trained)
             if not math.isfinite(value):
-                raise self._non_finite_loss(value, micro_batches, where)
+                place = f"step {self.global_step + 1}{where}; the optimizer was not stepped"
+                raise non_finite_loss(self.model, micro_batches, value, place)
             if more:
                 self.model.announce_step()
-            (loss * self.scaler.get_scale()).backward()
+            self.scaler.scale(loss).backward()
             self.accumulation_step += 1
-            norm = self._step(optimizer) if self.accumulation_step == num_passes else None
+            last = self.accumulation_step == num_passes
+            norm = self._step(optimizer, on_event or (lambda _: None)) if last else None
         except BaseException:
             self._forget()
             raise
@@ -150,6 +163,8 @@ class LemaTrainer:
 
     def fit(self, dataset: Any, eval_dataset: Any = None, *, resume: bool = False) -> dict[str, Any]:
         """Train for the epochs or steps of the config, with evaluation, checkpoints, metrics and callbacks.
+
+        A trainer that has stepped already, or loaded a checkpoint, goes on at its `global_step`.
 
         Args:
             dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
@@ -163,41 +178,48 @@ class LemaTrainer:
 
         return Run(self, dataset, eval_dataset).train(resume=resume)
 
-    @torch.no_grad()
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Return `eval_loss` (mean over trained tokens), `eval_perplexity`, `eval_tokens` of a data set."""
-        from lema.data import Batches
+        """Return `eval_loss` (mean over trained tokens), `eval_perplexity`, `eval_tokens` of a data set.
 
-        batches = Batches(dataset, self.config.batch_size, shuffle=False)
-        module = self.model.split.model
-        was_training = module.training
-        module.eval()
-        total, tokens = 0.0, 0
-        try:
-            for batch in batches.epoch():
-                loss, count = self.model.evaluate(split_batch(batch, self.config.micro_batch_size))
-                total, tokens = total + float(loss) * count, tokens + count
-        finally:
-            module.train(was_training)
-        mean = total / tokens
-        perplexity = math.exp(mean) if mean < 700 else math.inf
-        return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_tokens": tokens}
+        Raises:
+            NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
+        """
+        return evaluate(self.model, dataset, self.config)
 
-    def save_checkpoint(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+    def save_step(
+        self, extra: Mapping[str, Any] | None = None, write_more: Callable[[Path], None] | None = None
+    ) -> None:
+        """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old."""
+        output_dir = Path(self.config.output_dir)
+        directory = output_dir / f"checkpoint-{self.global_step}"
+        self.save_checkpoint(directory, extra, write_more)
+        forget_old_checkpoints(output_dir, directory, self.config.save_total_limit)
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        write_more: Callable[[Path], None] | None = None,
+    ) -> None:
         """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
+
+        It holds whole steps: batches of a step that has not been taken yet are not in it.
 
         Args:
             directory: its name; replaced if it is there.
             extra: further JSON state, for the caller's own use.
+            write_more: writes further files into the directory it is given, before the checkpoint gets its name.
 
         Raises:
             DiskError: it could not be written.
         """
         optimizer, peft_model = self.ready(), self._adapters()
 
-        def write_adapter(part: Path) -> None:
+        def write_files(part: Path) -> None:
             save_adapter(peft_model, part, self.config.model_name_or_path)
             self.config.save_pretrained(part)
+            if write_more is not None:
+                write_more(part)
 
         state = {
             "global_step": self.global_step,
@@ -206,7 +228,7 @@ class LemaTrainer:
             "generators": generator_states(self.backend.rng_state()),
             "extra": dict(extra or {}),
         }
-        write_checkpoint(Path(directory), optimizer, state, write_adapter)
+        write_checkpoint(Path(directory), optimizer, state, write_files)
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
@@ -218,13 +240,25 @@ class LemaTrainer:
         state = read_state(path)
         load_weights(self._adapters(), path, self.model.split.layers_name)
         restore_optimizer(optimizer, path, state["optimizer"])
-        if self.schedule is not None and state["schedule"] is not None:
-            self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(state["scaler"])
-        restore_generators(state["generators"], self.backend.set_rng_state)
-        self.global_step, self.accumulation_step = int(state["global_step"]), 0
-        extra: dict[str, Any] = state["extra"]
-        return extra
+        try:
+            self._saved_schedule = state["schedule"]
+            if self.schedule is not None:
+                self.follow(self.schedule)
+            self.scaler.load_state_dict(state["scaler"])
+            restore_generators(state["generators"], self.backend.set_rng_state)
+            self._forget()
+            self.global_step = int(state["global_step"])
+            return dict(state["extra"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
+
+    def follow(self, schedule: LRScheduler) -> None:
+        """Let the learning rate follow `schedule`, from where the checkpoint that was loaded left it."""
+        self.schedule = schedule
+        if self._saved_schedule is not None:
+            schedule.load_state_dict(self._saved_schedule)
+            self._saved_schedule = None
+            set_rates(self.ready(), schedule.get_last_lr())
 
     def checkpoints(self) -> list[Path]:
         """Return this run's checkpoints, the oldest first."""
@@ -245,7 +279,7 @@ class LemaTrainer:
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._adapters().parameters() if parameter.requires_grad]
 
-    def _step(self, optimizer: Optimizer) -> float:
+    def _step(self, optimizer: Optimizer, on_event: Callable[[str], None]) -> float:
         """Check and clip the gradients, step the optimizer; return the gradients' norm before clipping."""
         self.scaler.unscale_(optimizer)
         parameters = [parameter for parameter in self._parameters() if parameter.grad is not None]
@@ -254,15 +288,21 @@ class LemaTrainer:
             torch._foreach_mul_(gradients, self._denominator / self._trained_tokens)
         self.backend.parallel.reduce_gradients(parameters)
         norm = get_total_norm(gradients)
-        if not self.scaler.is_enabled() and not bool(norm.isfinite()):
-            raise self._non_finite_gradient()
+        scale = self.scaler.get_scale()
+        # Half-precision gradients overflow now and then: the scaler skips that step and halves the scale. Where nothing
+        # is scaled (any more), the fault is not the scale's.
+        if not bool(norm.isfinite()) and scale <= 1.0:
+            self.scaler.update()
+            raise non_finite_gradient(self.model.split, f"step {self.global_step + 1}")
         if self.config.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        on_event("on_pre_optimizer_step")
         self.scaler.step(optimizer)
         self.scaler.update()
-        if self.schedule is not None:
+        on_event("on_optimizer_step")
+        if self.schedule is not None and self.scaler.get_scale() >= scale:
             self.schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self.backend.end_step()
         self.accumulation_step = 0
         self.global_step += 1
@@ -272,53 +312,8 @@ class LemaTrainer:
         """Drop a step that failed: its gradients and what was announced for it."""
         self.accumulation_step = 0
         self.memory.cancel()
-        for parameter in self._parameters():
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters():  # also those that the user's optimizer leaves out
             parameter.grad = None
-
-    def _non_finite_loss(self, value: float, micro_batches: Sequence[Mapping[str, Any]], where: str) -> NonFiniteError:
-        place = self.model.first_non_finite(micro_batches) or "the loss itself"
-        return NonFiniteError(
-            f"the loss is {value}; the optimizer was not stepped",
-            where=f"step {self.global_step + 1}{where}; first non-finite output: {place}",
-            how="check the base weights and the data; lower learning_rate, or set max_grad_norm, if it grew before",
-        )
-
-    def _non_finite_gradient(self) -> NonFiniteError:
-        """Name the highest layer with a non-finite gradient: gradients flow down, so it is where the fault began."""
-        split = self.model.split
-        for layer in reversed(range(split.num_layers)):
-            for name, parameter in split.layers[layer].named_parameters():
-                if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                    place = f"{split.layers_name}.{layer}.{name}"
-                    return NonFiniteError(
-                        "a gradient is not finite; the optimizer was not stepped",
-                        where=f"step {self.global_step + 1}, {place}",
-                        how="lower learning_rate, or check the base weights of this layer",
-                    )
-        return NonFiniteError("the gradients' norm is not finite", where=f"step {self.global_step + 1}")
-
-
-def as_batch(inputs: Any, labels: Tensor | None, attention_mask: Tensor | None) -> dict[str, Tensor]:
-    """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`.
-
-    Raises:
-        DataError: the tensors are missing or their shapes differ.
-    """
-    if isinstance(inputs, Tensor):
-        batch: dict[str, Tensor] = {"input_ids": inputs}
-    elif isinstance(inputs, Mapping) and "input_ids" in inputs:
-        batch = {name: inputs[name] for name in ("input_ids", "labels", "attention_mask") if name in inputs}
-    else:
-        raise DataError("a batch is a tensor of token ids, or a mapping with input_ids", where="train_step")
-    if labels is not None:
-        batch["labels"] = labels
-    if attention_mask is not None:
-        batch["attention_mask"] = attention_mask
-    if "labels" not in batch:
-        mask = batch.get("attention_mask")
-        ids = batch["input_ids"]
-        batch["labels"] = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
-    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-    if len(set(shapes.values())) != 1 or batch["input_ids"].ndim != 2:
-        raise DataError(f"a batch is [batch, sequence] throughout, not {shapes}", where="train_step")
-    return batch

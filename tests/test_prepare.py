@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -178,29 +177,6 @@ def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_i
     save_file(without, source / SINGLE_NAME, metadata={"format": "pt"})
     file = prepare_monolithic_safetensors(source, tmp_path / "one.safetensors", dtype="bfloat16")
     assert_equal(file, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict())
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of CPU tensors alive at once while a file is being written in `place`: the largest sum seen.
-
-    Building a model without weights allocates each weight for a moment, untouched; that is not counted.
-    """
-
-    def __init__(self, place: Path) -> None:
-        super().__init__()
-        self.place, self.peak, self._alive = place, 0, dict[int, tuple[StorageWeakRef, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not any(self.place.glob(".*.partial")):
-            return result
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
-        return result
 
 
 def live_bytes_of_prepare(tmp_path: Path, layers: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -114,7 +114,8 @@ class CpuBackend:
 
     def host_buffer(self, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) anonymous memory."""
-        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+        private = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else it is shared memory
+        return torch.frombuffer(private, dtype=torch.uint8)[:nbytes]
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
         """Return slots that are the sources themselves, or private ones under `poison`."""

@@ -39,11 +39,12 @@ def choose_residents(layer_bytes: Sequence[int], budget: int | None, fixed: int,
         return frozenset(range(num_layers))
     slots = num_slots * max(layer_bytes)
     if fixed + slots > budget:
+        enough = fixed + min(slots, sum(layer_bytes))  # a model of few layers may be smaller than its slots
         raise MemoryLimitError(
             f"{budget:,} bytes of device memory cannot hold {slots:,} bytes of layer slots beside "
             f"{fixed:,} bytes of embeddings, head, adapters and optimizer state",
             where="device_memory",
-            how=f"allow at least {fixed + slots:,} bytes, or lower prefetch_depth (each slot is {max(layer_bytes):,})",
+            how=f"allow at least {enough:,} bytes, or lower prefetch_depth (each slot is {max(layer_bytes):,})",
         )
     for count in range(num_layers - 1, 0, -1):
         chosen = spread(count, num_layers)

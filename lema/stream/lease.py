@@ -53,10 +53,12 @@ class Lease:
     weights: dict[str, Tensor]
 
     def refer(self, tensor: Tensor) -> WeightReference | None:
-        """Return where `tensor` lies in the slot; None: it lies elsewhere."""
+        """Return where `tensor` lies in the slot; None: it lies elsewhere, or has no elements and so no place."""
         if tensor.untyped_storage().data_ptr() != self.slot.untyped_storage().data_ptr():
             return None
         start = tensor.data_ptr() - self.slot.data_ptr()
+        if not 0 <= start < self.slot.numel():  # slots may share one storage; a tensor without elements is at 0
+            return None
         return WeightReference(self.layer, start, tensor.dtype, tensor.shape, tensor.stride())
 
     def resolve(self, reference: WeightReference) -> Tensor:
@@ -91,6 +93,7 @@ class _Fetch:
     layer: int
     buffer: Tensor
     ticket: Ticket | None  # None: the bytes are in host memory already
+    draining: Upload | None = None  # what the buffer held before; the read waits for it, if it begins at all
     upload: Upload | None = None
 
 
@@ -171,10 +174,15 @@ class LayerStream:
         if layer in self._held:
             yield self._held[layer]
             return
+        self._raise_failures()
         self._counters = replace(self._counters, leases=self._counters.leases + 1)
         if layer in self.residents:
             slot = self._resident[layer]
-            yield Lease(layer, slot, views(slot, self.layers[layer]))
+            self._held[layer] = Lease(layer, slot, views(slot, self.layers[layer]))
+            try:
+                yield self._held[layer]
+            finally:
+                del self._held[layer]
             return
         fetch = self._next(layer)
         try:
@@ -203,17 +211,20 @@ class LayerStream:
         """Stop reading and drop every buffer."""
         self.cancel()
         self._reader.close()
+        if self._slots is not None:
+            self._backend.synchronize()  # no copy may still be reading a buffer that goes
+        self._ring = self._slots = None
         self._host.clear()
         self._resident.clear()
 
     def _next(self, layer: int) -> _Fetch:
         """Return the fetch of `layer`, uploaded; an order other than the one announced starts afresh."""
+        assert self._slots_held < self.num_slots, "more layers are on lease at once than there are slots"
         expected = self._fetches[0].layer if self._fetches else (self._order[0] if self._order else None)
         if expected != layer:
             self.cancel()
             self._order.append(layer)
         self._pump()
-        self._raise_failures()
         fetch = self._fetches.popleft()
         started = time.perf_counter()
         try:
@@ -221,14 +232,19 @@ class LayerStream:
                 self._upload(fetch)
         except BaseException:
             self._settle(fetch)
+            self.cancel()
             raise
         blocked = self._counters.seconds_blocked + time.perf_counter() - started
         self._counters = replace(self._counters, seconds_blocked=blocked)
         return fetch
 
+    @property
+    def _slots_held(self) -> int:
+        return len(self._held.keys() - self.residents)
+
     def _pump(self) -> None:
         """Start every read there is a buffer for, and every upload whose bytes have arrived and which has a slot."""
-        while self._order and len(self._fetches) + len(self._held) < self.num_slots:
+        while self._order and len(self._fetches) + self._slots_held < self.num_slots:
             layer = self._order.popleft()
             self._fetches.append(self._fetch(layer))
         for fetch in self._fetches:
@@ -247,7 +263,7 @@ class LayerStream:
         before = upload.drained if upload is not None else None
         ticket = self._reader.submit(self.layers[layer], buffer, before)
         self._counters = replace(self._counters, layers_read=self._counters.layers_read + 1)
-        return _Fetch(layer, buffer, ticket)
+        return _Fetch(layer, buffer, ticket, draining=upload)
 
     def _upload(self, fetch: _Fetch) -> None:
         if fetch.ticket is not None:
@@ -262,7 +278,8 @@ class LayerStream:
             fetch.upload.release()
         if fetch.ticket is not None:
             assert self._ring is not None
-            self._ring.give(fetch.buffer, fetch.upload)
+            # A cancelled read may never have waited for what the buffer held before.
+            self._ring.give(fetch.buffer, fetch.draining if fetch.upload is None else fetch.upload)
 
     def _raise_failures(self) -> None:
         """A read that failed ahead of time stops training now, not when its layer's turn comes."""
@@ -281,3 +298,4 @@ class LayerStream:
             else:
                 upload = self._backend.device_slots(buffer.numel(), 1).upload(buffer)
                 self._resident[layer] = upload.wait()
+                self._backend.synchronize()  # the buffer goes here, and the copy may still be reading it

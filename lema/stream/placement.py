@@ -101,8 +101,9 @@ def place(tensors: Mapping[str, tuple[TensorRecord, torch.dtype]]) -> LayerBytes
                 name, start + record.offset - first.offset, tensors[name][1], torch.Size(record.shape)
             )
         end = start + runs[-1].nbytes
-    for name in tensors.keys() - direct.keys():
-        record, dtype = tensors[name]
+    for name, (record, dtype) in tensors.items():
+        if name in direct:
+            continue
         placed[name] = Placed(name, _round_up(end), dtype, torch.Size(record.shape))
         casts.append(Cast(record, placed[name]))
         end = placed[name].offset + placed[name].nbytes

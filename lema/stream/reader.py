@@ -48,9 +48,8 @@ class Ticket:
 
     def settle(self) -> None:
         """Block until no read touches the buffer any more, however the reads end; what has not begun never will."""
-        for future in self._futures:
-            future.cancel()
-        wait_for(self._futures)
+        # A cancelled future counts as ended only when a thread comes by it, which may be busy with other layers.
+        wait_for([future for future in self._futures if not future.cancel()])
 
 
 class _File:
@@ -60,11 +59,14 @@ class _File:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.direct: int | None = None
+        self._opened = [self.descriptor]
         if direct and hasattr(os, "O_DIRECT"):
             try:
                 self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._opened.append(self.direct)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct reads
+                    self.close()
                     raise
 
     def read(self, buffer: Tensor, start: int, offset: int, nbytes: int) -> None:
@@ -83,14 +85,13 @@ class _File:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.direct = None
+            self.direct = None  # not closed yet: other threads may be reading through it
             return False
         return True
 
     def close(self) -> None:
-        for descriptor in (self.descriptor, self.direct):
-            if descriptor is not None:
-                os.close(descriptor)
+        for descriptor in self._opened:
+            os.close(descriptor)
 
 
 class LayerReader:
@@ -101,7 +102,9 @@ class LayerReader:
         direct: read past the page cache where the file system allows it.
     """
 
-    def __init__(self, threads: int = 4, direct: bool = True) -> None:
+    THREADS = 4
+
+    def __init__(self, threads: int = THREADS, direct: bool = True) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lema-read")
         self._direct = direct
         self._files: dict[Path, _File] = {}

@@ -1,0 +1,155 @@
+"""What every benchmark needs: a model of a given shape on disk, memory by kind, the machine in words, JSON results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of one common form; `layer_parameters` counts one layer without its two norms."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    heads: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def layer_parameters(self) -> int:
+        return 4 * self.hidden * self.hidden + 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_bytes(self) -> int:
+        return (self.layer_parameters + 2 * self.hidden) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        outside = (2 * self.vocabulary + 1) * self.hidden * getattr(torch, self.dtype).itemsize
+        return self.layers * self.layer_bytes + outside
+
+
+def write_model(directory: Path, shape: Shape) -> None:
+    """Write random weights of `shape` in the hub's sharded format, one layer in memory at a time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype=shape.dtype,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    dtype, generator = getattr(torch, shape.dtype), torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+
+    def draw(*size: int) -> torch.Tensor:
+        return (torch.randn(size, generator=generator) * 0.02).to(dtype)
+
+    def put(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, directory / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, name))
+
+    hidden, inner = shape.hidden, shape.intermediate
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        tensors = {f"{prefix}self_attn.{name}_proj.weight": draw(hidden, hidden) for name in "qkvo"}
+        tensors |= {f"{prefix}mlp.{name}_proj.weight": draw(inner, hidden) for name in ("gate", "up")}
+        tensors[f"{prefix}mlp.down_proj.weight"] = draw(hidden, inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=dtype)
+        put(f"model-{layer:05d}.safetensors", tensors)
+    outside = {
+        "model.embed_tokens.weight": draw(shape.vocabulary, hidden),
+        "lm_head.weight": draw(shape.vocabulary, hidden),
+    }
+    put("model-outside.safetensors", {**outside, "model.norm.weight": torch.ones(hidden, dtype=dtype)})
+    index = {"metadata": {"total_size": shape.weight_bytes}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def forget_pages(directory: Path) -> None:
+    """Drop a model's files from the page cache, so that the next read comes from the disk."""
+    for file in directory.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def memory_kinds() -> dict[str, int]:
+    """Return this process's resident bytes by kind: `anonymous`, `file`."""
+    kinds = {"RssAnon": "anonymous", "RssFile": "file"}
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in kinds:
+            found[kinds[name]] = int(value.split()[0]) * 1024
+    return found
+
+
+class PeakAnonymous:
+    """Samples anonymous memory in a thread for the length of a `with` block; `peak` is the most seen, in bytes."""
+
+    def __init__(self, interval: float = 0.005) -> None:
+        self._stop, self._interval = threading.Event(), interval
+        self.peak = 0
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.peak = max(self.peak, memory_kinds()["anonymous"])
+
+    def __enter__(self) -> PeakAnonymous:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, memory_kinds()["anonymous"])
+
+
+def machine() -> dict[str, Any]:
+    """Return the machine in words: processor, cores, memory, versions."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(total / 2**30, 1),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def report(name: str, rows: Any, shape: Shape) -> None:
+    """Write a benchmark's numbers to `results/<name>.json`, with the machine and the model's shape."""
+    RESULTS.mkdir(exist_ok=True)
+    whole = {"benchmark": name, "machine": machine(), "shape": asdict(shape), "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"wrote {RESULTS / f'{name}.json'}")

@@ -1,0 +1,158 @@
+"""A model trains in less memory than half of its weights, and its depth costs nothing but what the plan says.
+
+    python benchmarks/memory.py
+
+1. A model of more than 2 GB of weights trains in a child process inside a memory cgroup of less than half of that, the
+   whole process included (interpreter, torch, page cache). Where no cgroup can be made, anonymous memory is measured
+   against the same limit.
+2. The same model at half the depth: anonymous memory is compared, less what depth does cost: boundary activations,
+   and adapters with their gradients and optimizer state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import PeakAnonymous, Shape, memory_kinds, report, write_model
+from rich.console import Console
+from rich.table import Table
+
+V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+ADAPTER_BYTES = 16  # per parameter: fp32 value, gradient, two moments of AdamW
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--intermediate", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--fraction", type=float, default=0.45, help="of the weights, for the cgroup's limit")
+    parser.add_argument("--tokens", type=int, default=256, help="per micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--directory", type=Path, help="where to write the models (a disk, not memory)")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cgroup", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(_train(arguments)))
+        return
+    whole = Shape(arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary)
+    half = Shape(arguments.hidden, arguments.intermediate, arguments.layers // 2, arguments.vocabulary)
+    rows = []
+    for shape, limit in ((half, None), (whole, None), (whole, int(arguments.fraction * whole.weight_bytes))):
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+            write_model(Path(name), shape)
+            rows.append({"layers": shape.layers, "weight_bytes": shape.weight_bytes, **_run(name, limit)})
+    _show(rows)
+    report("memory", rows, whole)
+
+
+def _run(directory: str, limit: int | None) -> dict[str, Any]:
+    """Train in a child process, in a cgroup of `limit` bytes where one is asked for and can be made."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", directory]
+    if limit is None:
+        return {"limit": None, **_child(command)}
+    with _cgroup(limit) as group:
+        if group is None:
+            row = _child(command)
+            return {"limit": limit, "cgroup": False, "within": row["peak_anonymous"] <= limit, **row}
+        row = _child([*command, "--cgroup", str(group)])
+        peak = group / ("memory.max_usage_in_bytes" if V1 in group.parents else "memory.peak")
+        return {"limit": limit, "cgroup": True, "within": True, "cgroup_peak": int(peak.read_text()), **row}
+
+
+def _child(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the child ended with {done.returncode}\n{done.stderr[-2000:]}")
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+@contextmanager
+def _cgroup(limit: int) -> Iterator[Path | None]:
+    """Make a memory cgroup of `limit` bytes, version 1 or 2; None where that is not allowed."""
+    parent, file = (V1, "memory.limit_in_bytes") if V1.is_dir() else (V2, "memory.max")
+    group = parent / f"lema-benchmark-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / file).write_text(str(limit))
+    except OSError:
+        yield None
+        return
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def _train(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train a few steps in this process and say what memory they took."""
+    if arguments.cgroup:
+        (arguments.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    import torch
+
+    from lema import LemaConfig, LemaModel
+    from lema.loss import split_batch
+    from lema.stream.schedule import layers_read, training_order
+
+    before = memory_kinds()["anonymous"]
+    config = LemaConfig(str(arguments.child), device="cpu", gradient_checkpointing=True, save_steps=0)
+    model = LemaModel(config)
+    model.initialize_lora()
+    trainer = model.get_trainer()
+    ids = torch.randint(0, arguments.vocabulary, (arguments.micro_batches, arguments.tokens))
+    micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
+    losses = [trainer.accumulate(micro_batches).loss]  # allocates the optimizer's state
+    with PeakAnonymous() as sampled:
+        losses += [trainer.accumulate(micro_batches).loss for _ in range(arguments.steps)]
+    layers = len(model.memory.layers)
+    counters = model.memory.counters
+    reads = (arguments.steps + 1) * layers_read(training_order(layers))
+    return {
+        "anonymous_before_model": before,
+        "peak_anonymous": sampled.peak,
+        "adapters": ADAPTER_BYTES * sum(p.numel() for p in model.get_trainable_parameters()),
+        "boundaries": layers * ids.numel() * arguments.hidden * 2,
+        "slots": model.memory.num_slots * model.memory.slot_bytes,
+        "outside": model.outside_bytes,
+        "layers_read": counters.layers_read,
+        "layers_expected": reads,
+        "losses": losses,
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="memory of one process, MB")
+    columns = ["layers", "weights", "limit", "cgroup peak", "anonymous", "adapters", "boundaries", "rest", "last loss"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        row["rest"] = row["peak_anonymous"] - row["adapters"] - row["boundaries"]
+        numbers = [row["weight_bytes"], row["limit"], row.get("cgroup_peak"), row["peak_anonymous"]]
+        numbers += [row["adapters"], row["boundaries"], row["rest"]]
+        cells = ["-" if number is None else f"{number / 1e6:,.0f}" for number in numbers]
+        table.add_row(str(row["layers"]), *cells, f"{row['losses'][-1]:.4f}")
+    console = Console(width=110)
+    console.print(table)
+    half, whole = rows[0]["rest"], rows[1]["rest"]
+    limited = rows[2]
+    console.print(
+        f"twice the layers: {100 * (whole / half - 1):+.1f}% of anonymous memory beyond adapters and boundaries; "
+        f"limit {limited['limit'] / limited['weight_bytes']:.2f} of the weights"
+    )
+
+
+if __name__ == "__main__":
+    main()

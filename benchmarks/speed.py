@@ -1,0 +1,240 @@
+"""Tokens per second of streaming from disk against PEFT with gradient checkpointing, in one process, step about.
+
+    python benchmarks/speed.py --dtype bfloat16 --micro-batches 4
+
+Both arms train the same adapters on the same weights and tokens; the arms alternate, and the model's files are dropped
+from the page cache before every streamed step. The PEFT arm keeps its weights in memory: it is the one to equal.
+
+Beside the ratio stands the fraction of the limit: no step can be shorter than its arithmetic at the speed this machine
+reaches on the layer's own matmuls, nor than its bytes at the speed a plain multi-threaded reader reaches on its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Shape, forget_pages, report, write_model
+from peft import get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from lema import LemaConfig, LemaModel
+from lema.lora import lora_config
+from lema.loss import split_batch, trained_tokens
+from lema.stream.reader import LayerReader
+
+
+def main() -> None:
+    arguments = _arguments()
+    shape = Shape(
+        arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary, dtype=arguments.dtype
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directory = Path(name)
+        write_model(directory, shape)
+        ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
+        lema, counters = _lema_arm(directory, ids, arguments)
+        arms = {"lema, from disk": lema, "peft, in memory": _peft_arm(directory, ids, arguments)}
+        seconds, cpu, losses = _alternate(arms, directory, arguments.steps)
+        limits = _limits(directory, shape, arguments)
+        rows = _rows(seconds, cpu, losses, arguments.tokens, limits)
+        _show(rows, limits, counters())
+        report(f"speed-{shape.dtype}-{arguments.micro_batches}x", {"arms": rows, "limits": limits}, shape)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=2816)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--vocabulary", type=int, default=16000)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=1024, help="per optimizer step")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6, help="measured, after one that is not")
+    parser.add_argument("--prefetch-depth", type=int, default=2)
+    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
+    return parser.parse_args()
+
+
+def _lema_arm(
+    directory: Path, ids: torch.Tensor, arguments: argparse.Namespace
+) -> tuple[Callable[[], float], Callable[[], Any]]:
+    config = LemaConfig(
+        str(directory),
+        device="cpu",
+        gradient_checkpointing=True,
+        micro_batch_size=1,
+        prefetch_depth=arguments.prefetch_depth,
+        save_steps=0,
+    )
+    model = LemaModel(config)
+    model.initialize_lora()
+    trainer = model.get_trainer()
+    micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
+    return lambda: trainer.accumulate(micro_batches).loss, lambda: model.memory.counters
+
+
+def _peft_arm(directory: Path, ids: torch.Tensor, arguments: argparse.Namespace) -> Callable[[], float]:
+    dtype = getattr(torch, arguments.dtype)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    torch.manual_seed(42)
+    peft_model = get_peft_model(model, lora_config(model, rank=16, alpha=32, dropout=0.0, targets=None))
+    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    peft_model.enable_input_require_grads()
+    peft_model.train()
+    optimizer = torch.optim.AdamW([p for p in peft_model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
+    total = trained_tokens(micro_batches)
+
+    def step() -> float:
+        value = 0.0
+        for batch in micro_batches:
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                loss = peft_model(**batch, use_cache=False, num_items_in_batch=total).loss
+            loss.backward()
+            value += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value
+
+    return step
+
+
+def _alternate(
+    arms: dict[str, Callable[[], float]], directory: Path, steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]]:
+    """Run the arms in turn, the order reversed every round; drop the first round."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    cpu: dict[str, list[float]] = {name: [] for name in arms}
+    losses: dict[str, list[float]] = {name: [] for name in arms}
+    for round_number in range(steps + 1):
+        for name in list(arms) if round_number % 2 else list(reversed(arms)):
+            forget_pages(directory)
+            began, began_cpu = time.perf_counter(), _cpu_seconds()
+            losses[name].append(arms[name]())
+            if round_number:
+                seconds[name].append(time.perf_counter() - began)
+                cpu[name].append(_cpu_seconds() - began_cpu)
+    return seconds, cpu, losses
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _limits(directory: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the least seconds a step can take by arithmetic alone and by reading alone."""
+    rows = arguments.tokens // arguments.micro_batches
+    dtype = getattr(torch, shape.dtype)
+    x, w = torch.randn(rows, shape.hidden).to(dtype), torch.randn(shape.intermediate, shape.hidden).to(dtype)
+    flops = 2 * rows * shape.hidden * shape.intermediate
+    rate = max(flops / _timed(lambda: x @ w.t(), 20) for _ in range(5))
+    head = 4 * shape.vocabulary * shape.hidden
+    work = (6 * shape.layers * shape.layer_parameters + head) * arguments.tokens
+    nbytes = (2 * shape.layers - 1) * shape.layer_bytes
+    speed = max(_read_speed(directory) for _ in range(2))
+    return {
+        "flops_per_second": rate,
+        "bytes_per_second": speed,
+        "compute_seconds": work / rate,
+        "read_seconds": nbytes / speed,
+    }
+
+
+def _timed(call: Callable[[], object], repeats: int) -> float:
+    call()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - began) / repeats
+
+
+def _read_speed(directory: Path) -> float:
+    """Read every file once from the disk, past the page cache, with as many threads as the streamed arm has."""
+    import mmap
+    import os
+
+    chunk = 4 << 20
+    files = sorted(directory.glob("*.safetensors"))
+    spans = [(file, start) for file in files for start in range(0, file.stat().st_size, chunk)]
+    forget_pages(directory)
+
+    def read(span: tuple[Path, int]) -> int:
+        descriptor = os.open(span[0], os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, chunk) as buffer:
+                return os.preadv(descriptor, [buffer], span[1])
+        finally:
+            os.close(descriptor)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(LayerReader.THREADS) as pool:
+        nbytes = sum(pool.map(read, spans))
+    return nbytes / (time.perf_counter() - began)
+
+
+def _rows(
+    seconds: dict[str, list[float]],
+    cpu: dict[str, list[float]],
+    losses: dict[str, list[float]],
+    tokens: int,
+    limits: dict[str, float],
+) -> list[dict[str, Any]]:
+    limit = max(limits["compute_seconds"], limits["read_seconds"])
+    baseline = statistics.median(seconds["peft, in memory"])
+    return [
+        {
+            "arm": name,
+            "seconds": statistics.median(times),
+            "tokens_per_second": tokens / statistics.median(times),
+            "ratio_to_peft": baseline / statistics.median(times),
+            "paired_ratio": statistics.median(
+                theirs / ours for ours, theirs in zip(times, seconds["peft, in memory"], strict=True)
+            ),
+            "cpu_seconds": statistics.median(cpu[name]),
+            "fraction_of_limit": limit / statistics.median(times),
+            "all_seconds": times,
+            "losses": losses[name],
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def _show(rows: list[dict[str, Any]], limits: dict[str, float], counters: Any) -> None:
+    table = Table(title="one optimizer step")
+    for column in ("arm", "s/step", "tok/s", "x PEFT", "x PEFT, step by step", "CPU s", "of the limit", "last loss"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(
+            row["arm"],
+            f"{row['seconds']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['ratio_to_peft']:.3f}",
+            f"{row['paired_ratio']:.3f}",
+            f"{row['cpu_seconds']:.2f}",
+            f"{row['fraction_of_limit']:.2f}",
+            f"{row['losses'][-1]:.5f}",
+        )
+    console = Console(width=110)
+    console.print(table)
+    console.print(
+        f"limit: compute {limits['compute_seconds']:.2f} s at {limits['flops_per_second'] / 1e12:.2f} TFLOP/s, "
+        f"reading {limits['read_seconds']:.2f} s at {limits['bytes_per_second'] / 1e9:.2f} GB/s"
+    )
+    console.print(f"streamed: {counters}")
+
+
+if __name__ == "__main__":
+    main()

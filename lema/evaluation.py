@@ -1,0 +1,43 @@
+"""The mean loss of a data set: every trained token counts once, whatever batch it is in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from lema.config import LemaConfig
+from lema.data import Batches
+from lema.loss import split_batch
+from lema.nonfinite import non_finite_loss
+from lema.streamed import StreamedModel
+
+__all__ = ["evaluate"]
+
+
+@torch.no_grad()
+def evaluate(model: StreamedModel, dataset: Any, config: LemaConfig) -> dict[str, float]:
+    """Return `eval_loss` (mean over trained tokens), `eval_perplexity` and `eval_tokens`.
+
+    Raises:
+        NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
+    """
+    batches = Batches(dataset, config.batch_size, shuffle=False)
+    module = model.split.model
+    was_training = module.training
+    module.eval()
+    total, tokens = 0.0, 0
+    try:
+        for batch in batches.epoch():
+            micro_batches = split_batch(batch, config.micro_batch_size)
+            mean, count = model.evaluate(micro_batches)
+            loss = float(mean)
+            if not math.isfinite(loss):
+                where = f"evaluation, rows {batch.get('rows')} of the data"
+                raise non_finite_loss(model, micro_batches, loss, where)
+            total, tokens = total + loss * count, tokens + count
+    finally:
+        module.train(was_training)
+    perplexity = math.exp(total / tokens) if total / tokens < 700 else math.inf
+    return {"eval_loss": total / tokens, "eval_perplexity": perplexity, "eval_tokens": tokens}

@@ -1,0 +1,123 @@
+"""What a checkpoint needs on its way into another: tensors read, cast and laid out as bytes, small files copied."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.errors import ModelError
+from lema.stream.placement import DTYPES
+from lema.tensorfile import disk_error, read_into, read_pieces
+from lema.weights import PREPARED_MARK, TensorRecord, check_inside
+
+__all__ = [
+    "METADATA",
+    "bytes_of",
+    "cast_pieces",
+    "copy_companions",
+    "read_tensor",
+    "replace_file",
+    "stored_name",
+    "write_config",
+]
+
+METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `transformers` uses in memory
+
+STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, generation settings
+
+
+def read_tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:
+    """Return the whole tensor in memory, as `dtype`.
+
+    Raises:
+        ReadError: its bytes could not be read.
+        ModelError: it is stored in a form no model computes with.
+    """
+    buffer = torch.empty(record.nbytes, dtype=torch.uint8)
+    read_into(record, buffer.numpy().data)
+    return buffer.view(_torch_dtype(record)).view(record.shape).to(dtype)
+
+
+def cast_pieces(record: TensorRecord, dtype: torch.dtype) -> Iterator[memoryview]:
+    """Yield the tensor's bytes as `dtype`, a bounded piece at a time; each is valid until the next is asked for.
+
+    Raises:
+        ReadError, ModelError: as `read_tensor`.
+    """
+    stored = _torch_dtype(record)
+    for piece in read_pieces(record):
+        yield piece if stored == dtype else bytes_of(torch.frombuffer(piece, dtype=stored).to(dtype))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the tensor's bytes, C-contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def stored_name(name: str, dtype: torch.dtype) -> str:
+    """Return what safetensors calls `dtype`, that of the tensor `name`.
+
+    Raises:
+        ModelError: it has no name for it.
+    """
+    if (stored := STORED_NAMES.get(dtype)) is None:
+        raise ModelError(f"tensor {name!r} is {dtype}, which cannot be written", where=name, how="give a dtype")
+    return stored
+
+
+def copy_companions(directory: Path, out: Path) -> None:
+    """Copy the small files beside a model's weights, but for `config.json` and the index of its shards.
+
+    Raises:
+        WeightsError: one of them is a link that leaves the directory.
+        DiskError: one could not be written.
+    """
+    found = {file.name: file for pattern in COMPANIONS for file in directory.glob(pattern) if file.is_file()}
+    for name, file in sorted(found.items()):
+        if name != "config.json" and not name.endswith(".index.json"):
+            check_inside(file)
+            replace_file(out / name, file.read_bytes())
+
+
+def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
+    """Copy a `config.json` into the directory `out`, with `changes`; dtypes are written by name."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    plain = {
+        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for key, value in changes.items()
+    }
+    if "dtype" in plain:
+        config.pop("torch_dtype", None)  # the older name of the same key
+    replace_file(out / "config.json", (json.dumps(config | plain, indent=2) + "\n").encode())
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Write a small file in one step: it is there whole, or as it was.
+
+    Raises:
+        DiskError: it could not be written.
+    """
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(file)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise disk_error(error, file) from error
+
+
+def _torch_dtype(record: TensorRecord) -> torch.dtype:
+    if (dtype := DTYPES.get(record.dtype)) is None:
+        raise ModelError(
+            f"tensor {record.name!r} is stored as {record.dtype}, which no model computes with",
+            where=str(record.file),
+            how="use a checkpoint that is not quantised",
+        )
+    return dtype

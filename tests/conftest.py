@@ -1,0 +1,69 @@
+"""Tiny checkpoints, and what the whole model makes of them: each is made once per run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from parity import Outcome
+    from tiny import Checkpoint
+
+# torch and transformers take seconds to import: only the tests that need them pay.
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
+    """Write (once) the tiny checkpoint of an architecture: `(name, tied=False, dropout=0.0, dtype="float32")`."""
+    import torch
+    from tiny import write_checkpoint
+
+    @cache
+    def write(name: str, tied: bool = False, dropout: float = 0.0, dtype: str = "float32") -> Checkpoint:
+        directory = tmp_path_factory.mktemp(name)
+        return write_checkpoint(name, directory, tied=tied, dropout=dropout, dtype=getattr(torch, dtype))
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def outcome_of(checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., Outcome]:
+    """Take (once) a step of the whole model: `(name, tied, dropout, count, padding, targets=None)`."""
+    from parity import draw_b, layers_of, whole_model, whole_step
+    from tiny import micro_batches
+
+    @cache
+    def take(
+        name: str, tied: bool, dropout: float, count: int, padding: bool, targets: tuple[str, ...] | None = None
+    ) -> Outcome:
+        checkpoint = checkpoint_of(name, tied, dropout)
+        model = whole_model(checkpoint, dropout=dropout, targets=targets)
+        draw_b(model)
+        # At one micro-batch a layer-major pass draws in the order of any other.
+        layers = layers_of(model, checkpoint) if dropout and count > 1 else None
+        return whole_step(model, micro_batches(count, padding=padding), layer_major=layers)
+
+    return take
+
+
+@pytest.fixture(scope="session")
+def device_memory(checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., int]:
+    """Find the `device_memory` that holds exactly `num_residents` layers: `(name, tied, num_residents, prefetch_depth,
+    targets=None)`."""
+    from parity import sizes_of
+
+    sizes = cache(lambda name, tied, targets: sizes_of(checkpoint_of(name, tied), targets))
+
+    def find(
+        name: str, tied: bool, num_residents: int, prefetch_depth: int, targets: tuple[str, ...] | None = None
+    ) -> int:
+        fixed, layers = sizes(name, tied, targets)
+        if num_residents == len(layers):
+            return fixed + sum(layers)
+        chosen = [(2 * index + 1) * len(layers) // (2 * num_residents) for index in range(num_residents)]
+        return fixed + (prefetch_depth + 1) * max(layers) + sum(layers[layer] for layer in chosen)
+
+    return find

@@ -1,0 +1,206 @@
+"""The contract is worth passing: for every promise there is a backend that breaks only that one, and is caught."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig
+
+from lema.backend import Backend, MemoryStats
+from lema.testing import BackendContract
+from lema_cpu import CpuBackend
+
+
+class Slots:
+    """A device with memory of its own, right in every way but the one a subclass changes."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.free = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
+
+    def upload(self, source: Tensor) -> Any:
+        return Upload(self, source)
+
+    def take(self) -> Tensor:
+        return self.free.pop(0)
+
+
+class Upload:
+    def __init__(self, slots: Slots, source: Tensor) -> None:
+        self.slots, self.slot, self.source = slots, slots.take(), source
+        self.copy()
+
+    def copy(self) -> None:
+        self.slot[: len(self.source)] = self.source
+
+    def wait(self) -> Tensor:
+        return self.slot[: len(self.source)]
+
+    def release(self) -> None:
+        self.slots.free.append(self.slot)
+
+    def drained(self) -> None: ...
+
+
+class OneSlotForAll(Slots):
+    def take(self) -> Tensor:
+        return self.free[0]
+
+
+class GivesBackAnother(Slots):
+    def upload(self, source: Tensor) -> Any:
+        class Counted(Upload):
+            def release(self) -> None:
+                self.slots.free.append(self.slots.free[0] if self.slots.free else self.slot)
+
+        return Counted(self, source)
+
+
+class NeverGivenBack(Slots):
+    def upload(self, source: Tensor) -> Any:
+        class Kept(Upload):
+            def release(self) -> None: ...
+
+        return Kept(self, source)
+
+
+class ReleaseClearsAll(Slots):
+    """Giving one slot back spoils the others."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        super().__init__(nbytes, count)
+        self.every = list(self.free)
+
+    def upload(self, source: Tensor) -> Any:
+        class Clearing(Upload):
+            def release(self) -> None:
+                super().release()
+                for slot in self.slots.every:  # type: ignore[attr-defined]
+                    slot.zero_()
+
+        return Clearing(self, source)
+
+
+class Short(Slots):
+    def upload(self, source: Tensor) -> Any:
+        class Cut(Upload):
+            def copy(self) -> None:
+                self.slot[: len(self.source) - 1] = self.source[:-1]
+
+        return Cut(self, source)
+
+
+class Odd(Slots):
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.free = [torch.zeros(nbytes + 1, dtype=torch.uint8)[1:] for _ in range(count)]
+
+
+class Reversed:
+    rank, size = 1, 2
+
+    def shard(self, layer: Any) -> None: ...
+
+    def reduce_gradients(self, parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.fill_(3.0)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor, torch.zeros_like(tensor)]
+
+
+class Unreduced(Reversed):
+    def reduce_gradients(self, parameters: Any) -> None: ...
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [torch.zeros_like(tensor), tensor]
+
+
+def broken(**changes: Any) -> Callable[[], Backend]:
+    """A backend that differs from the reference in the members given."""
+    made = type("BrokenBackend", (CpuBackend,), changes)
+    return lambda: made(poison=True)
+
+
+def with_slots(slots: type[Slots]) -> Callable[[], Backend]:
+    return broken(device_slots=lambda self, nbytes, count: slots(nbytes, count))
+
+
+def with_parallel(parallel: object) -> Callable[[], Backend]:
+    return broken(parallel=property(lambda self: parallel))
+
+
+BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
+    "misaligned": (broken(host_buffer=lambda self, n: torch.zeros(n + 1, dtype=torch.uint8)[1:]), "host_buffers"),
+    "rounded up": (
+        broken(host_buffer=lambda self, n: CpuBackend().host_buffer(1 << 20)[:n]),
+        "host_buffers",
+    ),
+    "too long": (broken(host_buffer=lambda self, n: CpuBackend().host_buffer(n + 1)), "host_buffers"),
+    "nameless": (broken(name=""), "it_is_a_backend"),
+    "one slot for all": (with_slots(OneSlotForAll), "as_many_uploads_are_held"),
+    "refilled while held": (with_slots(OneSlotForAll), "a_refill_does_not_disturb"),
+    "another slot given back": (with_slots(GivesBackAnother), "as_many_uploads_are_held"),
+    "never given back": (with_slots(NeverGivenBack), "there_may_be_many_more_uploads"),
+    "cleared by another's release": (with_slots(ReleaseClearsAll), "a_refill_does_not_disturb"),
+    "cut short": (with_slots(Short), "compute_queued_after_wait"),
+    "odd addresses": (with_slots(Odd), "compute_queued_after_wait"),
+    "generator not set": (broken(set_rng_state=lambda self, state: None), "a_generator_state"),
+    "generator seeded anew": (
+        broken(set_rng_state=lambda self, state: torch.manual_seed(0) and None),
+        "a_generator_state",
+    ),
+    "no autocast": (broken(autocast=lambda self, dtype: nullcontext()), "autocast_computes"),
+    "always autocast": (
+        broken(autocast=lambda self, dtype: torch.autocast("cpu", dtype=torch.bfloat16)),
+        "autocast_to_float32",
+    ),
+    "used above peak": (broken(memory=lambda self: MemoryStats(2, 1, 3)), "memory_is_reported"),
+    "used above total": (broken(memory=lambda self: MemoryStats(4, 4, 3)), "memory_is_reported"),
+    "no total": (broken(memory=lambda self: MemoryStats(0, 0, 0)), "memory_is_reported"),
+    "gathers in another order": (with_parallel(Reversed()), "the_group_gathers"),
+    "does not reduce": (with_parallel(Unreduced()), "the_group_gathers"),
+    "dropout drawn anew": (broken(set_rng_state=lambda self, state: None), "a_training_step"),
+    "weights of another layer": (with_slots(OneSlotForAll), "a_training_step"),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_breach_is_caught_by_the_test_of_that_promise(breach: str, tmp_path: Path) -> None:
+    factory, promise = BREACHES[breach]
+
+    class Suite(BackendContract):
+        def backend(self) -> Backend:
+            return factory()
+
+        def model_config(self) -> PreTrainedConfig:
+            return LlamaConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=4
+            )
+
+    (name,) = [name for name in dir(Suite) if name.startswith(f"test_{promise}")]
+    arguments = [tmp_path] if promise == "a_training_step" else []
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        getattr(Suite(), name)(*arguments)
+
+
+def test_without_a_backend_or_a_model_the_suite_asks_for_one() -> None:
+    with pytest.raises(NotImplementedError, match="which backend"):
+        BackendContract().backend()
+    with pytest.raises(NotImplementedError, match="which model"):
+        BackendContract().model_config()
+
+
+@pytest.mark.parametrize(("tolerance", "found", "passes"), [(0.0, 2.0, True), (0.0, 2.001, False), (0.01, 2.001, True)])
+def test_a_tolerance_is_relative_to_the_largest_number(tolerance: float, found: float, passes: bool) -> None:
+    class Suite(BackendContract): ...
+
+    Suite.tolerance = tolerance
+    expected = torch.tensor([1e-6, 2.0])
+    with nullcontext() if passes else pytest.raises(AssertionError, match="the loss differs"):
+        Suite()._compare("the loss", torch.tensor([1e-6, found]), expected)
+    with pytest.raises(AssertionError, match="proves nothing"):
+        Suite()._compare("the loss", torch.zeros(2), torch.zeros(2))

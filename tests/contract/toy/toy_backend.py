@@ -1,0 +1,47 @@
+"""A backend in forty lines: a device with slots of its own, which happens to be made of host memory."""
+
+import mmap
+import os
+import resource
+from contextlib import nullcontext
+
+import torch
+
+from lema.backend import MemoryStats, SingleProcess
+
+
+class ToySlots:
+    def __init__(self, nbytes, count):
+        self.free = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)]
+
+    def upload(self, source):
+        slot = self.free.pop()
+        slot[: len(source)] = source
+        return ToyUpload(self.free, slot, len(source))
+
+
+class ToyUpload:
+    def __init__(self, free, slot, nbytes):
+        self.wait = lambda: slot[:nbytes]
+        self.release = lambda: free.append(slot)
+        self.drained = lambda: None  # the copy ended before `upload` did
+
+
+class ToyBackend:
+    name, device, parallel = "toy", torch.device("cpu"), SingleProcess()
+    rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
+    device_slots = staticmethod(ToySlots)
+    end_step = synchronize = close = staticmethod(lambda: None)
+
+    def __init__(self, device):
+        self.opened_as = device
+
+    def host_buffer(self, nbytes):
+        return torch.frombuffer(mmap.mmap(-1, nbytes or 1), dtype=torch.uint8)[:nbytes]
+
+    def autocast(self, dtype):
+        return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+
+    def memory(self):
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return MemoryStats(used, used, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

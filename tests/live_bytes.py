@@ -1,0 +1,31 @@
+"""How many bytes of tensors are alive at once while something is written."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of CPU tensors alive at once while a file is being written in `place`: the largest sum seen.
+
+    Building a model without weights allocates each weight for a moment, untouched; that is not counted.
+    """
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place, self.peak, self._alive = place, 0, dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(self.place.glob(".*.partial")):
+            return result
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+        return result

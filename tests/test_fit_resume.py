@@ -1,0 +1,151 @@
+"""Runs that go on end bit for bit where the uninterrupted run does; those that cannot are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorder import Recorder
+from smallrun import (
+    adapter_of,
+    logged,
+    opened,
+    run_fit,
+    same,
+    settings,
+    token_rows,
+    write_model,
+)
+from transformers import (
+    TrainerCallback,
+)
+
+from lema import LemaConfig
+from lema.data import prepare_data
+from lema.errors import AdapterError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gpt2"), "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+
+
+class Crash(TrainerCallback):
+    """Ends the process, as far as a test can, at the beginning of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
+    gpt2: Path, recompute: bool, tmp_path: Path
+) -> None:
+    rows, eval_rows = token_rows(22), token_rows(3, seed=2)
+
+    def config(name: str) -> LemaConfig:
+        return settings(
+            gpt2,
+            tmp_path / name,
+            gradient_checkpointing=recompute,
+            lora_dropout=0.1,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2.0,  # six batches an epoch, the last of two rows: six steps
+            save_steps=2,
+            max_grad_norm=1.0,
+            lr_scheduler_type="cosine",
+        )
+
+    _, straight = run_fit(config("straight"), rows, eval_rows)
+    with pytest.raises(KeyboardInterrupt):
+        run_fit(config("broken"), rows, eval_rows, [Crash(5)])
+    assert max(logged(config("broken"))) == 5
+    recorder = Recorder()
+    _, resumed = run_fit(config("broken"), rows, eval_rows, [recorder], resume=True)
+    assert recorder.events[:4] == [
+        ("on_init_end", 4, pytest.approx(8 / 6), ""),
+        ("on_train_begin", 4, pytest.approx(8 / 6), ""),
+        ("on_epoch_begin", 4, pytest.approx(8 / 6), ""),
+        ("on_step_begin", 4, pytest.approx(8 / 6), ""),
+    ]
+    assert same(resumed, straight)
+    for key in ("loss", "learning_rate", "grad_norm", "eval_loss"):
+        assert logged(config("broken"), key) == logged(config("straight"), key)
+    state = json.loads((tmp_path / "broken" / "checkpoint-6" / "trainer_state.json").read_text())
+    assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_loaded_by_hand_is_gone_on_from(gpt2: Path, tmp_path: Path) -> None:
+    rows = token_rows(16)
+    config = settings(gpt2, tmp_path / "out", lora_dropout=0.1, save_steps=1, lr_scheduler_type="cosine")
+    _, straight = run_fit(config, rows)
+    with opened(config.model_copy(update={"output_dir": str(tmp_path / "other")})) as model:
+        trainer = model.get_trainer()
+        trainer.load_checkpoint(tmp_path / "out" / "checkpoint-2")
+        trainer.fit(rows)
+        assert same(adapter_of(model.skeleton), straight)
+        with pytest.raises(ConfigError, match="nothing is left to train: this trainer is at step 4 of 4"):
+            trainer.fit(rows)
+
+
+def test_a_new_run_does_not_begin_over_old_checkpoints(llama: Path, tmp_path: Path) -> None:
+    config = settings(llama, tmp_path / "out", save_steps=1)
+    run_fit(config, token_rows(4))
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*"))
+    with pytest.raises(ConfigError, match="checkpoints of an earlier run") as caught:
+        run_fit(config, token_rows(4))
+    assert "resume" in caught.value.how
+    assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")) == before
+
+
+def test_a_run_cannot_be_resumed_without_a_checkpoint(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="no checkpoint to resume from"):
+        run_fit(settings(llama, tmp_path / "out"), token_rows(4), resume=True)
+
+
+def test_resuming_a_finished_run_trains_nothing_and_says_so(llama: Path, tmp_path: Path) -> None:
+    config = settings(llama, tmp_path / "out", save_steps=1)
+    _, first = run_fit(config, token_rows(4))
+    result, again = run_fit(config, token_rows(4), resume=True)
+    assert result == {}
+    assert same(first, again)
+    assert len(logged(config)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "words"),
+    [
+        ({"batch_size": 2}, token_rows(8), r"batch_size \(it was 4\)"),
+        ({"gradient_accumulation_steps": 3}, token_rows(8), r"gradient_accumulation_steps \(it was 1\)"),
+        ({"seed": 1}, token_rows(8), r"seed \(it was 42\)"),
+        ({"shuffle": False}, token_rows(8), r"shuffle \(it was True\)"),
+        ({}, token_rows(9), r"rows \(it was 8\), fingerprint"),
+        ({}, token_rows(8, seed=2), "fingerprint"),
+    ],
+)
+def test_a_run_is_not_resumed_on_other_data_or_batches(
+    llama: Path, changes: dict[str, Any], rows: Any, words: str, tmp_path: Path
+) -> None:
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=1)
+    run_fit(config, prepare_data(token_rows(8), max_length=64))
+    later = config.model_copy(update={"max_steps": 2, **changes})
+    with pytest.raises(ConfigError, match=words) as caught:
+        run_fit(later, prepare_data(rows, max_length=64), resume=True)
+    assert caught.value.where == str(tmp_path / "out" / "checkpoint-1")
+
+
+def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
+    config = settings(llama, tmp_path / "out", save_steps=1, save_total_limit=2, max_steps=2)
+    run_fit(config, token_rows(8))
+    run_fit(config.model_copy(update={"max_steps": 4, "micro_batch_size": 2}), token_rows(8), resume=True)
+    assert list(logged(config)) == [1, 2, 3, 4]
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
