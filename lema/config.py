@@ -156,8 +156,8 @@ class LemaConfig(BaseModel):
     """Tokens whose logits exist at once."""
     batch_size: Count = 8
     """Rows per batch."""
-    max_length: Count = 1024
-    """Longest row, in tokens."""
+    max_length: Count | None = None
+    """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What becomes of longer rows."""
     shuffle: bool = True

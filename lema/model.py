@@ -229,6 +229,7 @@ class LemaModel:
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed)
+        self.split.adapters_changed()
         if (stream := self.__dict__.pop("memory", None)) is not None:  # a budget must leave room for the adapter
             stream.cancel()
         self.__dict__.pop("adapter", None)

@@ -42,6 +42,12 @@ def read_config(directory: Path) -> PreTrainedConfig:
             how="check the file, or upgrade transformers if the model is newer than it",
         ) from error
     assert isinstance(config, PreTrainedConfig)
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            "the model adds a loss of its routers' outputs, which cannot be streamed",
+            where=f"{directory / 'config.json'}: output_router_logits",
+            how="set output_router_logits to false there; frozen routers learn nothing from it",
+        )
     return config
 
 

@@ -76,6 +76,7 @@ class Split:
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self._dtype = model.dtype
+        self._names: dict[int, dict[str, str]] = {}  # per layer: a weight's name on disk -> its name in the module now
         self._wrap: Callable[[Tensor], Any] | None = None  # how a layer returns its hidden state; learnt from a call
 
     @property
@@ -132,7 +133,8 @@ class Split:
         layer = self.layers[index]
         replacement = layer.__dict__.pop("forward", None)
         try:
-            return torch.func.functional_call(layer, self._rename(index, weights), args, kwargs)
+            # Nothing is tied within a layer; looking for it would walk the modules at every call.
+            return torch.func.functional_call(layer, self._rename(index, weights), args, kwargs, tie_weights=False)
         finally:
             if replacement is not None:
                 layer.forward = replacement
@@ -172,10 +174,16 @@ class Split:
 
     def _rename(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name the weights as the layer does now: an adapter moves a module's weights under `base_layer`."""
-        layer = self.layers[index]
-        owned = chain(layer.named_parameters(), layer.named_buffers())
-        names = {name.replace(BASE_LAYER, ""): name for name, _ in owned}
+        if index not in self._names:
+            layer = self.layers[index]
+            owned = chain(layer.named_parameters(), layer.named_buffers())
+            self._names[index] = {name.replace(BASE_LAYER, ""): name for name, _ in owned}
+        names = self._names[index]
         return {names[name]: tensor for name, tensor in weights.items()}
+
+    def adapters_changed(self) -> None:
+        """Forget the layers' names: adapters were attached or taken off."""
+        self._names.clear()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which weights of this model's dtype compute."""

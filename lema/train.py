@@ -14,7 +14,9 @@ from lema.errors import ConfigError
 from lema.metrics import human_bytes
 from lema.model import LemaModel
 
-__all__ = ["load_data", "train"]
+__all__ = ["load_data", "read_data", "train"]
+
+DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 
 def train(
@@ -70,13 +72,6 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
     config = model.config
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    positions = getattr(model.skeleton.config, "max_position_embeddings", None)
-    if positions is not None and config.max_length > positions:
-        raise ConfigError(
-            f"the model has {positions} positions, fewer than max_length: {config.max_length}",
-            where="max_length",
-            how=f"set max_length to {positions} or less",
-        )
     train_data = read_data(model, config.train_data)
     if config.eval_data:
         return train_data, read_data(model, config.eval_data)
@@ -86,12 +81,30 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
 
 
 def read_data(model: LemaModel, paths: str | list[str]) -> TokenDataset:
-    """Read and tokenise data files with the model's tokenizer and the config's limits."""
+    """Read and tokenise data files with the model's tokenizer and the config's limits.
+
+    Raises:
+        ConfigError: `max_length` is more than the model's positions.
+        DataError: the data is missing or malformed.
+    """
     config = model.config
     return prepare_data(
         paths,
         model.tokenizer if needs_tokenizer(paths) else None,
-        max_length=config.max_length,
+        max_length=_longest_row(model),
         overlong=config.overlong,
         vocab_size=getattr(model.skeleton.config, "vocab_size", None),
     )
+
+
+def _longest_row(model: LemaModel) -> int:
+    longest, positions = model.config.max_length, getattr(model.skeleton.config, "max_position_embeddings", None)
+    if positions is None:
+        return longest or DEFAULT_LENGTH
+    if longest is not None and longest > positions:
+        raise ConfigError(
+            f"the model has {positions} positions, fewer than max_length: {longest}",
+            where="max_length",
+            how=f"set max_length to {positions} or less, or leave it out",
+        )
+    return longest or min(DEFAULT_LENGTH, int(positions))
