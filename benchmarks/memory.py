@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,15 +35,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--intermediate", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=56)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--fraction", type=float, default=0.45, help="of the weights, for the cgroup's limit")
     parser.add_argument("--tokens", type=int, default=256, help="per micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="children per depth; the median is compared")
     parser.add_argument("--directory", type=Path, help="where to write the models (a disk, not memory)")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--cgroup", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(_train(arguments)))
@@ -50,30 +51,42 @@ def main() -> None:
     whole = Shape(arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary)
     half = Shape(arguments.hidden, arguments.intermediate, arguments.layers // 2, arguments.vocabulary)
     rows = []
-    for shape, limit in ((half, None), (whole, None), (whole, int(arguments.fraction * whole.weight_bytes))):
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-            write_model(Path(name), shape)
-            rows.append({"layers": shape.layers, "weight_bytes": shape.weight_bytes, **_run(name, limit)})
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directories = {shape: Path(name) / str(shape.layers) for shape in (half, whole)}
+        for shape, directory in directories.items():
+            write_model(directory, shape)
+        limits = [None] * arguments.repeats
+        order = [(shape, limit) for limit in limits for shape in (half, whole)]
+        for shape, limit in [*order, (whole, int(arguments.fraction * whole.weight_bytes))]:
+            row = _run(directories[shape], limit)
+            row["rest"] = row["peak_anonymous"] - row["adapters"] - row["boundaries"]
+            rows.append({"layers": shape.layers, "weight_bytes": shape.weight_bytes, **row})
     _show(rows)
     report("memory", rows, whole)
 
 
-def _run(directory: str, limit: int | None) -> dict[str, Any]:
+def _run(directory: Path, limit: int | None) -> dict[str, Any]:
     """Train in a child process, in a cgroup of `limit` bytes where one is asked for and can be made."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", directory]
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", str(directory)]
     if limit is None:
         return {"limit": None, **_child(command)}
     with _cgroup(limit) as group:
         if group is None:
             row = _child(command)
             return {"limit": limit, "cgroup": False, "within": row["peak_anonymous"] <= limit, **row}
-        row = _child([*command, "--cgroup", str(group)])
+        row = _child(command, group)
         peak = group / ("memory.max_usage_in_bytes" if V1 in group.parents else "memory.peak")
         return {"limit": limit, "cgroup": True, "within": True, "cgroup_peak": int(peak.read_text()), **row}
 
 
-def _child(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _child(command: list[str], group: Path | None = None) -> dict[str, Any]:
+    """Run a child, inside `group` from before its first instruction, and read its last line."""
+
+    def join() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join)
     if done.returncode:
         raise SystemExit(f"the child ended with {done.returncode}\n{done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -99,8 +112,6 @@ def _cgroup(limit: int) -> Iterator[Path | None]:
 
 def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train a few steps in this process and say what memory they took."""
-    if arguments.cgroup:
-        (arguments.cgroup / "cgroup.procs").write_text(str(os.getpid()))
     import torch
 
     from lema import LemaConfig, LemaModel
@@ -139,15 +150,15 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
-        row["rest"] = row["peak_anonymous"] - row["adapters"] - row["boundaries"]
         numbers = [row["weight_bytes"], row["limit"], row.get("cgroup_peak"), row["peak_anonymous"]]
         numbers += [row["adapters"], row["boundaries"], row["rest"]]
         cells = ["-" if number is None else f"{number / 1e6:,.0f}" for number in numbers]
         table.add_row(str(row["layers"]), *cells, f"{row['losses'][-1]:.4f}")
     console = Console(width=110)
     console.print(table)
-    half, whole = rows[0]["rest"], rows[1]["rest"]
-    limited = rows[2]
+    *unlimited, limited = rows
+    half = statistics.median(row["rest"] for row in unlimited if row["layers"] < limited["layers"])
+    whole = statistics.median(row["rest"] for row in unlimited if row["layers"] == limited["layers"])
     console.print(
         f"twice the layers: {100 * (whole / half - 1):+.1f}% of anonymous memory beyond adapters and boundaries; "
         f"limit {limited['limit'] / limited['weight_bytes']:.2f} of the weights"

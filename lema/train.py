@@ -10,9 +10,10 @@ from rich.console import Console
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, needs_tokenizer, prepare_data
-from lema.errors import ConfigError
+from lema.errors import ConfigError, Stopped
 from lema.metrics import human_bytes
 from lema.model import LemaModel
+from lema.stop import StopOnSignal
 
 __all__ = ["load_data", "read_data", "train"]
 
@@ -34,6 +35,7 @@ def train(
         What `LemaTrainer.fit` returns.
 
     Raises:
+        Stopped: SIGINT or SIGTERM came; a checkpoint of the last step was saved.
         LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
     """
     shown = console or Console(highlight=False)
@@ -54,7 +56,15 @@ def train(
             f"{len(stream.layers)} layers ({len(stream.residents)} resident), "
             f"{human_bytes(model.gbi.nbytes)} of weights; {trained:,} adapter parameters"
         )
-        result = model.get_trainer(callbacks=callbacks).fit(train_data, eval_data, resume=resume)
+        with StopOnSignal() as stop:
+            trainer = model.get_trainer(callbacks=[*callbacks, stop])
+            result = trainer.fit(train_data, eval_data, resume=resume)
+        if stop.received is not None and stop.stopped_at is not None:
+            raise Stopped(
+                f"stopped by {stop.received.name} after step {stop.stopped_at}",
+                where=str(trainer.checkpoints()[-1]),
+                how="go on from there with --resume",
+            )
         if not result:
             out("nothing was left to train: the run had come to its end")
         model.save_pretrained(config.output_dir)
