@@ -6,7 +6,8 @@
    whole process included (interpreter, torch, page cache). Where no cgroup can be made, anonymous memory is measured
    against the same limit.
 2. The same model at half the depth: anonymous memory is compared, less what depth does cost: boundary activations,
-   and adapters with their gradients and optimizer state.
+   and adapters with their gradients and optimizer state. These children run with malloc told to give freed memory back
+   (RETURNING below): by default glibc keeps what it likes of it, and that differs by some 5% from run to run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 ADAPTER_BYTES = 16  # per parameter: fp32 value, gradient, two moments of AdamW
 
 
@@ -41,7 +43,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="per micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3, help="children per depth; the median is compared")
+    parser.add_argument("--repeats", type=int, default=2, help="children per depth; the median is compared")
     parser.add_argument("--directory", type=Path, help="where to write the models (a disk, not memory)")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -69,7 +71,7 @@ def _run(directory: Path, limit: int | None) -> dict[str, Any]:
     """Train in a child process, in a cgroup of `limit` bytes where one is asked for and can be made."""
     command = [sys.executable, __file__, *sys.argv[1:], "--child", str(directory)]
     if limit is None:
-        return {"limit": None, **_child(command)}
+        return {"limit": None, **_child(command, environment=RETURNING)}
     with _cgroup(limit) as group:
         if group is None:
             row = _child(command)
@@ -79,14 +81,17 @@ def _run(directory: Path, limit: int | None) -> dict[str, Any]:
         return {"limit": limit, "cgroup": True, "within": True, "cgroup_peak": int(peak.read_text()), **row}
 
 
-def _child(command: list[str], group: Path | None = None) -> dict[str, Any]:
+def _child(
+    command: list[str], group: Path | None = None, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run a child, inside `group` from before its first instruction, and read its last line."""
 
     def join() -> None:
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join)
+    env = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join, env=env)
     if done.returncode:
         raise SystemExit(f"the child ended with {done.returncode}\n{done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

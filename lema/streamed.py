@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lema.activations import BoundaryArena
 from lema.backend import Backend
 from lema.loss import LossChunks, targets_of
 from lema.split import LayerCall, Split
@@ -30,8 +31,10 @@ MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_
 class _LayerVisit:
     """One layer, forward and backward, over all micro-batches of a step."""
 
-    def __init__(self, model: StreamedModel, layer: int, calls: Sequence[LayerCall]) -> None:
-        self._model, self._layer, self._calls = model, layer, calls
+    def __init__(
+        self, model: StreamedModel, layer: int, calls: Sequence[LayerCall], arena: BoundaryArena | None
+    ) -> None:
+        self._model, self._layer, self._calls, self._arena = model, layer, calls, arena
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []  # with their graphs, where nothing is recomputed
         self._states: list[Tensor] = []
@@ -41,8 +44,9 @@ class _LayerVisit:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
         model, outputs = self._model, []
         with model.stream.lease(self._layer) as lease:
-            for call, state, needs in zip(self._calls, hidden, needs_grad, strict=True):
-                self._inputs.append(state.detach().requires_grad_(needs))
+            for index, (call, state, needs) in enumerate(zip(self._calls, hidden, needs_grad, strict=True)):
+                kept = state.detach() if self._arena is None else self._arena.keep(self._layer, index, state)
+                self._inputs.append(kept.requires_grad_(needs))
                 if model.recompute:
                     self._states.append(model.backend.rng_state())
                     outputs.append(model.split.run_layer(self._layer, lease.weights, call, state))
@@ -63,7 +67,7 @@ class _LayerVisit:
         self._lease = None
         model.backend.set_rng_state(after)
         found = [state.grad for state in self._inputs]
-        self._inputs, self._outputs, self._states = [], [], []
+        self._inputs, self._outputs, self._states, self._arena = [], [], [], None
         return found
 
     def _recompute(self, index: int) -> Tensor:
@@ -212,10 +216,11 @@ class StreamedModel:
         top, lowest = self.split.num_layers - 1, self.lowest_trained
         with self.stream.lease(0) as first:
             hidden, calls = self._prelude(micro_batches, first)
+            arena = BoundaryArena(hidden, range(lowest, top)) if self.recompute else None
             if top > 0:
-                hidden = self._visit(0, calls[0], hidden, differentiate=lowest <= 0)
+                hidden = self._visit(0, calls[0], hidden, arena, differentiate=lowest <= 0)
         for layer in range(1, top):
-            hidden = self._visit(layer, calls[layer], hidden, differentiate=lowest <= layer)
+            hidden = self._visit(layer, calls[layer], hidden, arena, differentiate=lowest <= layer)
         loss: Tensor = _Turn.apply(self, calls[top], chunks, self._anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
         return loss
 
@@ -268,11 +273,17 @@ class StreamedModel:
         return tuple(prelude.hidden for prelude in preludes), calls
 
     def _visit(
-        self, layer: int, calls: Sequence[LayerCall], hidden: tuple[Tensor, ...], *, differentiate: bool
+        self,
+        layer: int,
+        calls: Sequence[LayerCall],
+        hidden: tuple[Tensor, ...],
+        arena: BoundaryArena | None = None,
+        *,
+        differentiate: bool,
     ) -> tuple[Tensor, ...]:
         if differentiate:
             visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
-                _LayerVisit(self, layer, calls), self._anchor, *hidden
+                _LayerVisit(self, layer, calls, arena), self._anchor, *hidden
             )
             return visited
         with torch.no_grad(), self.stream.lease(layer) as lease:
