@@ -209,7 +209,8 @@ def test_defaults_are_not_shared_between_configs() -> None:
 
 
 def test_a_torch_dtype_means_its_name() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     assert LemaConfig("model", dtype=torch.bfloat16).dtype == "bfloat16"
     with pytest.raises(ConfigError, match="int8"):
         LemaConfig("model", dtype=torch.int8)
