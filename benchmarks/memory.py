@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2, help="children per depth; the median is compared")
+    parser.add_argument("--default-malloc", action="store_true", help="compare the depths under glibc's defaults")
     parser.add_argument("--directory", type=Path, help="where to write the models (a disk, not memory)")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -60,18 +61,19 @@ def main() -> None:
         limits = [None] * arguments.repeats
         order = [(shape, limit) for limit in limits for shape in (half, whole)]
         for shape, limit in [*order, (whole, int(arguments.fraction * whole.weight_bytes))]:
-            row = _run(directories[shape], limit)
+            row = _run(directories[shape], limit, {} if arguments.default_malloc else RETURNING)
             row["rest"] = row["peak_anonymous"] - row["adapters"] - row["boundaries"]
             rows.append({"layers": shape.layers, "weight_bytes": shape.weight_bytes, **row})
     _show(rows)
     report("memory", rows, whole)
 
 
-def _run(directory: Path, limit: int | None) -> dict[str, Any]:
-    """Train in a child process, in a cgroup of `limit` bytes where one is asked for and can be made."""
+def _run(directory: Path, limit: int | None, malloc: Mapping[str, str]) -> dict[str, Any]:
+    """Train in a child process: in a cgroup of `limit` bytes where one is asked for and can be made, else with `malloc`
+    in its environment."""
     command = [sys.executable, __file__, *sys.argv[1:], "--child", str(directory)]
     if limit is None:
-        return {"limit": None, **_child(command, environment=RETURNING)}
+        return {"limit": None, **_child(command, environment=malloc)}
     with _cgroup(limit) as group:
         if group is None:
             row = _child(command)

@@ -221,7 +221,7 @@ def show(config: ConfigFile, settings: Settings = None) -> None:
 
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment] # its annotation is narrower than its use
     yaml.dump(_config(config, settings).to_dict(), sys.stdout)
 
 

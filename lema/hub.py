@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lema.errors import DiskError, WeightsError
 
-__all__ = ["ALLOWED_FILES", "IGNORED_FILES", "resolve_model"]
+__all__ = ["ALLOWED_FILES", "IGNORED_FILES", "own_weights", "resolve_model"]
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 # A second copy of the same weights, in the layout of the model's makers or of another runtime.
@@ -45,6 +45,11 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, revision: str | None 
     if isinstance(name_or_path, os.PathLike) or _looks_local(name):
         raise WeightsError(f"{name} does not exist", where=str(path.absolute()), how="check the path of the model")
     return _download(name, revision)
+
+
+def own_weights(name_or_path: str, directory: Path) -> Path:
+    """Return the weights of a model given as a directory, a hub id, or one file in `directory`."""
+    return Path(name_or_path) if name_or_path.endswith(".safetensors") else directory
 
 
 def _looks_local(name: str) -> bool:

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lema.config import LemaConfig
 from lema.errors import ModelError
 from lema.skeleton import EmptyOnMeta, find_layers
 
-__all__ = ["all_linear", "count_lora_params", "inject_lora_params", "lora_config"]
+__all__ = ["all_linear", "configured_lora", "count_lora_params", "inject_lora_params", "lora_config"]
 
 ADAPTER = "default"  # PEFT's name for the only adapter
 
@@ -57,6 +58,17 @@ def lora_config(
         target_modules=chosen,
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
+    )
+
+
+def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
+    """Return PEFT's config of the adapter that the settings ask for."""
+    return lora_config(
+        model,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        targets=config.lora_target_modules,
     )
 
 

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.adapter import load_weights, read_settings
-from lema.config import LemaConfig
 from lema.errors import ConfigError
 from lema.header import DTYPE_BITS
-from lema.hub import resolve_model
-from lema.lora import inject_lora_params, lora_config
+from lema.hub import own_weights, resolve_model
+from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.prepare import visit_order
 from lema.rewrite import METADATA, bytes_of, cast_pieces, copy_companions, read_tensor, stored_name, write_config
@@ -106,23 +105,12 @@ def _open_base(adapter: Path) -> tuple[_Base, LoraConfig]:
     settings, saved = read_settings(adapter)
     directory = resolve_model(settings.model_name_or_path)
     config = read_config(directory)
-    index = GlobalBinaryIndex(settings.gbi_path or _weights(settings, directory))
+    index = GlobalBinaryIndex(settings.gbi_path or own_weights(settings.model_name_or_path, directory))
     dtype = getattr(torch, settings.dtype) if settings.dtype else checkpoint_dtype(config, index)
     skeleton = meta_model(config, dtype)
     records, dtypes = match_names(skeleton, index), target_dtypes(skeleton)
-    lora = saved or lora_config(
-        skeleton,
-        rank=settings.lora_rank,
-        alpha=settings.lora_alpha,
-        dropout=settings.lora_dropout,
-        targets=settings.lora_target_modules,
-    )
+    lora = saved or configured_lora(skeleton, settings)
     return _Base(directory, skeleton, records, dtypes, dtype, settings.dtype is not None), lora
-
-
-def _weights(settings: LemaConfig, directory: Path) -> Path:
-    name = settings.model_name_or_path
-    return Path(name) if name.endswith(".safetensors") else directory
 
 
 class _MergedTensors:

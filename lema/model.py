@@ -19,8 +19,8 @@ from lema.backend import Backend, load
 from lema.config import LemaConfig, MemoryStrategy, parse_memory
 from lema.errors import ConfigError, DataError, MemoryLimitError
 from lema.generation import generate
-from lema.hub import resolve_model
-from lema.lora import count_lora_params, inject_lora_params, lora_config
+from lema.hub import own_weights, resolve_model
+from lema.lora import configured_lora, count_lora_params, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.optim import BYTES_PER_PARAMETER
 from lema.outside import layer_bytes, load_outside
@@ -64,7 +64,7 @@ class LemaModel:
                 how="correct model_type, or leave it out",
             )
         self.backend = backend or load(config.device)
-        self.gbi = GlobalBinaryIndex(config.gbi_path or _own_weights(config.model_name_or_path, self.directory))
+        self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
         self.skeleton = meta_model(hf_config, dtype, config.attn_implementation)
         records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
@@ -93,7 +93,7 @@ class LemaModel:
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
         model = cls(config, backend=backend)
-        model._attach(saved or model._lora_config(), seed=None)
+        model._attach(saved or configured_lora(model.skeleton, config), seed=None)
         assert model.lora_manager is not None
         load_weights(model.lora_manager, path, model.split.layers_name)
         return model
@@ -104,7 +104,7 @@ class LemaModel:
         Raises:
             ModelError: no module matches `lora_target_modules`.
         """
-        self._attach(self._lora_config(), seed=self.config.seed)
+        self._attach(configured_lora(self.skeleton, self.config), seed=self.config.seed)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
         """Return the adapter's parameters, fp32, in the order of the model; the list an optimizer takes."""
@@ -215,16 +215,6 @@ class LemaModel:
         self._reader.close()
         self.backend.close()
 
-    def _lora_config(self) -> LoraConfig:
-        config = self.config
-        return lora_config(
-            self.skeleton,
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            targets=config.lora_target_modules,
-        )
-
     def _attach(self, config: LoraConfig, seed: int | None) -> None:
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
@@ -249,8 +239,3 @@ class LemaModel:
                 where="host_memory" if limit is not None else "memory available on this machine",
                 how="use strategy: streaming" if in_host_memory else "lower prefetch_depth",
             )
-
-
-def _own_weights(name: str, directory: Path) -> Path:
-    """Return the weights of a model given as a directory, a hub id, or one file in a directory."""
-    return Path(name) if name.endswith(".safetensors") else directory

@@ -101,7 +101,7 @@ class _Visit(torch.autograd.Function):
     lowest hidden state does not."""
 
     @staticmethod
-    def forward(ctx: Any, visit: _LayerVisit, anchor: Tensor, *hidden: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+    def forward(ctx: Any, visit: _LayerVisit, anchor: Tensor, *hidden: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd does
         ctx.visit = visit
         return visit.forward(hidden, ctx.needs_input_grad[2:])
 

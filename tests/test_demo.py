@@ -296,6 +296,7 @@ def test_what_is_not_its_own_is_refused_and_untouched(
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
     claim(tmp_path)
     claim(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lema-demo"]
 
 
 def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
