@@ -123,7 +123,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from lema import LemaConfig, LemaModel
     from lema.loss import split_batch
-    from lema.stream.schedule import layers_read, training_order
+    from lema.stream.schedule import fetched, training_order
 
     before = memory_kinds()["anonymous"]
     config = LemaConfig(str(arguments.child), device="cpu", gradient_checkpointing=True, save_steps=0)
@@ -137,7 +137,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
         losses += [trainer.accumulate(micro_batches).loss for _ in range(arguments.steps)]
     layers = len(model.memory.layers)
     counters = model.memory.counters
-    reads = (arguments.steps + 1) * layers_read(training_order(layers))
+    reads = len(fetched(training_order(layers) * (arguments.steps + 1), model.memory.num_slots))
     return {
         "anonymous_before_model": before,
         "peak_anonymous": sampled.peak,

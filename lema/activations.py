@@ -1,39 +1,153 @@
-"""Boundary activations: each micro-batch's input to each layer, kept from the forward to the backward."""
+"""Boundary activations: each micro-batch's input to each layer, kept from the forward to the backward.
+
+Kept one by one they would lie in the heap between the short-lived tensors of their layers, and the holes those leave
+behind would grow with the depth of the model. They lie in memory, or a file, that serves every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["BoundaryArena"]
+from lema.ahead import Key
+from lema.backend import Backend
+from lema.boundaries import Tier, TierName, make_tier
+from lema.trace import NO_TRACE, NoTrace
+
+__all__ = ["BoundaryArena", "StepBoundaries", "graph_input"]
 
 
 class BoundaryArena:
-    """All boundary activations of one step in one allocation.
-
-    Kept one by one they would lie in the heap between the short-lived tensors of their layers, and the holes those
-    leave behind would grow with the depth of the model.
+    """Where the boundary activations of a model's steps wait.
 
     Args:
-        hidden: the hidden states before the first layer that keeps any, `[batch, sequence, hidden]` per micro-batch.
-        layers: which layers keep their inputs.
+        backend: the device.
+        tier: "device", "host" or "disk".
+        directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
+        trace: records when boundaries are kept, and waited for.
     """
 
-    def __init__(self, hidden: Sequence[Tensor], layers: range) -> None:
-        self._lowest = layers.start
-        self._shapes = [state.shape for state in hidden]
-        sizes = [state.numel() for state in hidden]
-        self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        self._layers = torch.empty((len(layers), sum(sizes)), dtype=hidden[0].dtype, device=hidden[0].device)
+    def __init__(
+        self,
+        backend: Backend,
+        tier: TierName = "device",
+        directory: Path | None = None,
+        trace: NoTrace = NO_TRACE,
+    ) -> None:
+        self._backend, self.tier, self._trace = backend, tier, trace
+        self._directory = directory or Path(tempfile.gettempdir())
+        self._kept_in: Tier | None = None
+        self._step: weakref.ref[StepBoundaries] | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of memory that boundaries have; those on their way to a layer not counted."""
+        return 0 if self._kept_in is None else self._kept_in.memory_bytes
+
+    def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> StepBoundaries:
+        """Return where the boundaries of one step go.
+
+        The memory of the step before is used again, unless that step still waits for its backward.
+
+        Args:
+            hidden: the hidden states before the first layer that keeps any, `[batch, sequence, hidden]` per
+                micro-batch. Those of later layers may look otherwise; then more room is made on the way.
+            layers: which layers keep their inputs.
+
+        Raises:
+            DiskError: the disk has no room for them.
+        """
+        before = None if self._step is None else self._step()
+        if self._kept_in is None or (before is not None and not before.done):
+            self._kept_in = make_tier(self.tier, self._backend, self._directory, self._trace)
+        step = StepBoundaries(self._kept_in, hidden, layers, self._trace)
+        self._step = weakref.ref(step)
+        return step
+
+    def close(self) -> None:
+        """Give the memory back, or the disk space."""
+        if self._kept_in is not None:
+            self._kept_in.close()
+        self._kept_in = None
+
+
+class StepBoundaries:
+    """The boundary activations of one step; see `BoundaryArena.step`."""
+
+    def __init__(self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace) -> None:
+        self._tier, self._trace = tier, trace
+        self._to_come = self._to_fetch = len(layers) * len(hidden)
+        self._likes: dict[Key, Tensor] = {}
+        tier.begin([_like(state) for state in hidden] * len(layers))
+
+    @property
+    def done(self) -> bool:
+        """Whether every boundary has been fetched."""
+        return self._to_fetch == 0
 
     def keep(self, layer: int, index: int, state: Tensor) -> Tensor:
-        """Copy micro-batch `index`'s input to `layer` into its place, and return that place.
+        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with.
 
-        A state of another shape or dtype than those before the first layer has no place: it is kept as it is.
+        That has the strides the copy has, so that the recomputation rounds as the forward did.
+
+        Raises:
+            DiskError: this or an earlier boundary could not be written.
         """
-        if state.shape != self._shapes[index] or state.dtype != self._layers.dtype:
-            return state.detach()
-        start = self._starts[index]
-        return self._layers[layer - self._lowest, start : start + state.numel()].view(state.shape).copy_(state.detach())
+        like = _like(state)
+        given = state.detach() if like.stride() == state.stride() else state.detach().clone()
+        self._to_come -= 1
+        assert self._to_come >= 0, "more boundaries came than the step was begun with"
+        with self._trace.span("boundaries", f"keep layer {layer}"):
+            self._tier.keep((layer, index), given, like, self._to_come)
+        self._likes[layer, index] = like
+        if self._to_come == 0:
+            self._tier.turn(sorted(self._likes.items(), key=lambda item: (-item[0][0], item[0][1])))
+            self._likes.clear()
+        return given
+
+    @contextmanager
+    def kept(self, layer: int, index: int) -> Iterator[Tensor]:
+        """Yield what was kept, on the device, for the length of a `with` block.
+
+        The top layer's come first, each layer's in the order of the micro-batches; each comes once.
+
+        Raises:
+            ReadError: it could not be read; DiskError: it could not be written.
+        """
+        with closing(self._tier.fetched((layer, index))) as fetched:
+            with self._trace.span("boundaries", f"fetch layer {layer}"):
+                boundary = next(fetched)
+            yield boundary
+            self._to_fetch -= 1
+            next(fetched, None)
+
+
+def graph_input(anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:
+    """Return a layer's input as its graph sees it: the graph holds nothing of `state`, its gradient goes to
+    `found[index]`, and autograd refuses to have it written into. `anchor` requires grad."""
+    given: Tensor = _GraphInput.apply(anchor, state, found, index)  # type: ignore[no-untyped-call] # torch's is
+    return given
+
+
+class _GraphInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:  # noqa: ARG004 - autograd looks at it
+        ctx.found, ctx.index = found, index
+        return state.view_as(state)  # a view made here is what autograd guards
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        (ctx.found[ctx.index],) = gradients
+        return None, None, None, None
+
+
+def _like(state: Tensor) -> Tensor:
+    """Return what a copy of `state` looks like: dtype, shape and, where it has no holes, strides."""
+    return torch.empty_like(state, device="meta", requires_grad=False)

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import tempfile
+import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lema.config import CONFIG_NAME, LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError
+from lema.peftoptions import SETTING_OF, refusals
+from lema.problems import SettingsError
 
-__all__ = ["WEIGHTS", "load_weights", "read_lora_config", "read_settings", "save_adapter"]
+__all__ = ["WEIGHTS", "check_same_adapter", "load_weights", "read_lora_config", "read_settings", "save_adapter"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 OLD_WEIGHTS = "adapter_model.bin"
+ORDERED = frozenset({"lora_trainable_token_indices"})
+PREFIX = "base_model.model."  # of names in a model of PEFT's
+PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
 
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
@@ -41,38 +49,79 @@ def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraCo
     if (directory / CONFIG_NAME).is_file():
         config = LemaConfig.from_pretrained(directory, **overrides)
     elif saved is not None:
-        config = LemaConfig(**{"model_name_or_path": saved.base_model_name_or_path, **overrides})
+        named = {"model_name_or_path": saved.base_model_name_or_path}
+        if overrides.keys().isdisjoint({"model_name_or_path", "revision"}):
+            named["revision"] = saved.revision
+        config = LemaConfig(**{**named, **overrides})
     else:
         raise AdapterError(
             f"there is neither {CONFIG_NAME} nor {CONFIG}",
             where=str(directory),
             how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
         )
-    if saved is not None:
-        _agree(config, saved, overrides, directory)
-    return config, saved
+    return config if saved is None else _agreed(config, saved, overrides, directory), saved
 
 
-def _agree(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any], directory: Path) -> None:
-    """Let the config say what the adapter is. Only its dropout may be changed, which is no part of the function."""
-    targets = saved.target_modules
-    facts: dict[str, Any] = {
-        "lora_rank": saved.r,
-        "lora_alpha": saved.lora_alpha,
-        "lora_target_modules": targets if isinstance(targets, str) or targets is None else sorted(targets),
-    }
+def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any], directory: Path) -> LemaConfig:
+    """Let the settings say what the adapter is. Only its dropout may be changed, which is no part of the function."""
+    if "lora_dropout" in overrides:
+        saved.lora_dropout = config.lora_dropout
+    facts = {setting: _plain(option, getattr(saved, option)) for option, setting in SETTING_OF.items()}
+    asked = _asked(directory)
     for name, fact in facts.items():
         given = overrides.get(name)
-        if given is not None and (sorted(given) if isinstance(given, list | tuple | set) else given) != fact:
+        if given is not None and not any(_same(name, given, one) for one in (fact, asked.get(name))):
             raise ConfigError(
                 f"{name} is {given!r}, and the adapter was made with {fact!r}",
                 where=str(directory),
                 how=f"leave {name} out, or begin a new adapter in another directory",
             )
-        setattr(config, name, fact)
-    if "lora_dropout" in overrides:
-        saved.lora_dropout = config.lora_dropout
-    config.lora_dropout = saved.lora_dropout
+    try:
+        return LemaConfig(**{**config.model_dump(exclude_unset=True), **facts})
+    except SettingsError as error:
+        raise AdapterError(f"the adapter cannot be used: {error.what}", where=str(directory / CONFIG)) from error
+
+
+def _plain(option: str, value: Any) -> Any:
+    """Return the value of an option of PEFT's as the setting that says the same has it."""
+    if option in PATTERNS:
+        return dict(value or {})
+    if isinstance(value, set):
+        value = sorted(value)
+    return None if value in ([], (), {}, "") and option != "target_modules" else value
+
+
+def _asked(directory: Path) -> dict[str, Any]:
+    """Return the settings as they were when the adapter was begun; PEFT writes out what they came to mean."""
+    file = directory / CONFIG_NAME
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return values
+
+
+def _same(setting: str, one: Any, other: Any) -> bool:
+    """Whether two values of a setting mean the same; names and numbers of layers have no order, rows have one."""
+    if isinstance(one, list | tuple | set) and isinstance(other, list | tuple | set) and setting not in ORDERED:
+        return sorted(one) == sorted(other)
+    return bool(one == other)
+
+
+def check_same_adapter(model: PeftModel, directory: Path) -> None:
+    """Make sure that the adapter attached is the one in `directory`, but for its values and its dropout.
+
+    Raises:
+        ConfigError: the settings have changed since it was saved.
+    """
+    saved, attached = read_lora_config(directory), model.peft_config["default"]
+    for option, setting in SETTING_OF.items():
+        if saved is None or option in ("lora_dropout", "init_lora_weights"):
+            continue
+        now, then = (_plain(option, getattr(config, option)) for config in (attached, saved))
+        if not _same(setting, now, then):
+            raise ConfigError(
+                f"{setting} is {now!r}, and the adapter was made with {then!r}",
+                where=str(directory),
+                how=f"set {setting} back, or begin a new run in another output_dir",
+            )
 
 
 def read_lora_config(directory: Path) -> LoraConfig | None:
@@ -85,47 +134,55 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
     if not file.is_file():
         return None
     try:
+        written = json.loads(file.read_bytes())
+        kind = written["peft_type"]
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise AdapterError(f"PEFT cannot read this adapter config: {error!r}", where=str(file)) from error
+    if kind != "LORA":
+        raise AdapterError(f"the adapter is of type {kind}", where=str(file), how="only LoRA adapters are supported")
+    unknown = sorted(written.keys() - {field.name for field in fields(LoraConfig)})
+    newer = [f"{name}, which this version of PEFT does not know" for name in unknown if written[name]]
+    if found := [*refusals(written), *newer]:
+        raise AdapterError(
+            f"the adapter cannot be used as it is: it has {'; '.join(found)}",
+            where=str(file),
+            how="upgrade peft" if newer else "use an adapter without this",
+        )
+    try:
         config = PeftConfig.from_pretrained(str(directory))
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise AdapterError(f"PEFT cannot read this adapter config: {error}", where=str(file)) from error
-    if not isinstance(config, LoraConfig):
-        raise AdapterError(
-            f"the adapter is of type {config.peft_type}", where=str(file), how="only LoRA adapters are supported"
-        )
-    unsupported = {
-        "init_lora_weights": config.init_lora_weights not in (True, False, "gaussian"),
-        "use_dora": config.use_dora,
-        "modules_to_save": bool(config.modules_to_save),
-        "target_parameters": bool(config.target_parameters),
-        "bias": config.bias != "none",
-    }
-    if found := [name for name, present in unsupported.items() if present]:
-        raise AdapterError(
-            f"the adapter uses {', '.join(found)}, which cannot be streamed yet",
-            where=str(file),
-            how="use a plain LoRA adapter",
-        )
+    assert isinstance(config, LoraConfig)
+    initial: Any = config.init_lora_weights
+    if isinstance(initial, str):
+        config.init_lora_weights = True if initial.lower() == "eva" else cast(Any, initial.lower())
+        config.eva_config = None  # it read data before the first step, and is of no use by now
     config.inference_mode = False  # PEFT saves every adapter as one that is not to be trained
     return config
 
 
-def save_adapter(model: PeftModel, directory: Path, base: str) -> None:
+def save_adapter(model: PeftModel, directory: Path, base: str, revision: str | None = None) -> None:
     """Write PEFT's files, each whole or not at all, readable by whoever may read the directory.
 
     Args:
         model: with the adapter.
         directory: made where it does not exist.
         base: the base model as the user names it, written to `base_model_name_or_path`.
+        revision: of a hub id, written beside it.
 
     Raises:
         DiskError: a file could not be written; what was there before is untouched.
     """
     model.peft_config["default"].base_model_name_or_path = base
+    model.peft_config["default"].revision = revision
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as name:
             part = Path(name)
-            model.save_pretrained(str(part), save_embedding_layers=False)
+            with warnings.catch_warnings():
+                # PEFT takes the bias of B, which has one dimension, for a shard.
+                warnings.filterwarnings("ignore", message=r"Adapter 'default': \d+ LoRA tensor\(s\) have invalid shape")
+                model.save_pretrained(str(part), save_embedding_layers=False)
             for file in part.iterdir():
                 _make_ordinary(file)
                 file.replace(directory / file.name)
@@ -155,18 +212,38 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str) -> None:
             where=str(directory),
             how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
         )
+    _begin_frozen(model, tensors, layers_name, file)
     try:
         outcome: Any = set_peft_model_state_dict(model, tensors)
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:
         raise AdapterError(f"the adapter does not fit the model: {error}", where=str(file)) from error
-    missing = [name for name in outcome.missing_keys if ".lora_" in name]
-    if missing or outcome.unexpected_keys:
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing = [name for name in outcome.missing_keys if name in trained]
+    # With bias "all" PEFT writes the biases of a module that trains whole twice, and reads them once.
+    copies = {name for name in tensors if ".modules_to_save." in name}
+    twice = {name for name in copies if name.replace(".modules_to_save", "") in tensors}
+    unexpected = [name for name in outcome.unexpected_keys if name not in twice]
+    if missing or unexpected:
         raise AdapterError(
             "the adapter does not fit the model: "
-            f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(outcome.unexpected_keys) or 'nothing'}",
+            f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(unexpected) or 'nothing'}",
             where=str(file),
             how="load it with the rank, target modules and base model it was trained with",
         )
+
+
+def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: str, file: Path) -> None:
+    """Let frozen weights that PEFT saved beside the adapter (those of embeddings) stand where there are none yet."""
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name in tensors and parameter.is_meta:
+            if name.startswith(f"{PREFIX}{layers_name}."):
+                raise AdapterError(
+                    f"the adapter does not fit the model: unexpected {name}, a frozen weight of a decoder layer",
+                    where=str(file),
+                    how="use an adapter without it; those weights are streamed from the model",
+                )
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensors[name], requires_grad=False)
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
@@ -183,7 +260,7 @@ def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
         named = {}
         for name, tensor in old.items():
             layer, _, rest = name.partition(".")
-            named[f"base_model.model.{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+            named[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
     except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
         raise AdapterError(
             f"this is not an adapter of the older format: {error}",

@@ -47,7 +47,11 @@ class Upload(Protocol):
     """One layer's bytes on their way into a device slot."""
 
     def wait(self) -> Tensor:
-        """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the uploaded bytes."""
+        """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the uploaded bytes.
+
+        It may be called again after `release`, and the slot released again, until something else is uploaded to these
+        slots: until then the bytes are still there. What an earlier `wait` returned is not used any more.
+        """
 
     def release(self) -> None:
         """Give the slot back; it is refilled only after the compute queued so far has finished."""
@@ -60,7 +64,10 @@ class Upload(Protocol):
 
 
 class DeviceSlots(Protocol):
-    """A ring of equal slots on the device; `upload` takes the next free one."""
+    """A ring of equal slots on the device; `upload` takes the next free one.
+
+    The core asks for rings of one slot each, and so chooses which to refill.
+    """
 
     def upload(self, source: Tensor) -> Upload:
         """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot.

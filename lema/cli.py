@@ -46,6 +46,16 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one setting of the file; may be repeated."),
 ]
+# No setting: a file must not decide what code is run.
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that comes with the model: of a directory, or of a commit of a hub id."
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.", show_default=False)
+]
 
 
 def main() -> NoReturn:
@@ -125,14 +135,58 @@ def train(
     config: ConfigFile,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
     settings: Settings = None,
+    trust_remote_code: Trust = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what was read, uploaded and computed when, for ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Fine-tune as a YAML file says."""
     checked = _config(config, settings)
     from lema.progress import ProgressDisplay, progress_callback
+    from lema.trace import tracing
     from lema.train import train as train_model
 
-    with contextlib.closing(ProgressDisplay()) as display:
-        train_model(checked, resume=resume, callbacks=[progress_callback(display)])
+    with contextlib.closing(ProgressDisplay()) as display, tracing(trace) as recorded:
+        train_model(
+            checked,
+            resume=resume,
+            callbacks=[progress_callback(display)],
+            trust_remote_code=trust_remote_code,
+            trace=recorded,
+        )
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    profile: Annotated[
+        str | None, typer.Option(help="A machine to plan for (t4, 4090, h200, trn1, cpu); else this one is measured.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of an hour, to price an epoch.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw step time against tokens per step.")] = None,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Tell memory, time and what limits a run, before it starts; no weights are read."""
+    checked = _config(config, settings)
+    from lema.plan.machine import profile as find_profile
+
+    machine = None if profile is None else find_profile(profile)
+    from rich.console import Console
+
+    from lema.plan.outlook import make_plan
+    from lema.plan.picture import draw
+    from lema.plan.show import show
+
+    made, planner = make_plan(checked, machine, price=price, trust_remote_code=trust_remote_code)
+    if as_json:
+        typer.echo(json.dumps(made.to_dict(), indent=2))
+    else:
+        show(made, Console(highlight=False))
+    if plot is not None:
+        draw(made, planner, plot)
 
 
 @app.command(name="eval")
@@ -140,9 +194,10 @@ def evaluate(
     source: Source,
     data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
     settings: Settings = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Measure loss and perplexity of a trained adapter."""
-    model = _model(source, settings)
+    model = _model(source, settings, trust_remote_code)
     with contextlib.closing(model):
         rows = _evaluation_rows(model, data)
         for name, value in model.get_trainer().evaluate(rows).items():
@@ -156,16 +211,24 @@ def prepare(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
     ] = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Rewrite a model as one file in the order in which layers are visited."""
     from lema.config import LemaConfig
 
-    checked = LemaConfig(model, dtype=dtype)
-    from lema.prepare import prepare_directory, prepare_monolithic_safetensors
+    checked = LemaConfig(model, dtype=dtype, revision=revision)
+    from lema.hub import own_weights, resolve_model
+    from lema.prepare import prepare as prepare_model
+    from lema.progress import ByteProgress
 
-    write = prepare_monolithic_safetensors if out.suffix == ".safetensors" else prepare_directory
-    write(checked.model_name_or_path, out, dtype=checked.dtype)
-    typer.echo(f"wrote {out}")
+    directory = resolve_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    with contextlib.closing(ByteProgress()) as display:
+        weights, dtype = own_weights(model, directory), checked.dtype
+        prepared = prepare_model(weights, out, dtype, trust_remote_code=trust_remote_code, progress=display)
+    for note in prepared.notes():
+        typer.echo(note)
+    typer.echo(f"wrote {out}: {display.summary()}")
 
 
 @app.command()
@@ -176,9 +239,10 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest, up to this mass.")] = 1.0,
     settings: Settings = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Continue prompts with base model and adapter, streaming."""
-    model = _model(source, settings)
+    model = _model(source, settings, trust_remote_code)
     # transformers warns of a temperature given where nothing is sampled.
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
     with contextlib.closing(model):
@@ -191,6 +255,7 @@ def merge(
     adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Directory for the merged model.", show_default=False)],
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
+    trust_remote_code: Trust = False,
 ) -> None:
     """Write the model with the adapter merged into its weights, in the hub's format."""
     from lema.config import parse_memory
@@ -198,8 +263,31 @@ def merge(
     size = parse_memory(max_shard_size, 0)
     from lema.merge import merge_adapter
 
-    merge_adapter(adapter, out, max_shard_size=size)
+    merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code)
     typer.echo(f"wrote {out}")
+
+
+@app.command()
+def models(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/models.md.")] = False,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """List the types of models: which stream, what adapters train in them, and why one does not stream."""
+    from rich.console import Console
+
+    from lema.modeltable import json_text, markdown, show, survey_all
+
+    rows = survey_all(names or [], revision=revision, trust_remote_code=trust_remote_code)
+    if as_json or as_markdown:
+        typer.echo((json_text if as_json else markdown)(rows), nl=as_json)
+    else:
+        show(rows, Console(highlight=False))
 
 
 @app.command()
@@ -256,20 +344,21 @@ def _config(path: Path, settings: list[str] | None) -> "LemaConfig":
         raise error.located({key: f"--set {key}" for key in overrides}) from error
 
 
-def _model(source: Path, settings: list[str] | None) -> "LemaModel":
+def _model(source: Path, settings: list[str] | None, trust_remote_code: bool) -> "LemaModel":
     """The model of an adapter directory, or of a config with the adapter in its `output_dir` where there is one."""
     if source.is_dir():
         overrides = _settings(settings)
         from lema.model import LemaModel
 
-        return LemaModel.from_pretrained(source, **overrides)
+        return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
     config = _config(source, settings)
     from lema.model import LemaModel
 
     if (Path(config.output_dir) / "adapter_config.json").is_file():
-        return LemaModel.from_pretrained(config.output_dir, **config.model_dump(exclude_unset=True))
+        given = config.model_dump(exclude_unset=True)
+        return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
     typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
-    return LemaModel(config)
+    return LemaModel(config, trust_remote_code=trust_remote_code)
 
 
 def _evaluation_rows(model: "LemaModel", data: list[str] | None) -> "TokenDataset":

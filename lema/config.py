@@ -4,16 +4,39 @@ import json
 import os
 import warnings
 from contextlib import suppress
-from enum import StrEnum
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lema.errors import ConfigError, DiskError
-from lema.memorysize import memory_bytes, parse_memory
-from lema.problems import Problem, SettingsError, problems_of, unknown_setting
+from lema.memorysize import parse_memory
+from lema.peftoptions import contradictions
+from lema.problems import Contradiction, Problem, SettingsError, problems_of, unknown_setting
+from lema.settingtypes import (
+    Beta,
+    Count,
+    Dtype,
+    Indices,
+    InitialValues,
+    Location,
+    Memory,
+    MemoryStrategy,
+    Name,
+    NameList,
+    Names,
+    NotNegative,
+    Pattern,
+    Patterns,
+    Reports,
+    RowSplit,
+    Scale,
+    Scheduler,
+    Strategy,
+    Targets,
+    TokenIndices,
+)
 from lema.yamlfile import read_yaml
 
 __all__ = ["CONFIG_NAME", "LemaConfig", "MemoryStrategy", "parse_memory"]
@@ -23,71 +46,6 @@ CONFIG_NAME = "lema_config.json"
 # Settings that only earlier versions saved, one at least in every file they wrote. Such a file may hold others that are
 # gone; in any other file an unknown setting is a slip.
 _EARLIER = {"ram_buffer_size", "use_lora", "vram_fraction", "training_mode"}
-
-
-class MemoryStrategy(StrEnum):
-    """Where frozen weights wait for their turn on the device."""
-
-    STREAMING = "streaming"
-    """On disk; a few layers at a time pass through host memory."""
-    RESIDENT = "resident"
-    """In host memory, all of them."""
-
-
-def _memory(value: Any) -> Any:
-    if isinstance(value, int | float | str):
-        memory_bytes(value, 1)
-    return value
-
-
-def _strategy(value: Any) -> Any:
-    names = [strategy.value for strategy in MemoryStrategy]
-    if isinstance(value, str) and value.lower() in names:
-        return MemoryStrategy(value.lower())
-    raise ValueError(f"must be one of {', '.join(names)}, not {value!r}")
-
-
-def _split(value: Any) -> Any:
-    if isinstance(value, int | float) and not (0 < value < 1 if isinstance(value, float) else value >= 1):
-        raise ValueError(f"must be a fraction between 0 and 1, or a number of rows, not {value!r}")
-    return value
-
-
-def _path(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, PathLike) else value
-
-
-def _names(value: Any) -> Any:
-    return [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
-
-
-def _dtype(value: Any) -> Any:
-    # torch.float32 prints as its own name; asking torch would import it.
-    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
-
-
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(min_length=1)]
-Location = Annotated[Name, BeforeValidator(_path)]
-Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
-Memory = Annotated[int | float | str, BeforeValidator(_memory)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
-# The values of transformers.SchedulerType, which costs seconds to import; a test holds the two together.
-Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "greedy",
-]
 
 
 class LemaConfig(BaseModel):
@@ -116,21 +74,21 @@ class LemaConfig(BaseModel):
     """Weights to stream instead of the model directory's own: a .safetensors file or an index."""
     device: Name = "cuda"
     """Backend to run on; `lema backends` lists them."""
-    strategy: Annotated[MemoryStrategy, BeforeValidator(_strategy)] = MemoryStrategy.STREAMING
+    strategy: Strategy = MemoryStrategy.STREAMING
     """`streaming`: weights stay on disk. `resident`: weights stay in host memory."""
-    save_steps: Annotated[int, Field(ge=0)] = 500
+    save_steps: NotNegative = 500
     """Optimizer steps between checkpoints; 0: never."""
     output_dir: Location = "output"
     """Directory for the adapter, checkpoints and metrics."""
     lora_rank: Count = 16
     """Rank of the adapter's two matrices (LoRA, arXiv:2106.09685)."""
-    lora_alpha: Annotated[int | float, Field(gt=0)] = 32
+    lora_alpha: Scale = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     """Peak learning rate."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass, so that only its input is kept."""
-    lora_target_modules: Names | None = None
+    lora_target_modules: Targets | None = None
     """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
     lora_dropout: Beta = 0.0
     """Dropout on the adapter's input."""
@@ -176,7 +134,7 @@ class LemaConfig(BaseModel):
     """Added to AdamW's denominator."""
     lr_scheduler_type: Scheduler = "linear"
     """How the learning rate moves after warm-up, by `transformers`' name."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NotNegative = 0
     """Optimizer steps over which the learning rate rises from 0."""
     warmup_ratio: Beta = 0.0
     """The same as a fraction of all steps."""
@@ -184,7 +142,7 @@ class LemaConfig(BaseModel):
     """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt."""
     eval_data: Names | None = None
     """Data to evaluate on, likewise."""
-    eval_split: Annotated[int | float, BeforeValidator(_split)] | None = None
+    eval_split: RowSplit | None = None
     """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
     eval_steps: Count | None = None
     """Optimizer steps between evaluations; None: at the end of each epoch."""
@@ -192,10 +150,46 @@ class LemaConfig(BaseModel):
     """Optimizer steps between lines of metrics.jsonl."""
     save_total_limit: Count | None = None
     """Checkpoints to keep, the newest; None: all."""
-    report_to: Annotated[Name | list[Name], BeforeValidator(_names)] = Field(default_factory=list)
+    report_to: Reports = Field(default_factory=list)
     """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names."""
     run_name: Name | None = None
     """Name of the run in those reports."""
+    lora_exclude_modules: Targets | None = None
+    """Modules not to adapt, though `lora_target_modules` matches them; likewise names or one regular expression."""
+    lora_rank_pattern: dict[Pattern, Count] = Field(default_factory=dict)
+    """Ranks that differ: the end of a module's name, or a regular expression for it, to a rank."""
+    lora_alpha_pattern: dict[Pattern, Scale] = Field(default_factory=dict)
+    """Alphas that differ, likewise."""
+    lora_use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv:2312.03732)."""
+    lora_layers_to_transform: Indices | None = None
+    """Decoder layers to adapt, counted from 0: one number or several; None: all."""
+    lora_layers_pattern: Patterns | None = None
+    """Name of the list that those numbers count in, where the model has several; only with them."""
+    lora_init: InitialValues = True
+    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (both drawn)."""
+    lora_lora_bias: bool = False
+    """Give the adapter's B a bias (PEFT's `lora_bias`)."""
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases of the model that train as well: "none", "all", or "lora_only", those of adapted modules."""
+    lora_modules_to_save: NameList | None = None
+    """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
+    lora_use_dora: bool = False
+    """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
+    lora_target_parameters: NameList | None = None
+    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts."""
+    lora_trainable_token_indices: TokenIndices | None = None
+    """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
+    lora_ensure_weight_tying: bool = False
+    """Keep what is tied in the model tied where both of it train."""
+    revision: Name | None = None
+    """Branch, tag or commit of a hub id; None: its main branch. A directory has none."""
+    boundary_activations: Literal["auto", "device", "host", "disk"] = "auto"
+    """Where each layer's inputs wait from the forward to the backward; auto: the first of the others they fit."""
+    offload_dir: Location | None = None
+    """Directory for what is written to disk for lack of memory, such as those inputs; None: `output_dir`."""
+    cache_frozen_prefix: bool = False
+    """Keep what the layers below the lowest adapter make of each batch on disk: later epochs leave those layers out."""
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
         names = list(type(self).model_fields)
@@ -228,6 +222,17 @@ class LemaConfig(BaseModel):
                 raise ValueError(f"{one} and {other} exclude each other; leave one of them out")
         if self.max_steps is not None and self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+        if self.boundary_activations in ("host", "disk") and not self.gradient_checkpointing:
+            raise Contradiction(
+                "boundary_activations", "without gradient_checkpointing no layer's input waits; set it to true"
+            )
+        if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
+            raise Contradiction(
+                "cache_frozen_prefix",
+                "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1",
+            )
+        for key, what in contradictions(self):
+            raise Contradiction(key, what)
         return self
 
     @classmethod

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
-from lema.data import Batches
+from lema.data import Batch, Batches
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.loss import split_batch
 from lema.metrics import METRICS_NAME, MetricsLog, plot_loss
 from lema.optim import make_schedule
+from lema.prefix import PrefixCache
 from lema.reports import report_callbacks, training_arguments
 from lema.stream.lease import StreamCounters
 
@@ -101,6 +103,7 @@ class Run:
         with ExitStack() as stack:
             self._metrics = stack.enter_context(MetricsLog(self._output / METRICS_NAME))
             stack.callback(trainer.memory.cancel)  # what was announced for a step that never came
+            stack.enter_context(self._prefix_kept())
             self._fire("on_init_end")
             self._fire("on_train_begin")
             self._window, whole = self._open_window(), self._open_window()
@@ -120,6 +123,22 @@ class Run:
             warnings.warn(f"{error.what} ({error.where})", stacklevel=3)
         return summary | self._last_eval
 
+    @contextmanager
+    def _prefix_kept(self) -> Iterator[None]:
+        """Keep what frozen layers make of each batch, if that is asked for and a batch comes a second time."""
+        config, model, per_epoch = self._trainer.config, self._trainer.model, self._batches.steps_per_epoch
+        if not config.cache_frozen_prefix or self._num_batches <= per_epoch:
+            yield
+            return
+        num_tokens = sum(batch["input_ids"].numel() for batch in self._batches.epoch())
+        directory = Path(config.offload_dir or config.output_dir)
+        prefix = PrefixCache(model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace)
+        with closing(prefix) as model.prefix:
+            try:
+                yield
+            finally:
+                model.prefix = None
+
     def _loop(self, whole: _Window) -> None:
         trainer, per_epoch = self._trainer, self._batches.steps_per_epoch
         per_step = trainer.config.gradient_accumulation_steps
@@ -131,7 +150,7 @@ class Run:
             first = trainer.global_step * per_step
             stop = min(first + per_step, self._num_batches)
             self._fire("on_step_begin")
-            numbers = self._step([self._batches.batch(index) for index in range(first, stop)], whole)
+            numbers = self._step(self._batches_of(trainer.global_step), whole)
             self._state.global_step, self._state.epoch = trainer.global_step, stop / per_epoch
             self._fire("on_step_end")
             self._act(numbers)
@@ -151,14 +170,30 @@ class Run:
         trainer = self._trainer
         assert trainer.schedule is not None
         rate = trainer.schedule.get_last_lr()[0]
-        micro_batches = [part for batch in batches for part in split_batch(batch, trainer.config.micro_batch_size)]
+        micro_batches = self._micro_batches(batches)
         rows = [row for batch in batches for row in batch["rows"]]
         more = trainer.global_step + 1 < self._num_steps
-        result = trainer.accumulate(micro_batches, more=more, where=f", rows {rows} of the data", on_event=self._fire)
+        known = more and trainer.model.prefix is not None
+        result = trainer.accumulate(
+            micro_batches,
+            more=more,
+            following=self._micro_batches(self._batches_of(trainer.global_step + 1)) if known else None,
+            where=f", rows {rows} of the data",
+            on_event=self._fire,
+        )
         tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
         for window in (self._window, whole):
             window.add(result.loss, result.trained_tokens, tokens)
         return {"learning_rate": rate, "grad_norm": result.grad_norm}
+
+    def _batches_of(self, step: int) -> list[Batch]:
+        """Return the batches of one optimizer step."""
+        first = step * self._trainer.config.gradient_accumulation_steps
+        stop = min(first + self._trainer.config.gradient_accumulation_steps, self._num_batches)
+        return [self._batches.batch(index) for index in range(first, stop)]
+
+    def _micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+        return [part for batch in batches for part in split_batch(batch, self._trainer.config.micro_batch_size)]
 
     def _act(self, numbers: Mapping[str, Any]) -> None:
         """Log, evaluate and save as the callbacks have asked."""
@@ -183,9 +218,7 @@ class Run:
             "loss": window.mean_loss,
             **numbers,
             "tokens_per_second": window.tokens / seconds,
-            "bytes_read": counters.bytes_read - window.counters.bytes_read,
-            "layers_read": counters.layers_read - window.counters.layers_read,
-            "seconds_blocked": counters.seconds_blocked - window.counters.seconds_blocked,
+            **_since(window.counters, counters),
             "memory": trainer.backend.memory().used,
         }
 
@@ -254,6 +287,19 @@ class Run:
 
     def _fire(self, event: str, *details: Any) -> None:
         self._control = getattr(self._handler, event)(self._args, self._state, self._control, *details)
+
+
+def _since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
+    """Return what streaming cost between two looks at its counters."""
+    names = (
+        "bytes_read",
+        "bytes_uploaded",
+        "layers_read",
+        "layers_kept",
+        "seconds_blocked_disk",
+        "seconds_blocked_upload",
+    )
+    return {name: getattr(now, name) - getattr(then, name) for name in names}
 
 
 def _past(file: Path) -> dict[str, Any]:

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection
-from typing import cast
+from copy import deepcopy
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND as ALL_LINEAR
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lema.config import LemaConfig
-from lema.errors import ModelError
+from lema.errors import ConfigError, ModelError
+from lema.peftoptions import SETTING_OF
 from lema.skeleton import EmptyOnMeta, find_layers
+from lema.targets import default_targets
+from lema.trained import Read, check_attached, check_saved_modules, make_real, take_off
 
-__all__ = ["all_linear", "configured_lora", "count_lora_params", "inject_lora_params", "lora_config"]
+__all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config"]
 
-ADAPTER = "default"  # PEFT's name for the only adapter
+BASE_LAYER = ".base_layer"  # where PEFT keeps the module it wraps
 
-
-def all_linear(model: PreTrainedModel) -> list[str]:
-    """Return the names of every linear module of the decoder layers, as PEFT's `target_modules` takes them."""
-    _, layers = find_layers(model)
-    names = {
-        name.rpartition(".")[2]
-        for layer in layers
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-    }
-    return sorted(names)
+# Warnings of PEFT's that nobody here can act on, or that are given by the names of the settings, one name at a time.
+SILENCED = (
+    ".*is_gradient_checkpointing.*",  # a property that transformers has renamed
+    "fan_in_fan_out is set to",  # PEFT sets it for each module as that module needs it
+    "The following (rank|alpha)_pattern keys",
+    "You have passed exclude_modules=",
+    "target_(modules|parameters)=.* were set",
+)
 
 
 def lora_config(
-    model: PreTrainedModel, *, rank: int, alpha: float, dropout: float, targets: Collection[str] | str | None
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Collection[str] | str | None,
+    **options: Any,
 ) -> LoraConfig:
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
@@ -44,88 +55,159 @@ def lora_config(
         rank: of the two matrices.
         alpha: the adapter's output is scaled by `alpha / rank`.
         dropout: on the adapter's input.
-        targets: module names, or a regular expression over full names; None: every linear of the decoder layers.
+        targets: module names, or a regular expression over full names; None: every linear of the decoder layers but
+            the routers.
+        options: further options of PEFT's `LoraConfig`.
+
+    Raises:
+        ConfigError: PEFT refuses the options.
     """
-    chosen = all_linear(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
-    transposed = any(
-        isinstance(module, Conv1D) and (isinstance(chosen, str) or name.rpartition(".")[2] in chosen)
+    chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
+    try:
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=_whole(alpha),
+            lora_dropout=dropout,
+            target_modules=chosen,
+            task_type="CAUSAL_LM",
+            **options,
+        )
+    except ValueError as error:
+        raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
+    every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
+    config.fan_in_fan_out = any(
+        isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
         for name, module in model.named_modules()
     )
-    return LoraConfig(
-        r=rank,
-        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type] # a float is scaled by as well
-        lora_dropout=dropout,
-        target_modules=chosen,
-        fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM",
-    )
+    return config
 
 
 def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
-    """Return PEFT's config of the adapter that the settings ask for."""
+    """Return PEFT's config of the adapter that the settings ask for.
+
+    Raises:
+        ConfigError: the settings do not fit the model.
+    """
+    _check_layers(model, config)
+    options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
+    options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
     return lora_config(
         model,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        targets=config.lora_target_modules,
+        rank=options.pop("r"),
+        alpha=options.pop("lora_alpha"),
+        dropout=options.pop("lora_dropout"),
+        targets=options.pop("target_modules"),
+        **options,
     )
 
 
-def inject_lora_params(model: PreTrainedModel, config: LoraConfig, device: torch.device, seed: int | None) -> PeftModel:
-    """Attach an adapter: PEFT's modules, with only the adapter's parameters made real, in fp32.
+def _whole(alpha: float) -> Any:
+    """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
+    return int(alpha) if float(alpha).is_integer() else alpha
 
-    The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` draws on the whole model.
+
+def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
+    name, layers = find_layers(model)
+    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
+    indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if patterns is not None and name.rpartition(".")[2] not in patterns:
+        return  # they count in another list
+    if beyond := sorted(index for index in indices if index >= len(layers)):
+        raise ConfigError(
+            f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them",
+            where="lora_layers_to_transform",
+            how=f"layers are counted from 0, to {len(layers) - 1}",
+        )
+
+
+def inject_lora_params(
+    model: PreTrainedModel, config: LoraConfig, device: torch.device, seed: int | None, read: Read | None = None
+) -> PeftModel:
+    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
+
+    The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model.
 
     Args:
         model: decoder layers on `meta`.
         config: PEFT's.
         device: where adapters live.
         seed: of the initial values; the generator is left where it was. None: values are left unset, to be loaded.
+        read: reads the model's stored tensors, where something that trains begins with them (biases, modules that
+            train whole, DoRA's magnitudes).
 
     Raises:
-        ModelError: no module matches, or one outside the decoder layers does.
+        ModelError: no module matches, or one is to be trained in a way that cannot be streamed.
     """
     layers_name, _ = find_layers(model)
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
+    check_saved_modules(model, config, layers_name)
+    with torch.random.fork_rng(devices=()):
+        peft_model = _attach(model, config)
+        try:
+            check_attached(model, config)
+        except ModelError:
+            take_off(model)  # for another attempt
+            raise
+        if seed is not None:
+            _warn_of_unmatched(model, config)
+            torch.manual_seed(seed)
+        make_real(model, config, device, layers_name, draw=seed is not None, read=read)
+    return peft_model
+
+
+def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     try:
         with warnings.catch_warnings():
-            # PEFT asks for a property that transformers has renamed; nobody here can act on that.
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            for message in SILENCED:
+                warnings.filterwarnings("ignore", message=message)
             with EmptyOnMeta():
                 peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
+        take_off(model)
+        hint = "an expression is for whole names; a list is for their ends. " * isinstance(config.target_modules, str)
         raise ModelError(
             f"the adapter does not fit this model: {error}",
             where=f"lora_target_modules: {_listed(config)}",
-            how=f"linear modules of the decoder layers are: {', '.join(all_linear(model))}",
+            how=f"{hint}linear modules of the decoder layers are: {', '.join(default_targets(model))}",
         ) from error
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    if outside := [name for name in adapted if not name.startswith(f"{layers_name}.")]:
-        peft_model.unload()  # the model is as it was, for another attempt
-        raise ModelError(
-            f"adapters outside the decoder layers are not supported: {', '.join(outside)}",
-            where=f"lora_target_modules: {_listed(config)}",
-            how=f"name modules under {layers_name} only",
-        )
-    if seed is not None:
-        _warn_of_unmatched(config, adapted)
-    state = torch.get_rng_state()
-    if seed is not None:
-        torch.manual_seed(seed)
-    for module in adapted.values():
-        _make_real(module, device, draw=seed is not None)
-    torch.set_rng_state(state)
     assert isinstance(peft_model, PeftModel)
     return peft_model
 
 
-def _warn_of_unmatched(config: LoraConfig, adapted: Collection[str]) -> None:
-    targets = config.target_modules or ()
-    names = () if isinstance(targets, str) else sorted(targets)
-    unmatched = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in adapted)]
-    if unmatched:
-        warnings.warn(f"lora_target_modules: no module is named {', '.join(unmatched)}", stacklevel=4)
+def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
+    """Warn of every name in the settings that no module bears, most likely a slip."""
+    parts = [(name.replace(BASE_LAYER, ""), part) for name, part in model.named_modules()]
+    modules = {name for name, _ in parts}
+    parameters = {f"{name}.{part.parameter_name}" for name, part in parts if isinstance(part, ParamWrapper)}
+    adapted = parameters | {name for name, part in parts if isinstance(part, LoraLayer)}
+    unmatched = {
+        "lora_target_modules": _unmatched(config.target_modules, modules),
+        "lora_target_parameters": _unmatched(config.target_parameters, parameters),
+        "lora_exclude_modules": _unmatched(config.exclude_modules, modules),
+        "lora_modules_to_save": [one for one in config.modules_to_save or () if not _ends_any(modules, one)],
+        "lora_rank_pattern": [key for key in config.rank_pattern or () if not _matches(key, adapted)],
+        "lora_alpha_pattern": [key for key in config.alpha_pattern or () if not _matches(key, adapted)],
+    }
+    for setting, names in unmatched.items():
+        if names:
+            what = "parameter" if setting == "lora_target_parameters" else "module"
+            warnings.warn(f"{setting}: no {what} is named {', '.join(names)}", stacklevel=4)
+
+
+def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:
+    """Return those wanted that are the end of no name; an expression is one whole."""
+    if isinstance(wanted, str):
+        return [] if wanted.lower() == ALL_LINEAR or any(re.fullmatch(wanted, name) for name in names) else [wanted]
+    return sorted(one for one in wanted or () if not any(f".{name}".endswith(f".{one}") for name in names))
+
+
+def _ends_any(names: Collection[str], end: str) -> bool:
+    return any(name.endswith(end) for name in names)  # as PEFT has it
+
+
+def _matches(key: str, names: Collection[str]) -> bool:
+    return any(re.match(rf"(.*\.)?({key})$", name) for name in names)  # as PEFT has it
 
 
 def _listed(config: LoraConfig) -> str:
@@ -136,19 +218,3 @@ def _listed(config: LoraConfig) -> str:
 def count_lora_params(model: nn.Module) -> int:
     """Return how many adapter parameters train."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _make_real(module: LoraLayer, device: torch.device, *, draw: bool) -> None:
-    """Give a module's adapter memory, and the values PEFT would draw, in PEFT's order: A, B, then A again."""
-    for matrices in (module.lora_A, module.lora_B):
-        matrices.float().to_empty(device="cpu")  # cast first: on meta it costs nothing
-        if draw:
-            for matrix in matrices.values():
-                cast(nn.Linear, matrix).reset_parameters()
-    if draw:
-        module.reset_lora_parameters(ADAPTER, True)
-    stored = cast(nn.Linear, module.get_base_layer()).weight.dtype
-    for matrices in (module.lora_A, module.lora_B):
-        if draw:
-            matrices.to(stored).float()  # as PEFT, which casts a fresh adapter to its module's dtype, then to fp32
-        matrices.to(device)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from lema.errors import DataError
+from lema.graph import leaves
 
 __all__ = ["IGNORED", "LossChunks", "split_batch", "targets_of", "trained_tokens"]
 
@@ -79,30 +80,60 @@ class LossChunks:
         with torch.no_grad():
             return self._sum(self._chunk(index, hidden, rows, columns)[0] for rows, columns in self._blocks(index))
 
-    def backward(self, index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the share of the loss, and the gradient of `scale` times it, shaped as `hidden`."""
+    def backward(
+        self,
+        index: int,
+        hidden: Tensor,
+        choose: Callable[[frozenset[int]], Sequence[nn.Parameter]],
+        sums: dict[nn.Parameter, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the share of the loss, and the gradient of `scale` times it, shaped as `hidden`.
+
+        Args:
+            index: of the micro-batch.
+            hidden: the last layer's output.
+            choose: given the leaves of a block's graph, the parameters to form gradients of as well.
+            sums: where those are added up.
+        """
         gradient = torch.zeros_like(hidden)
         values = []
         for rows, columns in self._blocks(index):
             with torch.enable_grad():
                 value, leaf = self._chunk(index, hidden, rows, columns)
                 if value.requires_grad:
-                    (gradient[rows, columns],) = torch.autograd.grad(value * self.scale, leaf)
+                    chosen = choose(leaves([value]))
+                    gradient[rows, columns], *others = torch.autograd.grad(value * self.scale, [leaf, *chosen])
+                    for parameter, other in zip(chosen, others, strict=True):
+                        sums[parameter] = sums[parameter].add_(other) if parameter in sums else other.clone()
             values.append(value.detach())
         return self._sum(values), gradient
+
+    def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield `scale` times each block's share of the loss, to be differentiated by the parameters of the head."""
+        for rows, columns in self._blocks(index):
+            target = self._targets[index][rows, columns]
+            if not self._skipped(target):
+                with torch.enable_grad():
+                    value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
+                yield value
 
     def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Return a block's share of the loss and the leaf it depends on (not at all where nothing is trained)."""
         leaf = hidden[rows, columns].detach().requires_grad_(torch.is_grad_enabled())
         target = self._targets[index][rows, columns]
-        if self._logits is None and bool((target == IGNORED).all()):
+        if self._skipped(target):
             return torch.zeros((), device=hidden.device), leaf
         logits = self._head(leaf)
         if self._logits is not None:
             self._place(index, logits.detach(), rows, columns)
+        return self._value(logits, target), leaf
+
+    def _skipped(self, target: Tensor) -> bool:
+        return self._logits is None and bool((target == IGNORED).all())
+
+    def _value(self, logits: Tensor, target: Tensor) -> Tensor:
         flat = logits.float().view(-1, logits.shape[-1])
-        summed = cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
-        return summed / self.num_tokens, leaf
+        return cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum") / self.num_tokens
 
     def _place(self, index: int, block: Tensor, rows: slice, columns: slice) -> None:
         assert self._logits is not None

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.adapter import load_weights, read_settings
@@ -27,9 +27,10 @@ from lema.errors import ConfigError
 from lema.header import DTYPE_BITS
 from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
+from lema.merged import MergedTensors, check_mergeable, untied
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.prepare import visit_order
-from lema.rewrite import METADATA, bytes_of, cast_pieces, copy_companions, read_tensor, stored_name, write_config
+from lema.rewrite import METADATA, copy_companions, stored_name, write_config
 from lema.skeleton import find_layers, meta_model, read_config
 from lema.tensorfile import TensorFile, TensorSpec, disk_error
 from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex, TensorRecord
@@ -40,7 +41,11 @@ SHARD_NAME = "model-{:05}-of-{:05}.safetensors"  # the hub's
 
 
 def merge_adapter(
-    adapter_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
+    adapter_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    max_shard_size: int = 5_000_000_000,
+    *,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write the model an adapter belongs to, with the adapter merged into its weights, in the hub's format.
 
@@ -51,6 +56,7 @@ def merge_adapter(
         adapter_dir: a saved adapter; it names its base model.
         out_dir: a new or empty directory.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
+        trust_remote_code: run code that comes with the base model.
 
     Raises:
         ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
@@ -67,16 +73,21 @@ def merge_adapter(
         raise ConfigError(
             "the place for the merged model is taken", where=str(out), how="name a new or an empty directory"
         )
-    base, lora = _open_base(adapter)
-    specs = base.specs()
-    layers_name, _ = find_layers(base.skeleton)
+    base, lora = _open_base(adapter, trust_remote_code)
+    specs, (layers_name, _) = base.specs(), find_layers(base.skeleton)
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
     load_weights(model, adapter, layers_name)
-    tensors = _MergedTensors(base)
+    check_mergeable(base.skeleton)
+    changes: dict[str, Any] = {"dtype": base.dtype} if base.dtype_was_chosen else {}
+    if untied(base.skeleton):
+        changes["tie_word_embeddings"] = False
+    else:
+        specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
+    tensors = MergedTensors(base.skeleton, base.records, base.dtypes)
     with _appearing(out) as partial:
         _write_shards(partial, _shards(specs, max_shard_size), tensors)
-        copy_companions(base.directory, partial)
-        write_config(base.directory / "config.json", partial, {"dtype": base.dtype} if base.dtype_was_chosen else {})
+        copy_companions(base.directory, partial, code=trust_remote_code)
+        write_config(base.directory / "config.json", partial, changes)
     return out
 
 
@@ -92,62 +103,25 @@ class _Base:
     dtype_was_chosen: bool
 
     def specs(self) -> list[TensorSpec]:
-        """Every tensor to write, in the order of a forward pass; of tied names, the one that `transformers` stores."""
+        """Every tensor of the model, in the order of a forward pass, tied ones by each of their names."""
         state: dict[str, Tensor] = self.skeleton.state_dict()
         return [
             (name, stored_name(name, self.dtypes[name]), tuple(state[name].shape))
             for name in visit_order(self.skeleton)
-            if name in self.records and name not in self.skeleton.all_tied_weights_keys
+            if name in self.records
         ]
 
 
-def _open_base(adapter: Path) -> tuple[_Base, LoraConfig]:
+def _open_base(adapter: Path, trust: bool) -> tuple[_Base, LoraConfig]:
     settings, saved = read_settings(adapter)
-    directory = resolve_model(settings.model_name_or_path)
-    config = read_config(directory)
+    directory = resolve_model(settings.model_name_or_path, revision=settings.revision, trust_remote_code=trust)
+    config = read_config(directory, trust_remote_code=trust)
     index = GlobalBinaryIndex(settings.gbi_path or own_weights(settings.model_name_or_path, directory))
     dtype = getattr(torch, settings.dtype) if settings.dtype else checkpoint_dtype(config, index)
-    skeleton = meta_model(config, dtype)
+    skeleton = meta_model(config, dtype, trust_remote_code=trust)
     records, dtypes = match_names(skeleton, index), target_dtypes(skeleton)
     lora = saved or configured_lora(skeleton, settings)
     return _Base(directory, skeleton, records, dtypes, dtype, settings.dtype is not None), lora
-
-
-class _MergedTensors:
-    """The tensors of the merged model, asked for in turn; it holds those of one adapted module."""
-
-    def __init__(self, base: _Base) -> None:
-        self._base = base
-        self._adapted = {
-            name: module for name, module in base.skeleton.named_modules() if isinstance(module, LoraLayer)
-        }
-        self._module = ""
-        self._merged: dict[str, Tensor] = {}
-
-    def pieces(self, name: str) -> Iterable[memoryview]:
-        """Return the bytes of one tensor."""
-        module, _, leaf = name.rpartition(".")
-        if module not in self._adapted:
-            return cast_pieces(self._base.records[name], self._base.dtypes[name])
-        if module != self._module:
-            self._merged = {}  # the last module goes before the next one comes
-            self._module, self._merged = module, self._merge(module)
-        return [bytes_of(self._merged[leaf])]
-
-    def _merge(self, name: str) -> dict[str, Tensor]:
-        """Give a module its weights, let PEFT merge them, and take them away again."""
-        module = self._adapted[name]
-        layer = module.get_base_layer()
-        absent = dict(layer._parameters)
-        for leaf in absent:
-            if (record := self._base.records.get(f"{name}.{leaf}")) is not None:
-                tensor = read_tensor(record, self._base.dtypes[f"{name}.{leaf}"])
-                layer._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-        with torch.no_grad():
-            module.merge()
-        merged = {leaf: parameter.detach() for leaf, parameter in layer._parameters.items() if parameter is not None}
-        layer._parameters.update(absent)
-        return merged
 
 
 def _shards(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
@@ -169,7 +143,7 @@ def _bytes(spec: TensorSpec) -> int:
     return prod(shape) * DTYPE_BITS[dtype] // 8
 
 
-def _write_shards(directory: Path, shards: list[list[TensorSpec]], tensors: _MergedTensors) -> None:
+def _write_shards(directory: Path, shards: list[list[TensorSpec]], tensors: MergedTensors) -> None:
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(shards, start=1):

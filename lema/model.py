@@ -20,16 +20,18 @@ from lema.config import LemaConfig, MemoryStrategy, parse_memory
 from lema.errors import ConfigError, DataError, MemoryLimitError
 from lema.generation import generate
 from lema.hub import own_weights, resolve_model
-from lema.lora import configured_lora, count_lora_params, inject_lora_params
+from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
-from lema.optim import BYTES_PER_PARAMETER
-from lema.outside import layer_bytes, load_outside
+from lema.optim import training_bytes
+from lema.outside import StoredTensors, layer_bytes, load_outside
 from lema.skeleton import meta_model, read_config
 from lema.split import Split
 from lema.stream.budget import choose_residents
 from lema.stream.lease import LayerStream
 from lema.stream.reader import LayerReader
 from lema.streamed import StreamedModel
+from lema.targets import warn_of_left_out
+from lema.trace import NO_TRACE, NoTrace
 from lema.weights import GlobalBinaryIndex
 
 if TYPE_CHECKING:
@@ -48,15 +50,28 @@ class LemaModel:
     Args:
         config: what to open and how.
         backend: the device; None: the one the config names.
+        trust_remote_code: run code that comes with the model, from its directory or, of a hub id, from the commit that
+            `config.revision` names. No setting says so: settings are read from files.
+        trace: records what is read, uploaded and computed, and when.
 
     Raises:
         ConfigError: a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
     """
 
-    def __init__(self, config: LemaConfig, *, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        config: LemaConfig,
+        *,
+        backend: Backend | None = None,
+        trust_remote_code: bool = False,
+        trace: NoTrace = NO_TRACE,
+    ) -> None:
         self.config = config
-        self.directory = resolve_model(config.model_name_or_path)
-        hf_config = read_config(self.directory)
+        self._trusted = trust_remote_code
+        self.directory = resolve_model(
+            config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code
+        )
+        hf_config = read_config(self.directory, trust_remote_code=trust_remote_code)
         if config.model_type is not None and config.model_type != hf_config.model_type:
             raise ConfigError(
                 f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}",
@@ -66,24 +81,32 @@ class LemaModel:
         self.backend = backend or load(config.device)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
-        self.skeleton = meta_model(hf_config, dtype, config.attn_implementation)
+        self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)
         records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
-        self._reader = LayerReader()
+        self._trace = trace
+        self._reader = LayerReader(trace=trace)
         self.split = Split(self.skeleton, self.backend)
         name, count = self.split.layers_name, self.split.num_layers
         self._layers = layer_bytes(records, dtypes, name, count)
-        self.outside_bytes = load_outside(self.skeleton, records, dtypes, name, self.backend, self._reader)
+        self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
+        self.outside_bytes = load_outside(self.skeleton, self._stored, name)
         self.lora_manager: PeftModel | None = None
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | PathLike[str], *, backend: Backend | None = None, **overrides: Any
+        cls,
+        directory: str | PathLike[str],
+        *,
+        backend: Backend | None = None,
+        trust_remote_code: bool = False,
+        **overrides: Any,
     ) -> Self:
         """Open a saved adapter with its base model.
 
         Args:
             directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
             backend: the device; None: the one the config names.
+            trust_remote_code: run code that comes with the base model.
             overrides: settings that replace those saved.
 
         Raises:
@@ -92,18 +115,21 @@ class LemaModel:
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
-        model = cls(config, backend=backend)
+        model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
         model._attach(saved or configured_lora(model.skeleton, config), seed=None)
         assert model.lora_manager is not None
         load_weights(model.lora_manager, path, model.split.layers_name)
         return model
 
     def initialize_lora(self) -> None:
-        """Attach a fresh adapter to every layer: the numbers PEFT draws for `seed`, B zero.
+        """Attach a fresh adapter, with the numbers PEFT draws for `seed`.
 
         Raises:
-            ModelError: no module matches `lora_target_modules`.
+            ModelError: no module matches `lora_target_modules`, or the adapter does not fit the model otherwise.
+            ConfigError: a setting of the adapter does not fit the model.
         """
+        if self.config.lora_target_modules is None:
+            warn_of_left_out(self.skeleton)
         self._attach(configured_lora(self.skeleton, self.config), seed=self.config.seed)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
@@ -140,7 +166,7 @@ class LemaModel:
         Raises:
             DiskError: a file could not be written.
         """
-        save_adapter(self._require_adapter(), Path(directory), self.config.model_name_or_path)
+        save_adapter(self._require_adapter(), Path(directory), self.config.model_name_or_path, self.config.revision)
         self.config.save_pretrained(directory)
 
     @cached_property
@@ -152,13 +178,15 @@ class LemaModel:
             self.backend,
             recompute=self.config.gradient_checkpointing,
             loss_chunk_tokens=self.config.loss_chunk_tokens,
+            boundaries="device" if self.config.boundary_activations == "auto" else self.config.boundary_activations,
+            offload_dir=Path(self.config.offload_dir or self.config.output_dir),
         )
 
     @cached_property
     def memory(self) -> LayerStream:
         """The stream of layers, with the residents that the budget allows. Made at first use, adapters attached."""
         config, sizes = self.config, [layer.nbytes for layer in self._layers]
-        fixed = self.outside_bytes + BYTES_PER_PARAMETER * count_lora_params(self.skeleton)
+        fixed = self.outside_bytes + training_bytes(self.skeleton, self.split.layers_name)
         total = self.backend.memory().total
         budget = None if config.device_memory is None else parse_memory(config.device_memory, total)
         residents = choose_residents(sizes, budget, fixed, config.prefetch_depth + 1)
@@ -171,8 +199,9 @@ class LemaModel:
             self.backend,
             prefetch_depth=config.prefetch_depth,
             residents=residents,
-            in_host_memory=in_host_memory,
+            host_cached=range(len(sizes)) if in_host_memory else (),
             reader=self._reader,
+            trace=self._trace,
         )
 
     @cached_property
@@ -183,12 +212,13 @@ class LemaModel:
             DataError: there is none.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.directory)
+            tokenizer = AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self._trusted)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise DataError(
                 f"the model has no tokenizer that can be loaded: {error}",
                 where=str(self.directory),
-                how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels",
+                how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has "
+                "code of its own that you trust, add --trust-remote-code",
             ) from error
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
         return tokenizer
@@ -210,6 +240,8 @@ class LemaModel:
 
     def close(self) -> None:
         """Stop reading and give memory back."""
+        if "adapter" in self.__dict__:
+            self.adapter.close()
         if "memory" in self.__dict__:
             self.memory.close()
         self._reader.close()
@@ -218,11 +250,12 @@ class LemaModel:
     def _attach(self, config: LoraConfig, seed: int | None) -> None:
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
-        self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed)
+        self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
         self.split.adapters_changed()
         if (stream := self.__dict__.pop("memory", None)) is not None:  # a budget must leave room for the adapter
             stream.cancel()
-        self.__dict__.pop("adapter", None)
+        if (adapter := self.__dict__.pop("adapter", None)) is not None:
+            adapter.close()
 
     def _require_adapter(self) -> PeftModel:
         if self.lora_manager is None:

@@ -6,7 +6,9 @@ in memory, a tied head is stored once. `transformers` keeps these rules in a tab
 """
 
 import re
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +30,20 @@ from lema.errors import ModelError, WeightsError
 from lema.stream.placement import DTYPES
 from lema.weights import GlobalBinaryIndex, TensorRecord
 
-__all__ = ["Conversion", "NameMap", "checkpoint_dtype", "map_names", "match_names", "needs_conversion", "target_dtypes"]
+__all__ = [
+    "Conversion",
+    "NameMap",
+    "checkpoint_dtype",
+    "grouped",
+    "map_names",
+    "match_names",
+    "needs_conversion",
+    "target_dtypes",
+    "warn_of_unused",
+]
 
-Read = Callable[[TensorRecord, torch.dtype], Tensor]
+Read = Callable[[list[TensorRecord], torch.dtype], Iterator[Tensor]]
+SHOWN = 8  # kinds of names in one line
 
 
 @dataclass
@@ -48,13 +61,27 @@ class Conversion:
     sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
+    @property
+    def described(self) -> str:
+        """The sources, in words."""
+        files = ", ".join(sorted({record.file.name for _, record in self.sources}))
+        return f"{len(self.sources)} tensors in {files} ({self.sources[0][1].name} ...)"
+
     def run(self, model: PreTrainedModel, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Read the sources and convert them; the sources are cast to `dtype` first, as `from_pretrained` does."""
+        """Read the sources and convert them; the sources are cast to `dtype` first, as `from_pretrained` does.
+
+        `read` is given the sources of one pattern, and returns an iterator that reads each when it is asked for.
+        """
         converter = deepcopy(self.converter)
+        by_pattern: dict[str, list[TensorRecord]] = {}
         for pattern, record in self.sources:
-            # A callable is called only when the converter asks for the tensor, and is not kept after.
-            lazy: Any = partial(read, record, dtype)
+            by_pattern.setdefault(pattern, []).append(record)
+        # The converter calls for its tensors one by one and lets go of them; so must this frame.
+        tensors = {pattern: read(records, dtype) for pattern, records in by_pattern.items()}
+        for pattern, record in self.sources:
+            lazy: Any = partial(next, tensors[pattern])
             converter.add_tensor(self.first, record.name, pattern, lazy)
+        del tensors, lazy
         with torch.no_grad():
             converted: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
@@ -70,6 +97,7 @@ class NameMap:
         tied: in-memory name that is not stored -> the stored in-memory name it shares its weights with.
         kept: buffers that the checkpoint need not store; the model's own values stand.
         ignored: tensors on disk that `transformers` says no model needs.
+        unused: further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
     """
 
     direct: dict[str, TensorRecord] = field(default_factory=dict)
@@ -77,20 +105,23 @@ class NameMap:
     tied: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     ignored: list[TensorRecord] = field(default_factory=list)
+    unused: list[TensorRecord] = field(default_factory=list)
 
 
 def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, TensorRecord]:
     """Find the tensor on disk for every tensor of the model that is stored as it is in memory.
 
-    Tied names that are stored once get the same record. Buffers the checkpoint need not store have none.
+    Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
+    disk that the model has no place for are named in a warning.
 
     Args:
         model: as `from_config` builds it, without adapters; its parameters may be on `meta`.
 
     Raises:
-        WeightsError: tensors are missing, unexpected or of another shape (all are named), or need a conversion.
+        WeightsError: tensors are missing or of another shape (all are named), or need a conversion.
     """
     names = map_names(model, index)
+    warn_of_unused(names, stacklevel=3)
     if names.conversions:
         examples = ", ".join(sorted(record.name for _, record in names.conversions[0].sources)[:4])
         raise WeightsError(
@@ -114,9 +145,12 @@ def needs_conversion(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
 def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes.
 
+    A tensor of the model that is not on disk is an error, where `from_pretrained` would draw it at random. One on disk
+    that the model has no place for is not: published checkpoints carry towers and prediction layers of other uses.
+
     Raises:
         ModelError: the checkpoint is quantised.
-        WeightsError: tensors are missing, unexpected or of another shape; all are named.
+        WeightsError: tensors are missing, stored twice or of another shape; all are named, with those not used.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError(
@@ -125,7 +159,7 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
             how="use the unquantised model",
         )
     state: dict[str, Tensor] = model.state_dict()
-    names, unexpected, twice = _assign(model, index, state)
+    names, twice = _assign(model, index, state)
     misshapen = [
         f"{name}: {list(state[name].shape)} in the model, {list(record.shape)} in {record.file.name} as {record.name}"
         for name, record in names.direct.items()
@@ -133,21 +167,42 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     ]
     for conversion in names.conversions:
         misshapen += _dry_run(model, conversion, state)
+        twice += [
+            f"{name}: as {names.direct[name].name} in {names.direct[name].file.name} and in {conversion.described}"
+            for name in conversion.shapes
+            if name in names.direct
+        ]
     filled = set(names.direct).union(*(conversion.shapes or [conversion.first] for conversion in names.conversions))
     missing = _tie_and_keep(model, names, [name for name in state if name not in filled], filled)
-    complaints = [
-        _complaint("missing", missing),
-        _complaint("unexpected", [f"{record.name} in {record.file.name}" for record in unexpected]),
-        _complaint("stored twice under different names", twice),
-        _complaint("of another shape", misshapen),
-    ]
-    if text := "\n".join(complaint for complaint in complaints if complaint):
+    if missing or twice or misshapen:
+        complaints = [
+            _complaint("missing", missing),
+            _complaint("not used", [f"{record.name} in {record.file.name}" for record in names.unused]),
+            _complaint("stored twice under different names", twice),
+            _complaint("of another shape", misshapen),
+        ]
         raise WeightsError(
-            f"the checkpoint does not fit the model\n{text}",
+            "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)]),
             where=str(index.path),
             how="check that config.json and the weights are of the same model",
         )
     return names
+
+
+def warn_of_unused(names: NameMap, stacklevel: int) -> None:
+    """Warn of tensors on disk that the model has no place for; `stacklevel` as in `warnings.warn`."""
+    if unused := [record.name for record in names.unused]:
+        warnings.warn(
+            f"{len(unused)} tensors on disk are not used, for the model has no place for them: {grouped(unused)}",
+            stacklevel=stacklevel,
+        )
+
+
+def grouped(names: Sequence[str]) -> str:
+    """Write many names in few: those that differ only in their numbers as one, with how many they are."""
+    counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+    shown = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
+    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more kinds" if len(shown) > SHOWN else "")
 
 
 def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
@@ -171,12 +226,10 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
 
 
-def _assign(
-    model: PreTrainedModel, index: GlobalBinaryIndex, state: dict[str, Tensor]
-) -> tuple[NameMap, list[TensorRecord], list[str]]:
+def _assign(model: PreTrainedModel, index: GlobalBinaryIndex, state: dict[str, Tensor]) -> tuple[NameMap, list[str]]:
     """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does.
 
-    Returns the map, the tensors that go nowhere, and the names that two tensors claim.
+    Returns the map and the names that two tensors claim.
     """
     transforms = [] if index.in_memory_names else get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -184,7 +237,6 @@ def _assign(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignorable = _ignorable_unexpected(model)
     names, conversions = NameMap(), dict[str, Conversion]()
-    unexpected: list[TensorRecord] = []
     twice: list[str] = []
     for name in sorted(index, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
         record, prefix = index[name], model.base_model_prefix
@@ -193,7 +245,7 @@ def _assign(
             target, pattern = rename_source_key(name, [], [], prefix, state)
         if target not in state:
             ignore = ignorable is not None and ignorable.search(target)
-            (names.ignored if ignore else unexpected).append(record)
+            (names.ignored if ignore else names.unused).append(record)
         elif target in names.direct or (pattern is None and target in conversions):
             other = names.direct.get(target) or conversions[target].sources[0][1]
             twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
@@ -202,22 +254,21 @@ def _assign(
         else:
             conversions.setdefault(target, Conversion(target, by_pattern[pattern])).sources.append((pattern, record))
     names.conversions = list(conversions.values())
-    return names, unexpected, twice
+    return names, twice
 
 
 def _dry_run(model: PreTrainedModel, conversion: Conversion, state: dict[str, Tensor]) -> list[str]:
     """Run a conversion on tensors without bytes, to learn what comes out and whether it fits the model."""
 
-    def shape_only(record: TensorRecord, dtype: torch.dtype) -> Tensor:
-        return torch.empty(record.shape, dtype=dtype, device="meta")
+    def shapes_only(records: list[TensorRecord], dtype: torch.dtype) -> Iterator[Tensor]:
+        return (torch.empty(record.shape, dtype=dtype, device="meta") for record in records)
 
-    files = ", ".join(sorted({record.file.name for _, record in conversion.sources}))
-    sources = f"{len(conversion.sources)} tensors in {files} ({conversion.sources[0][1].name} ...)"
     try:
-        outcome = conversion.run(model, shape_only, state[conversion.first].dtype)
+        outcome = conversion.run(model, shapes_only, state[conversion.first].dtype)
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        return [f"{conversion.first}: cannot be made of {sources}: {error}"]
+        return [f"{conversion.first}: cannot be made of {conversion.described}: {error}"]
     conversion.shapes = {name: tensor.shape for name, tensor in outcome.items()}
+    sources = conversion.described
     return [
         f"{name}: {list(state[name].shape) if name in state else 'not'} in the model, {list(shape)} from {sources}"
         for name, shape in conversion.shapes.items()
@@ -257,4 +308,4 @@ def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
 
 
 def _complaint(what: str, items: list[str]) -> str:
-    return f"  {len(items)} {what}:\n" + "\n".join(f"    {item}" for item in items) if items else ""
+    return "\n".join([f"  {len(items)} {what}:", *(f"    {item}" for item in items)]) if items else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -13,15 +14,19 @@ from transformers import get_scheduler
 from lema.config import LemaConfig
 from lema.errors import ConfigError
 
-__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates"]
-
-BYTES_PER_PARAMETER = 16  # fp32 value, gradient and two moments
+__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates", "training_bytes"]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Optimizer:
-    """Return AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) with the config's settings."""
+    """Return AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) with the config's settings.
+
+    Raises:
+        ConfigError: a parameter is in float16.
+    """
+    trained = list(parameters)
+    _check_precision(trained)
     return AdamW(
-        parameters,
+        trained,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
@@ -30,17 +35,38 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Op
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse an optimizer that would train nothing.
+    """Refuse an optimizer that would train nothing, or cannot.
 
     Raises:
-        ConfigError: none of `parameters` is in it.
+        ConfigError: none of `parameters` is in it, or one of them is in float16.
     """
+    _check_precision(parameters)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in parameters):
         raise ConfigError(
             "the optimizer holds none of the adapter's parameters, so it would train nothing",
             how="make it over model.get_trainable_parameters(), after initialize_lora()",
         )
+
+
+def _check_precision(parameters: Sequence[nn.Parameter]) -> None:
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise ConfigError(
+            "biases and modules that train whole have the type of the weights, and float16 is too coarse to be trained",
+            where="dtype: float16",
+            how="set dtype to bfloat16 or float32, or leave lora_bias and lora_modules_to_save out",
+        )
+
+
+def training_bytes(model: nn.Module, layers_name: str) -> int:
+    """Return the device memory that what trains takes: value, gradient and two moments of each parameter, in its type.
+
+    A gradient is formed before it is added to what is there. Outside the layers one can be as large as the embeddings,
+    and counts.
+    """
+    trained = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.requires_grad}
+    outside = [nbytes for name, nbytes in trained.items() if not name.startswith(f"{layers_name}.")]
+    return 4 * sum(trained.values()) + max(outside, default=0)
 
 
 def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step: int = 0) -> LRScheduler:

@@ -1,8 +1,9 @@
-"""The tensors outside the decoder layers (embeddings, final norm, head): read once, and kept on the device."""
+"""What is read once and kept on the device: the tensors outside the decoder layers (embeddings, final norm, head), and
+those inside that train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from lema.stream.placement import LayerBytes, place, views
 from lema.stream.reader import LayerReader
 from lema.weights import TensorRecord
 
-__all__ = ["layer_bytes", "load_outside"]
+__all__ = ["StoredTensors", "layer_bytes", "load_outside", "place_outside"]
 
 
 def layer_bytes(
@@ -28,31 +29,61 @@ def layer_bytes(
     return [place(layer) for layer in layers]
 
 
-def load_outside(
-    model: PreTrainedModel,
-    records: Mapping[str, TensorRecord],
-    dtypes: Mapping[str, torch.dtype],
-    layers_name: str,
-    backend: Backend,
-    reader: LayerReader,
-) -> int:
+class StoredTensors:
+    """A model's tensors where they are stored, to be read by name.
+
+    Args:
+        records: where each is, by its name in the model without adapters.
+        dtypes: what the model wants each in.
+        backend: the device.
+        reader: reads them.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[str, TensorRecord],
+        dtypes: Mapping[str, torch.dtype],
+        backend: Backend,
+        reader: LayerReader,
+    ) -> None:
+        self.records, self.dtypes = records, dtypes
+        self._backend, self._reader = backend, reader
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return those of `names` that are stored, on the device: views of one allocation that is the caller's."""
+        return self.load(self.place(names))
+
+    def place(self, names: Collection[str]) -> LayerBytes:
+        """Lay out those of `names` that are stored."""
+        return place({name: (self.records[name], self.dtypes[name]) for name in names if name in self.records})
+
+    def load(self, placed: LayerBytes) -> dict[str, Tensor]:
+        """Return on the device what `place` laid out."""
+        buffer = self._backend.host_buffer(placed.nbytes)
+        self._reader.submit(placed, buffer).wait()
+        on_device = self._backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
+        self._backend.synchronize()  # the buffer goes here, and the copy may still be reading it
+        return views(on_device, placed)
+
+
+def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str) -> int:
     """Make every stored tensor outside the decoder layers real, on the device; return their bytes.
 
     Tensors that are tied stay one tensor.
     """
-    outside = {
-        name: (record, dtypes[name]) for name, record in records.items() if not name.startswith(f"{layers_name}.")
-    }
+    outside, placed = place_outside(model, stored, layers_name)
     tied = _same_object(model)
-    stored = place({name: entry for name, entry in outside.items() if tied.get(name, name) == name})
-    buffer = backend.host_buffer(stored.nbytes)
-    reader.submit(stored, buffer).wait()
-    on_device = backend.device_slots(stored.nbytes, 1).upload(buffer).wait()
-    backend.synchronize()  # the buffer goes here, and the copy may still be reading it
-    real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in views(on_device, stored).items()}
+    real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
         _replace(model, name, real[tied.get(name, name)])
-    return stored.nbytes
+    return placed.nbytes
+
+
+def place_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str) -> tuple[list[str], LayerBytes]:
+    """Name every stored tensor outside the decoder layers, and lay them out, those that are tied once."""
+    outside = [name for name in stored.records if not name.startswith(f"{layers_name}.")]
+    tied = _same_object(model)
+    return outside, stored.place([name for name in outside if tied.get(name, name) == name])
 
 
 def _same_object(model: nn.Module) -> dict[str, str]:

@@ -5,8 +5,9 @@ it is read. Converting holds one group of tensors at a time; copying holds a few
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,90 +15,162 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.errors import ConfigError, ModelError
-from lema.hub import resolve_model
-from lema.names import NameMap, checkpoint_dtype, map_names, target_dtypes
+from lema.hub import own_weights, resolve_model
+from lema.names import Conversion, NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
+from lema.readahead import ReadAhead
 from lema.rewrite import (
     METADATA,
     bytes_of,
-    cast_pieces,
     copy_companions,
-    read_tensor,
+    read_tensors,
     stored_name,
+    write_cast,
     write_config,
 )
+from lema.scratch import LargeInScratch, Scratch
 from lema.skeleton import find_layers, meta_model, read_config
 from lema.tensorfile import TensorFile, disk_error
-from lema.weights import SINGLE_NAME, GlobalBinaryIndex
+from lema.weights import SINGLE_NAME, GlobalBinaryIndex, TensorRecord
 
-__all__ = ["prepare_directory", "prepare_monolithic_safetensors", "visit_order"]
+__all__ = ["Prepared", "prepare", "prepare_directory", "prepare_monolithic_safetensors", "visit_order"]
+
+Source = str | os.PathLike[str] | PreTrainedModel
+Progress = Callable[[int, int], None]
+Origin = TensorRecord | Conversion | Tensor  # on disk as it is, to be made, or in the model itself
 
 
-def prepare_monolithic_safetensors(
-    model_or_dir: str | os.PathLike[str] | PreTrainedModel,
-    out_file: str | os.PathLike[str],
-    device: str = "auto",  # noqa: ARG001  kept for callers of earlier versions: nothing here needs a device
+@dataclass(frozen=True)
+class Prepared:
+    """What became of a checkpoint.
+
+    Attributes:
+        path: the file or directory that was written.
+        weights: the file of weights in it.
+        names: where every tensor came from; None: from a model in memory.
+    """
+
+    path: Path
+    weights: Path
+    names: NameMap | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file of weights."""
+        return self.weights.stat().st_size
+
+    def notes(self) -> list[str]:
+        """Say what is not a plain copy, one line each: what was rearranged, what was left out, what was added."""
+        if self.names is None:
+            return []
+        rearranged = [name for conversion in self.names.conversions for name in conversion.shapes]
+        lines = {
+            "rearranged": rearranged,
+            "left out, for transformers loads them into no model of this type": [r.name for r in self.names.ignored],
+            "left out, for the model has no place for them": [r.name for r in self.names.unused],
+            "not stored, and written as the model makes them": self.names.kept,
+        }
+        return [f"{len(names)} tensors {what}: {grouped(names)}" for what, names in lines.items() if names]
+
+
+def prepare(
+    model_or_dir: Source,
+    out: str | os.PathLike[str],
     dtype: torch.dtype | str | None = None,
-) -> Path:
-    """Write a model as one safetensors file, layers contiguous in the order they are visited.
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Write a model in the order it is streamed, as one `.safetensors` file or as a directory with all that it needs.
 
-    Tied weights are written under each of their names. The file appears only when it is complete.
+    Tied weights are written under each of their names. What is written appears only when it is complete; what a killed
+    run to the same place left is removed. Tensors on disk that the model has no place for are left out, and named in
+    what is returned; a tensor of the model that is not on disk is an error, though `from_pretrained` would draw it.
 
     Args:
         model_or_dir: a model directory, a `.safetensors` file beside its `config.json`, a hub id, or a model in memory.
-        out_file: ends in `.safetensors`; its directory is made if it is missing.
-        device: has no effect.
+        out: a `.safetensors` file, or a directory; directories are made where they are missing.
         dtype: what the weights are converted to; None: what `from_pretrained` would load them as.
+        trust_remote_code: run code that lies in the model directory.
+        progress: called with the bytes given to the disk, and how many there are in all.
 
     Raises:
+        ConfigError: `out` is the model's own directory.
         WeightsError: the checkpoint is damaged or does not fit its config.
         ModelError: `transformers` cannot build the model, or it has no single stack of layers.
         DiskError: the disk is full or failing; nothing is left behind.
     """
-    file, wanted = Path(out_file), _parse_dtype(dtype)
+    place, wanted = Path(out), _parse_dtype(dtype)
+    if place.suffix == ".safetensors" and not place.is_dir():
+        return Prepared(place, place, _write_weights(model_or_dir, place, wanted, trust_remote_code, progress))
+    weights = place / SINGLE_NAME
+    if isinstance(model_or_dir, PreTrainedModel):
+        names = _write_weights(model_or_dir, weights, wanted, trust_remote_code, progress)
+        model_or_dir.config.save_pretrained(place)
+        if model_or_dir.can_generate():
+            model_or_dir.generation_config.save_pretrained(place)
+        changes = {"dtype": wanted or model_or_dir.dtype, "architectures": [type(model_or_dir).__name__]}
+        write_config(place / "config.json", place, changes)
+        return Prepared(place, weights, names)
+    directory = resolve_model(model_or_dir)
+    if place.exists() and place.samefile(directory):
+        raise ConfigError("a model cannot be prepared into its own directory", where=str(place), how="choose another")
+    names = _write_weights(model_or_dir, weights, wanted, trust_remote_code, progress)
+    copy_companions(directory, place, code=trust_remote_code)
+    changes = {} if wanted is None else {"dtype": wanted}
+    write_config(directory / "config.json", place, changes)  # last: a directory without it is visibly not complete
+    return Prepared(place, weights, names)
+
+
+def prepare_monolithic_safetensors(
+    model_or_dir: Source,
+    out_file: str | os.PathLike[str],
+    device: str = "auto",  # noqa: ARG001  kept for callers of earlier versions: nothing here needs a device
+    dtype: torch.dtype | str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write a model as one safetensors file, layers contiguous in the order they are visited.
+
+    As `prepare`; tensors on disk that the model has no place for are named in a warning.
+
+    Args:
+        model_or_dir: as in `prepare`.
+        out_file: ends in `.safetensors`.
+        device: has no effect.
+        dtype: as in `prepare`.
+        trust_remote_code: as in `prepare`.
+
+    Raises:
+        ConfigError: `out_file` does not end in `.safetensors`.
+        WeightsError, ModelError, DiskError: as `prepare`.
+    """
+    file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
         raise ConfigError(
             f"{file} is not the name of a .safetensors file", where="out_file", how="end it in .safetensors"
         )
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(error, file.parent) from error
-    if isinstance(model_or_dir, PreTrainedModel):
-        _write_model(model_or_dir, file, wanted)
-    else:
-        _write_checkpoint(model_or_dir, file, wanted)
-    return file
+    prepared = prepare(model_or_dir, file, dtype, trust_remote_code=trust_remote_code)
+    return _warned(prepared)
 
 
 def prepare_directory(
-    model_or_dir: str | os.PathLike[str] | PreTrainedModel,
+    model_or_dir: Source,
     out_dir: str | os.PathLike[str],
     dtype: torch.dtype | str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Path:
-    """Write a model as a directory that streams as it is: one weights file, config, generation config, tokenizer.
+    """Write a model as a directory that streams as it is: one weights file, config, generation config, tokenizer, code.
+
+    As `prepare`; tensors on disk that the model has no place for are named in a warning.
 
     Raises:
-        ConfigError: `out_dir` is the model's own directory.
-        WeightsError, ModelError, DiskError: as `prepare_monolithic_safetensors`.
+        ConfigError: `out_dir` is the model's own directory, or the name of a file of weights.
+        WeightsError, ModelError, DiskError: as `prepare`.
     """
-    out, wanted = Path(out_dir), _parse_dtype(dtype)
-    if isinstance(model_or_dir, PreTrainedModel):
-        prepare_monolithic_safetensors(model_or_dir, out / SINGLE_NAME, dtype=wanted)
-        model_or_dir.config.save_pretrained(out)
-        if model_or_dir.can_generate():
-            model_or_dir.generation_config.save_pretrained(out)
-        config_file, stored = out / "config.json", model_or_dir.dtype
-        architecture = type(model_or_dir).__name__
-        write_config(config_file, out, {"dtype": wanted or stored, "architectures": [architecture]})
-        return out
-    directory = resolve_model(model_or_dir)
-    if out.exists() and out.samefile(directory):
-        raise ConfigError("a model cannot be prepared into its own directory", where=str(out), how="choose another")
-    prepare_monolithic_safetensors(model_or_dir, out / SINGLE_NAME, dtype=wanted)
-    copy_companions(directory, out)
-    changes = {} if wanted is None else {"dtype": wanted}
-    write_config(directory / "config.json", out, changes)  # last: a directory without it is visibly not complete
-    return out
+    if (out := Path(out_dir)).suffix == ".safetensors" and not out.is_dir():
+        raise ConfigError(f"{out} is the name of a file, not of a directory", where="out_dir", how="choose another")
+    return _warned(prepare(model_or_dir, out, dtype, trust_remote_code=trust_remote_code))
 
 
 def visit_order(model: PreTrainedModel) -> list[str]:
@@ -116,50 +189,90 @@ def visit_order(model: PreTrainedModel) -> list[str]:
     return before + [name for layer in inside for name in layer] + after
 
 
-def _write_checkpoint(source: str | os.PathLike[str], file: Path, dtype: torch.dtype | None) -> None:
+def _warned(prepared: Prepared) -> Path:
+    if prepared.names is not None:
+        warn_of_unused(prepared.names, stacklevel=4)
+    return prepared.path
+
+
+def _write_weights(
+    source: Source, file: Path, dtype: torch.dtype | None, trust: bool, progress: Progress | None
+) -> NameMap | None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, file.parent) from error
+    if isinstance(source, PreTrainedModel):
+        _write_model(source, file, dtype, progress)
+        return None
+    return _write_checkpoint(source, file, dtype, trust, progress)
+
+
+def _write_checkpoint(
+    source: str | os.PathLike[str], file: Path, dtype: torch.dtype | None, trust: bool, progress: Progress | None
+) -> NameMap:
     directory = resolve_model(source)
-    file_or_directory = Path(source).expanduser()
-    index = GlobalBinaryIndex(file_or_directory if file_or_directory.is_file() else directory)
-    config = read_config(directory)
-    model = meta_model(config, dtype or checkpoint_dtype(config, index))
+    index = GlobalBinaryIndex(own_weights(source, directory))
+    config = read_config(directory, trust_remote_code=trust)
+    model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
     names = map_names(model, index)
     state: dict[str, Tensor] = model.state_dict()
     # What is not loaded is not widened either.
     dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
     order = visit_order(model)
     specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
-    with TensorFile(file, specs, METADATA) as out:
-        for name in order:
-            _fill(out, name, names, dtypes, model, state)
+    plan = _plan(order, names, state)
+    sources, memory = [record for _, origin in plan for record in _records(origin)], Scratch()
+    with TensorFile(file, specs, METADATA, progress) as out, ReadAhead(sources) as ahead:
+
+        def read(records: list[TensorRecord], dtype: torch.dtype) -> Iterator[Tensor]:
+            for record, tensor in zip(records, read_tensors(records, dtype, memory), strict=True):
+                ahead.advance(record.nbytes)
+                yield tensor
+
+        for name, origin in plan:
+            if isinstance(origin, TensorRecord):
+                write_cast(out, name, origin, dtypes[name])
+                ahead.advance(origin.nbytes)
+            elif isinstance(origin, Conversion):
+                with LargeInScratch(memory):
+                    made = origin.run(model, read, dtypes[origin.first])
+                _write_made(out, made, names, dtypes)
+            else:
+                out.write(name, [bytes_of(origin)])
+    return names
 
 
-def _fill(
-    out: TensorFile,
-    name: str,
-    names: NameMap,
-    dtypes: Mapping[str, torch.dtype],
-    model: PreTrainedModel,
-    state: Mapping[str, Tensor],
-) -> None:
-    """Write the tensor `name`, and with it all that come out of the same conversion."""
-    source = names.tied.get(name, name)
-    if (record := names.direct.get(source)) is not None:
-        out.write(name, cast_pieces(record, dtypes[name]))
-    elif source in names.kept:
-        out.write(name, [bytes_of(state[source])])
-    elif name not in names.tied:  # a tied name is written with the one it shares its weights with
-        conversion = next(conversion for conversion in names.conversions if name in conversion.shapes)
-        if name != next(iter(conversion.shapes)):
-            return
-        sharing: dict[str, list[str]] = {}
-        for other, stored in names.tied.items():
-            sharing.setdefault(stored, []).append(other)
-        for made, tensor in conversion.run(model, read_tensor, dtypes[conversion.first]).items():
-            for target in (made, *sharing.get(made, ())):
-                out.write(target, [bytes_of(tensor.to(dtypes[target]))])
+def _plan(order: list[str], names: NameMap, state: Mapping[str, Tensor]) -> list[tuple[str, Origin]]:
+    """Say in which order to write what from where; a conversion stands for all that come out of it."""
+    plan: list[tuple[str, Origin]] = []
+    converted: dict[str, Conversion] = {next(iter(conversion.shapes)): conversion for conversion in names.conversions}
+    for name in order:
+        stored = names.tied.get(name, name)
+        if stored in names.direct:
+            plan.append((name, names.direct[stored]))
+        elif stored in names.kept:
+            plan.append((name, state[stored]))
+        elif name in converted:
+            plan.append((name, converted[name]))
+    return plan
 
 
-def _write_model(model: PreTrainedModel, file: Path, dtype: torch.dtype | None) -> None:
+def _records(origin: Origin) -> list[TensorRecord]:
+    if isinstance(origin, Conversion):
+        return [record for _, record in origin.sources]
+    return [origin] if isinstance(origin, TensorRecord) else []
+
+
+def _write_made(out: TensorFile, made: dict[str, Tensor], names: NameMap, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Write what came out of a conversion, each also under the names that share its weights, letting go of it then."""
+    for key in list(made):
+        tensor = made.pop(key)
+        for target in (key, *(other for other, stored in names.tied.items() if stored == key)):
+            out.write(target, [bytes_of(tensor.to(dtypes[target]))])
+
+
+def _write_model(model: PreTrainedModel, file: Path, dtype: torch.dtype | None, progress: Progress | None) -> None:
     state: dict[str, Tensor] = model.state_dict()
     if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
         raise ModelError(
@@ -175,7 +288,7 @@ def _write_model(model: PreTrainedModel, file: Path, dtype: torch.dtype | None) 
         dtypes = target_dtypes(meta_model(deepcopy(model.config), dtype))
     order = visit_order(model)
     specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
-    with TensorFile(file, specs, METADATA) as out:
+    with TensorFile(file, specs, METADATA, progress) as out:
         for name in order:
             out.write(name, [bytes_of(state[name].detach().to("cpu", dtypes[name]))])
 

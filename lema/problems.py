@@ -9,11 +9,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lema.errors import ConfigError
+from lema.peftoptions import SETTING_OF
 
-__all__ = ["Problem", "SettingsError", "nearest", "problems_of", "unknown_setting"]
+__all__ = ["Contradiction", "Problem", "SettingsError", "nearest", "problems_of", "unknown_setting"]
 
 # Names other trainers use for the same thing, where spelling alone would not lead a newcomer there.
 _ELSEWHERE = {
+    **SETTING_OF,
     "alpha": "lora_alpha",
     "base_model": "model_name_or_path",
     "dataset": "train_data",
@@ -27,19 +29,21 @@ _ELSEWHERE = {
     "max_seq_len": "max_length",
     "num_epochs": "num_train_epochs",
     "per_device_train_batch_size": "batch_size",
-    "r": "lora_rank",
     "rank": "lora_rank",
     "sequence_len": "max_length",
-    "target_modules": "lora_target_modules",
     "torch_dtype": "dtype",
     "val_set_size": "eval_split",
 }
+
+# What is asked for in another place.
+_NO_SETTINGS = {"trust_remote_code": "a file must not say what code is run; give --trust-remote-code with the command"}
 
 # Likeness below which a name is not offered, and how far below the best still counts as about as close.
 _LIKE, _TIE = 0.5, 0.1
 
 _NOUNS = {
     "bool_type": "true or false",
+    "dict_type": "a mapping",
     "float_type": "a number",
     "int_type": "a whole number",
     "list_type": "a list",
@@ -75,6 +79,19 @@ class Problem:
     def __str__(self) -> str:
         head = f"{self.place}: " if self.place else ""
         return head + self.what + (f" ({self.how})" if self.how else "")
+
+
+class Contradiction(ValueError):
+    """One setting contradicts another; raised where settings are checked together.
+
+    Args:
+        key: the setting to say it of.
+        what: what is wrong, and how to mend it.
+    """
+
+    def __init__(self, key: str, what: str) -> None:
+        self.key = key
+        super().__init__(what)
 
 
 class SettingsError(ConfigError):
@@ -114,6 +131,8 @@ def _likeness(one: str, other: str) -> float:
 
 def unknown_setting(key: str, known: Iterable[str]) -> Problem:
     """The problem of a key that is no setting, with the nearest names."""
+    if how := _NO_SETTINGS.get(key):
+        return Problem(key, f"unknown setting {key!r}", how)
     near = nearest(key, known)
     how = f"did you mean {_listed(near)}?" if near else "`lema config schema` lists every setting"
     return Problem(key, f"unknown setting {key!r}", how)
@@ -128,8 +147,13 @@ def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Pro
     """
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        by_key.setdefault(str(detail["loc"][0]) if detail["loc"] else "", []).append(detail)
+        by_key.setdefault(_key(detail), []).append(detail)
     return [_problem(key, details, defaults) for key, details in by_key.items()]
+
+
+def _key(detail: ErrorDetails) -> str:
+    error = detail.get("ctx", {}).get("error")
+    return str(detail["loc"][0]) if detail["loc"] else error.key if isinstance(error, Contradiction) else ""
 
 
 def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any]) -> Problem:
@@ -148,7 +172,8 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
     near = nearest(given, _choices(telling)) if isinstance(given, str) else []
     how = f"did you mean {_listed(near)}?" if near else ""
     if "value_error" in kinds:
-        return Problem(key, f"{key} {what}" if what.startswith("must") else f"{key}: {what}" if key else what)
+        named = what.startswith(key) or not first["loc"]
+        return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")
     if what == _EMPTY:
         return Problem(key, f"{key} is empty", "leave it out for the default")
     return Problem(key, f"{key} must be {what}, not {given!r}", how)
@@ -168,6 +193,8 @@ def _demand(detail: ErrorDetails) -> str:
     if kind in ("string_too_short", "too_short"):
         return _EMPTY
     noun = _NOUNS.get(kind, detail["msg"])
+    if detail["loc"][-1] == "[key]":  # of a mapping
+        return f"named by {noun}"
     # Inside a list: ("lora_target_modules", "list[str]", 0)
     return f"a list of {noun}" if isinstance(detail["loc"][-1], int) else noun
 

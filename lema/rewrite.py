@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import secrets
+import os
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from lema.errors import ModelError
+from lema.partial import open_partial
+from lema.scratch import Scratch
 from lema.stream.placement import DTYPES
-from lema.tensorfile import disk_error, read_into, read_pieces
+from lema.tensorfile import TensorFile, disk_error, read_into, read_pieces
 from lema.weights import PREPARED_MARK, TensorRecord, check_inside
 
 __all__ = [
@@ -22,8 +25,10 @@ __all__ = [
     "cast_pieces",
     "copy_companions",
     "read_tensor",
+    "read_tensors",
     "replace_file",
     "stored_name",
+    "write_cast",
     "write_config",
 ]
 
@@ -31,6 +36,7 @@ METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `
 
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, generation settings
+CODE = ("*.py",)
 
 
 def read_tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:
@@ -40,9 +46,24 @@ def read_tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:
         ReadError: its bytes could not be read.
         ModelError: it is stored in a form no model computes with.
     """
-    buffer = torch.empty(record.nbytes, dtype=torch.uint8)
-    read_into(record, buffer.numpy().data)
-    return buffer.view(_torch_dtype(record)).view(record.shape).to(dtype)
+    return next(read_tensors([record], dtype, Scratch()))
+
+
+def read_tensors(records: list[TensorRecord], dtype: torch.dtype, memory: Scratch) -> Iterator[Tensor]:
+    """Yield whole tensors as `dtype`, each read when it is asked for; they lie side by side in `memory`.
+
+    Raises:
+        ReadError, ModelError: as `read_tensor`.
+    """
+    sizes = [prod(record.shape) * dtype.itemsize for record in records]
+    whole, start = memory.bytes(sum(sizes)), 0
+    for record, size in zip(records, sizes, strict=True):
+        stored, place = _torch_dtype(record), whole[start : start + size]
+        aside = place if stored == dtype else memory.bytes(record.nbytes)
+        read_into(record, aside.numpy().data)
+        tensor = place.view(dtype).view(record.shape)
+        yield tensor if stored == dtype else tensor.copy_(aside.view(stored).view(record.shape))
+        start += size
 
 
 def cast_pieces(record: TensorRecord, dtype: torch.dtype) -> Iterator[memoryview]:
@@ -52,8 +73,30 @@ def cast_pieces(record: TensorRecord, dtype: torch.dtype) -> Iterator[memoryview
         ReadError, ModelError: as `read_tensor`.
     """
     stored = _torch_dtype(record)
+    cast = torch.empty(0, dtype=dtype)
     for piece in read_pieces(record):
-        yield piece if stored == dtype else bytes_of(torch.frombuffer(piece, dtype=stored).to(dtype))
+        if stored == dtype:
+            yield piece
+            continue
+        items = torch.frombuffer(piece, dtype=stored)
+        cast = cast if cast.numel() else torch.empty(items.numel(), dtype=dtype)  # the first piece is the longest
+        yield bytes_of(cast[: items.numel()].copy_(items))
+
+
+def write_cast(out: TensorFile, name: str, record: TensorRecord, dtype: torch.dtype) -> None:
+    """Write the tensor of `record` as `name`, which `out` announced with `dtype`; nothing is read twice or held.
+
+    Raises:
+        ReadError, ModelError: as `read_tensor`.
+        DiskError: the bytes could not be written.
+    """
+    if _torch_dtype(record) != dtype:
+        out.write(name, cast_pieces(record, dtype))
+        return
+    done = 0
+    for place in out.space(name):
+        read_into(record, place, done)
+        done += len(place)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -72,14 +115,20 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
     return stored
 
 
-def copy_companions(directory: Path, out: Path) -> None:
+def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
     """Copy the small files beside a model's weights, but for `config.json` and the index of its shards.
+
+    Args:
+        directory: the model's.
+        out: the copy's.
+        code: copy the model's own code as well.
 
     Raises:
         WeightsError: one of them is a link that leaves the directory.
         DiskError: one could not be written.
     """
-    found = {file.name: file for pattern in COMPANIONS for file in directory.glob(pattern) if file.is_file()}
+    patterns = (*COMPANIONS, *CODE) if code else COMPANIONS
+    found = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
     for name, file in sorted(found.items()):
         if name != "config.json" and not name.endswith(".index.json"):
             check_inside(file)
@@ -104,10 +153,15 @@ def replace_file(file: Path, content: bytes) -> None:
     Raises:
         DiskError: it could not be written.
     """
-    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     try:
-        partial.write_bytes(content)
-        partial.replace(file)
+        descriptor, partial = open_partial(file)
+    except OSError as error:
+        raise disk_error(error, file) from error
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            partial.replace(file)  # before it is closed: what is not locked may be swept
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise disk_error(error, file) from error

@@ -6,26 +6,36 @@ config's own pipeline plan names, or else the only list of modules as long as th
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.errors import ModelError
+from lema.remotecode import check_code
 
 __all__ = ["EmptyOnMeta", "find_layers", "meta_model", "read_config"]
 
+LARGE = 1 << 20  # bytes
 
-def read_config(directory: Path) -> PreTrainedConfig:
+
+def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read `config.json` of a model directory.
 
+    Args:
+        directory: the model's.
+        trust_remote_code: run the model's own code where it has some; no code is run without it.
+
     Raises:
-        ModelError: no config, or one that this `transformers` cannot read.
+        ModelError: no config, one that this `transformers` cannot read, or one that needs code that is not trusted.
     """
     if not (directory / "config.json").is_file():
         raise ModelError(
@@ -33,9 +43,10 @@ def read_config(directory: Path) -> PreTrainedConfig:
             where=str(directory),
             how="point model_name_or_path at a directory written by save_pretrained, or at a hub id",
         )
+    check_code(directory, trusted=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(directory)
-    except (ValueError, KeyError, OSError) as error:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelError(
             f"transformers cannot read this config: {error}",
             where=str(directory / "config.json"),
@@ -52,7 +63,11 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 
 def meta_model(
-    config: PreTrainedConfig, dtype: torch.dtype | None = None, attn_implementation: str | None = None
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Build the causal language model of `config` with every parameter on `meta` and every buffer real.
 
@@ -62,6 +77,7 @@ def meta_model(
         config: the model's own config.
         dtype: of the parameters; None: the one the config names, else float32.
         attn_implementation: as in `from_pretrained`; None: transformers' choice.
+        trust_remote_code: as in `read_config`, which checked the code.
 
     Raises:
         ModelError: `transformers` has no causal language model for this config.
@@ -69,11 +85,12 @@ def meta_model(
     if dtype is None:
         dtype = getattr(config, "dtype", None) or torch.float32
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options["trust_remote_code"] = trust_remote_code
     try:
         model = _build(config, {"dtype": dtype, **options}, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
             model = _build(config, {"dtype": dtype, **options}, nullcontext())
-    except (ValueError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError) as error:
         raise ModelError(
             f"transformers cannot build this model as a causal language model: {error}",
             where=f"model_type {config.model_type!r}",
@@ -86,13 +103,24 @@ def meta_model(
 
 class EmptyOnMeta(TorchFunctionMode):
     """Makes `torch.empty`, which weights begin as, take no memory: not even an address, of which a large model would
-    take so many that the heap is left full of holes."""
+    take so many that the heap is left full of holes. Large `torch.zeros`, which buffers begin as too, are real, but
+    take memory only where they are written to."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
+        if func is torch.zeros and not {"device", "out", "layout"} & given.keys():
+            like = func(*args, **given, device="meta")
+            return _untouched_zeros(like) if like.nbytes >= LARGE else func(*args, **given)
         return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))
+
+
+def _untouched_zeros(like: Tensor) -> Tensor:
+    """Return zeros for which the system finds memory when they are first written; torch would write them at once."""
+    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
+    return zeros.requires_grad_(like.requires_grad)
 
 
 def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]) -> PreTrainedModel:
@@ -104,25 +132,58 @@ def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractCont
     return model
 
 
-def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Find the stack of decoder layers: its dotted name in `model`, and the list itself.
+
+    It is looked for in what the model calls its decoder, so not in the towers of other modalities: first by the
+    config's pipeline plan, then by what `transformers` marks as a layer to checkpoint, then by its length.
 
     Raises:
         ModelError: there is no such list, or more than one.
     """
-    config = model.config
-    plan = tuple(f".{name}" for name in getattr(config, "base_model_pp_plan", None) or {})
-    lists = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
-    }
-    planned = [name for name in lists if f".{name}".endswith(plan)] if plan else []
-    length = getattr(config, "num_hidden_layers", None)
-    found = planned or [name for name, module in lists.items() if len(module) == length]
+    root, decoder = _decoder(model)
+    lists = _outermost_lists(decoder, root)
+    config: PreTrainedConfig = model.config
+    plan = getattr(config, "base_model_pp_plan", None) or {}
+    length = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    rules: tuple[Callable[[str, nn.ModuleList], bool], ...] = (
+        lambda name, _: name.rpartition(f"{root}.")[2] in plan,
+        lambda _, layers: all(isinstance(layer, GradientCheckpointingLayer) for layer in layers),
+        lambda _, layers: len(layers) == length,
+        lambda _, __: True,
+    )
+    found: list[str] = []
+    for rule in rules:
+        if found := [name for name, layers in lists.items() if rule(name, layers)]:
+            break
     if len(found) != 1:
         raise ModelError(
-            f"{'no' if not found else 'more than one'} stack of decoder layers was found",
-            where=f"model_type {getattr(config, 'model_type', '?')!r}, candidates: {found or sorted(lists)}",
+            "no stack of decoder layers was found" if not found else "its layers are in more than one stack",
+            where=f"model_type {getattr(config, 'model_type', '?')!r}: {', '.join(found) or 'no list of modules'}",
             how="only models with one stack of decoder layers stream",
         )
-    assert isinstance(found[0], str)
     return found[0], lists[found[0]]
+
+
+def _decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """What the model itself says generates text, and its name; the model where it says nothing."""
+    decoder = model.get_decoder()
+    for name, module in model.named_modules():
+        if module is decoder and _outermost_lists(module, name):  # some call their head a decoder
+            return name, module
+    return "", model
+
+
+def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
+    """The lists of modules that are in no other list, nor in a model within the model that reads no tokens."""
+    lists: dict[str, nn.ModuleList] = {}
+    closed: list[str] = []
+    for name, module in decoder.named_modules(prefix=root):
+        if any(name.startswith(f"{outer}.") for outer in closed):
+            continue
+        if isinstance(module, nn.ModuleList) and len(module):
+            lists[name] = module
+            closed.append(name)
+        elif isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids" and module is not decoder:
+            closed.append(name)
+    return lists

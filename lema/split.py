@@ -9,46 +9,29 @@ masks, rotary tables, final norm, soft-capping and logit scales are the model's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.backend import Backend
 from lema.errors import ModelError
+from lema.flow import alike, as_leaf, depends_on, same_structure, structure, tensors_in, without_dropout
+from lema.layercall import HandedOn, LayerCall
 from lema.skeleton import find_layers
 
-__all__ = ["LayerCall", "Prelude", "Split"]
+__all__ = ["Prelude", "Split"]
 
-BASE_LAYER = ".base_layer"  # where an adapter keeps the module it wraps
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """The arguments one layer was called with, but for the hidden state."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden_is_keyword: bool
-
-    @classmethod
-    def record(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LayerCall, Tensor]:
-        """Take a call apart into its hidden state, `[batch, sequence, hidden]`, and the rest."""
-        if args:
-            return cls(args[1:], kwargs, False), args[0]
-        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        return cls((), rest, True), kwargs["hidden_states"]
-
-    def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's arguments with `hidden` in its place."""
-        if self.hidden_is_keyword:
-            return (), {"hidden_states": hidden, **self.kwargs}
-        return (hidden, *self.args), self.kwargs
+LEARNING_TOKENS = 8
+OUT_OF_ORDER = "it does not run its layers once each, in their order"
+PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
+WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps
 
 
 @dataclass(frozen=True)
@@ -59,8 +42,8 @@ class Prelude:
     calls: tuple[LayerCall, ...]
 
 
-class _ReachedLastLayer(Exception):
-    """Stops the model's forward once every layer's call is recorded."""
+class _LayerReached(Exception):
+    """Stops the model's forward once enough is recorded."""
 
 
 class Split:
@@ -76,54 +59,77 @@ class Split:
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self._dtype = model.dtype
-        self._names: dict[int, dict[str, str]] = {}  # per layer: a weight's name on disk -> its name in the module now
-        self._wrap: Callable[[Tensor], Any] | None = None  # how a layer returns its hidden state; learnt from a call
+        self._names: dict[int, dict[str, str | None]] = {}  # per layer: a weight's name on disk -> in the module now
+        self._set_in_place: dict[int, set[str]] = {}  # per layer: the weights that an adapter sets in place
+        self._rest: tuple[Any, ...] | None = (
+            None  # what layers return after the hidden state; None: they return it bare
+        )
+        self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
+        self._learnt: set[bool] = set()  # in training, in evaluation: some models do other things between layers
+        self._watched: set[int] = set()  # layers seen to leave their arguments alone
 
     @property
     def num_layers(self) -> int:
         """How many decoder layers there are."""
         return len(self.layers)
 
-    def prelude(self, batch: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> Prelude:
+    def prelude(
+        self, batch: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor], *, differentiate: bool = False
+    ) -> Prelude:
         """Run the model up to its layers.
 
         Args:
             batch: `input_ids`, int64 `[batch, sequence]`, and what else the model's forward takes.
             first_layer_weights: of layer 0, by name; used once, to learn what a layer returns.
+            differentiate: let the hidden state keep its graph, where something before the layers trains.
         """
         calls: list[LayerCall] = []
         hidden: list[Tensor] = []
+        if self.model.training not in self._learnt:
+            self._learn({name: value[:1, :LEARNING_TOKENS] for name, value in batch.items()}, first_layer_weights)
 
         def recorder(index: int) -> Callable[..., Any]:
             def record(*args: Any, **kwargs: Any) -> Any:
                 call, state = LayerCall.record(args, kwargs)
-                calls.append(call)
                 if index == 0:
                     hidden.append(state)
-                    if self._wrap is None:
-                        self._wrap = self._learn(call, state, first_layer_weights)
+                elif (below := calls[-1].left) is not None and below.is_in(call.args, call.kwargs):
+                    call.received = below
+                elif calls:
+                    calls[-1].left = None
+                calls.append(call)
                 if index == self.num_layers - 1:
-                    raise _ReachedLastLayer
-                assert self._wrap is not None
-                return self._wrap(state)
+                    raise _LayerReached
+                if self._rest is None:
+                    return state
+                call.left = HandedOn.like(self._rest, self._mark_absent)
+                return (state, *call.left.placeholders)
 
             return record
 
         recorders = [recorder(index) for index in range(self.num_layers)]
-        with torch.no_grad(), self.autocast(), self.replaced(recorders), suppress(_ReachedLastLayer):
+        with (
+            torch.set_grad_enabled(differentiate),
+            self.autocast(),
+            self.replaced(recorders),
+            suppress(_LayerReached),
+        ):
             self.model(**batch, use_cache=False)
         if len(calls) != self.num_layers:
-            raise ModelError(
-                f"the model called {len(calls)} of its {self.num_layers} layers before the last one",
-                where=f"{self.layers_name} of {type(self.model).__name__}",
-                how="only models that run each layer of one stack once, in order, stream",
-            )
+            raise self._refusal(OUT_OF_ORDER)
         return Prelude(hidden[0], tuple(calls))
 
     def run_layer(self, index: int, weights: Mapping[str, Tensor], call: LayerCall, hidden: Tensor) -> Tensor:
         """Run one layer on `hidden`, `[batch, sequence, hidden]`, with the weights given; returns the same shape."""
+        before = None if index in self._watched else structure([call.args, call.kwargs])
         with self.autocast():
             out = self.call_layer(index, weights, *call.arguments(hidden))
+        if before is not None:
+            if not same_structure(before, structure([call.args, call.kwargs])):
+                raise self._refusal(f"layer {index} leaves something for later layers besides the hidden state")
+            self._watched.add(index)
+        if call.left is not None:
+            call.left.values = tuple(out[1:])
         return out if isinstance(out, Tensor) else out[0]
 
     def call_layer(
@@ -139,47 +145,128 @@ class Split:
             if replacement is not None:
                 layer.forward = replacement
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`.
 
-        The part of the forward before the layers runs on placeholder tokens, and its result is thrown away. The
-        generator is put back before the head begins, so that what it draws is what the whole model would draw.
+        The part of the forward before the layers runs on `batch`, or on placeholder tokens, and its result is thrown
+        away. The generator is put back before the head begins: what it draws is what the whole model would draw.
         """
         state = self._backend.rng_state()
-        wrap = self._wrap
-        assert wrap is not None, "the head runs after the prelude"
 
         def keep(*args: Any, **kwargs: Any) -> Any:
-            return wrap(LayerCall.record(args, kwargs)[1])
+            return self._returned(LayerCall.record(args, kwargs)[1])
 
         def finish(*_: Any, **__: Any) -> Any:
             self._backend.set_rng_state(state)
-            return wrap(hidden)
+            return self._returned(hidden)
 
-        placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)  # any token but padding
-        tokens = torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)
+        if batch is None:
+            placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)  # any token but padding
+            batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
         with self.autocast(), self.replaced([keep] * (self.num_layers - 1) + [finish]):
-            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+            logits: Tensor = self.model(**batch, use_cache=False).logits
         return logits
 
-    def _learn(self, call: LayerCall, hidden: Tensor, weights: Mapping[str, Tensor]) -> Callable[[Tensor], Any]:
-        """Run layer 0 for real, once, to see whether layers return a tensor or a tuple."""
+    def _learn(self, few: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> None:
+        """Run layer 0 for real, once, to see what layers return; then see whether the model can be split at all.
+
+        Args:
+            few: a batch of a few tokens.
+            first_layer_weights: as in `prelude`.
+        """
         state = self._backend.rng_state()
-        out = self.call_layer(0, weights, *call.arguments(hidden))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = self.call_layer(0, first_layer_weights, args, kwargs)
+            self._rest = None if isinstance(out, Tensor) else tuple(out[1:])
+            raise _LayerReached
+
+        try:
+            with torch.no_grad(), self.autocast(), self.replaced([run] * self.num_layers), suppress(_LayerReached):
+                self.model(**few, use_cache=False)
+        except PASSED_THROUGH_THE_MODEL as error:
+            raise self._refusal(f"it does not run on a few token ids alone: {error}") from error
+        try:
+            self._check(few)
+        except PASSED_THROUGH_THE_MODEL:
+            # It computes with what layers return beside the hidden state; then None must be None.
+            self._mark_absent = False
+            self._check(few)
         self._backend.set_rng_state(state)
-        if isinstance(out, Tensor):
-            return lambda hidden: hidden
-        rest = tuple(out[1:])
-        return lambda hidden: (hidden, *rest)
+        self._learnt.add(self.model.training)
+
+    def _check(self, few: Mapping[str, Tensor]) -> None:
+        """Make sure that the model is a prelude, layers one after the other, and a head.
+
+        Raises:
+            ModelError: something but the hidden state goes from layer to layer, or from below the layers to the head.
+        """
+        returned: list[tuple[Any, ...]] = []  # by each layer
+        order: list[int] = []
+
+        def probe(index: int) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                call, hidden = LayerCall.record(args, kwargs)
+                order.append(index)
+                if returned and hidden is not returned[-1][0]:
+                    raise self._refusal(f"the hidden state is worked on between layers {index - 1} and {index}")
+                call.received = HandedOn(returned[-1][1:]) if returned else None
+                if depends_on(tensors_in(call.others()), tensors_in(returned)):
+                    raise self._refusal(f"layer {index} is given more of the layers below than the hidden state")
+                handed_on = HandedOn.like(self._rest or (), self._mark_absent).placeholders
+                returned.append((as_leaf(hidden), *map(as_leaf, handed_on)))
+                return returned[-1][0] if self._rest is None else returned[-1]
+
+            return run
+
+        probes = [probe(index) for index in range(self.num_layers)]
+        with torch.enable_grad(), self.autocast(), self.replaced(probes):
+            logits: Tensor = self.model(**few, use_cache=False).logits
+        if order != list(range(self.num_layers)):
+            raise self._refusal(OUT_OF_ORDER)
+        if depends_on([logits], tensors_in(returned[:-1])):
+            raise self._refusal("its head looks at more layers than the last")
+        last = returned[-1][0].detach()
+        try:
+            with torch.no_grad(), without_dropout(self.model):
+                expected = self.head(last, few)
+                alone = [self.head(last), torch.cat([self.head(last[:, :1]), self.head(last[:, 1:])], dim=1)]
+        except PASSED_THROUGH_THE_MODEL as error:
+            raise self._refusal("its head needs more than the last layer's output, token by token") from error
+        if any(not alike(found, expected) for found in alone):
+            raise self._refusal("its head needs more than the last layer's output, token by token")
+
+    def _returned(self, hidden: Tensor) -> Any:
+        """Return `hidden` as a layer would."""
+        return hidden if self._rest is None else (hidden, *self._rest)
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(
+            f"this model cannot be streamed layer by layer: {why}",
+            where=f"{self.layers_name} of {type(self.model).__name__}",
+            how="`lema models` lists the types that stream",
+        )
 
     def _rename(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Name the weights as the layer does now: an adapter moves a module's weights under `base_layer`."""
+        """Name the weights as the layer does now: an adapter moves those of the modules it wraps.
+
+        A parameter that trains is the layer's own, and what is leased in its place is left out.
+        """
         if index not in self._names:
             layer = self.layers[index]
-            owned = chain(layer.named_parameters(), layer.named_buffers())
-            self._names[index] = {name.replace(BASE_LAYER, ""): name for name, _ in owned}
-        names = self._names[index]
-        return {names[name]: tensor for name, tensor in weights.items()}
+            parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}
+            owned = parameters | {name: name for name, _ in layer.named_buffers()}
+            self._names[index] = {WRAPPED.sub("", name): now for name, now in owned.items()}
+            wrappers = [(name, part) for name, part in layer.named_modules() if isinstance(part, ParamWrapper)]
+            self._set_in_place[index] = {WRAPPED.sub("", f"{name}.{part.parameter_name}") for name, part in wrappers}
+        names, in_place = self._names[index], self._set_in_place[index]
+        return {
+            # An adapted parameter is set to itself when PEFT parametrizes it. `data` counts its changes by itself: else
+            # this would be taken for a change of every weight in the slot.
+            now: tensor.data if name in in_place else tensor
+            for name, tensor in weights.items()
+            if (now := names[name]) is not None
+        }
 
     def adapters_changed(self) -> None:
         """Forget the layers' names: adapters were attached or taken off."""

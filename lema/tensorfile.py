@@ -2,26 +2,28 @@
 
 The `safetensors` library writes a file from a whole state dict in memory; a model larger than memory needs this. The
 file appears under its name only when it is complete and on disk, so a kill or a full disk leaves what was there before.
+What a killed run left beside it, the next run to the same place removes.
 """
 
 import errno
 import json
 import os
-import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from lema.blockfile import BlockFile
 from lema.errors import DiskError, ReadError
 from lema.header import DTYPE_BITS, TensorRecord
+from lema.partial import open_partial
 
 __all__ = ["ALIGNMENT", "TensorFile", "TensorSpec", "disk_error", "read_into", "read_pieces"]
 
 ALIGNMENT = 4096  # of the data section: a reader past the page cache needs whole pages
-PIECE_BYTES = 8 << 20  # a multiple of every dtype's size
+PIECE_BYTES = 1 << 20  # a multiple of every dtype's size; small enough that its memory is used again, not mapped anew
 
 TensorSpec = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
@@ -33,23 +35,29 @@ class TensorFile:
         file: where the file shall lie; replaced if it exists, in one step.
         tensors: name, dtype and shape of every tensor, in the order their bytes shall have.
         metadata: strings for the header.
+        progress: called as bytes are given, with how many were, and how many there are in all.
 
     Raises:
         DiskError: the disk is full, read-only or failing; the partial file is removed, `file` is as it was.
     """
 
-    def __init__(self, file: Path, tensors: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        tensors: Iterable[TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.file = file
-        self._specs = list(tensors)
-        header, self._records, self._size = _layout(file, self._specs, metadata or {})
+        header, self._records, self._size = _layout(file, list(tensors), metadata or {})
         self._unwritten = set(self._records)
-        self._partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
-        self._fd = -1
+        self._given, self._progress = 0, progress
+        self._fd, self._partial = -1, file
+        self._blocks: BlockFile | None = None
         try:
-            # 0o666 and not mkstemp's 0o600: the file gets the permissions the umask gives any other.
-            self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            self._reserve()
-            self._put(header, 0)
+            self._fd, self._partial = open_partial(file)
+            self._blocks = BlockFile(self._fd, self._partial, self._size)
+            self._put(header)
         except BaseException as error:
             self._discard()
             if isinstance(error, OSError):
@@ -78,50 +86,59 @@ class TensorFile:
         """Where each tensor lies in the file."""
         return dict(self._records)
 
+    def space(self, name: str) -> Iterator[memoryview]:
+        """Yield the place of one tensor, a bounded piece at a time; fill each before the next is asked for.
+
+        Raises:
+            DiskError: bytes given before could not be written.
+        """
+        assert name in self._unwritten, f"{name} is not announced, or was written before"
+        record = self._records[name]
+        try:
+            for place in self._views(record.offset, record.nbytes):
+                yield place
+                self._given += len(place)
+                if self._progress is not None:
+                    self._progress(self._given, self._size)
+        except OSError as error:
+            raise disk_error(error, self.file) from error
+        self._unwritten.remove(name)
+
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write the bytes of one tensor, C-contiguous and little-endian, at its place; a piece may be reused after.
 
         Raises:
             DiskError: the bytes could not be written.
         """
-        assert name in self._unwritten, f"{name} is not announced, or was written before"
-        self._unwritten.remove(name)
-        record = self._records[name]
-        position = record.offset
+        places, place = self.space(name), memoryview(b"")
         for piece in pieces:
             view = memoryview(piece)
             assert view.itemsize == 1, f"{name}: pieces are bytes, not items of {view.itemsize}"
-            try:
-                self._put(view, position)
-            except OSError as error:
-                raise disk_error(error, self.file) from error
-            position += len(view)
-        written = position - record.offset
-        assert written == record.nbytes, f"{name}: {written} bytes given, {record.nbytes} announced"
+            while view:
+                place = place or next(places, place)
+                assert place, f"{name}: more bytes given than the {self._records[name].nbytes} announced"
+                count = min(len(place), len(view))
+                place[:count] = view[:count]
+                place, view = place[count:], view[count:]
+        assert not place and next(places, None) is None, f"{name}: fewer bytes given than announced"
 
-    def _reserve(self) -> None:
-        """Take the whole space at once: a full disk is noticed before the work, and the bytes lie together."""
-        os.ftruncate(self._fd, self._size)
-        if not hasattr(os, "posix_fallocate"):  # macOS
-            return
-        try:
-            os.posix_fallocate(self._fd, 0, self._size)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise  # the others say that this file system cannot reserve; then writing finds out
+    def _put(self, header: bytes) -> None:
+        done = 0
+        for place in self._views(0, len(header)):
+            place[:] = header[done : done + len(place)]
+            done += len(place)
+        self._given += done
 
-    def _put(self, data: bytes | memoryview, offset: int) -> None:
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(self._fd, view, offset)
-            view, offset = view[count:], offset + count
+    def _views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
+        assert self._blocks is not None, "the file is written already, or was given up"
+        return self._blocks.views(offset, nbytes)
 
     def _publish(self) -> None:
         assert not self._unwritten, f"announced but never written: {sorted(self._unwritten)}"
-        os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
+        assert self._blocks is not None
+        self._blocks.finish()
         self._partial.replace(self.file)
+        self._close()  # after renaming: what is not locked may be swept
         # The name is on disk only after its directory is.
         directory = os.open(self.file.parent, os.O_RDONLY)
         try:
@@ -130,11 +147,19 @@ class TensorFile:
             os.close(directory)
 
     def _discard(self) -> None:
+        made = self._fd >= 0
+        self._close()
+        if made:
+            with suppress(OSError):  # the error that brought us here is the one to report
+                self._partial.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        with suppress(OSError):  # the error that brought us here is the one to report
-            self._partial.unlink(missing_ok=True)
 
 
 def disk_error(error: OSError, file: Path) -> DiskError:

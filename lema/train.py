@@ -9,19 +9,24 @@ from typing import Any
 from rich.console import Console
 
 from lema.config import LemaConfig
-from lema.data import TokenDataset, needs_tokenizer, prepare_data
+from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
 from lema.errors import ConfigError, Stopped
 from lema.metrics import human_bytes
 from lema.model import LemaModel
 from lema.stop import StopOnSignal
+from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["load_data", "read_data", "train"]
 
-DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
-
 
 def train(
-    config: LemaConfig, *, resume: bool = False, callbacks: Sequence[Any] = (), console: Console | None = None
+    config: LemaConfig,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[Any] = (),
+    console: Console | None = None,
+    trust_remote_code: bool = False,
+    trace: NoTrace = NO_TRACE,
 ) -> dict[str, Any]:
     """Train as the config says and save the adapter to `output_dir`.
 
@@ -30,6 +35,8 @@ def train(
         resume: go on from the newest checkpoint in `output_dir`.
         callbacks: `transformers.TrainerCallback`s.
         console: what to print on; None: standard output.
+        trust_remote_code: run code that comes with the model.
+        trace: records what is read, uploaded and computed, and when.
 
     Returns:
         What `LemaTrainer.fit` returns.
@@ -44,7 +51,7 @@ def train(
         # One line is one record, whatever the terminal's width, and a path may hold brackets.
         shown.print(line, soft_wrap=True, markup=False, emoji=False)
 
-    with closing(LemaModel(config)) as model:
+    with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         train_data, eval_data = load_data(model)
         out(f"training data: {train_data.counts}")
         if eval_data is not None:
@@ -101,20 +108,7 @@ def read_data(model: LemaModel, paths: str | list[str]) -> TokenDataset:
     return prepare_data(
         paths,
         model.tokenizer if needs_tokenizer(paths) else None,
-        max_length=_longest_row(model),
+        max_length=longest_row(config.max_length, getattr(model.skeleton.config, "max_position_embeddings", None)),
         overlong=config.overlong,
         vocab_size=getattr(model.skeleton.config, "vocab_size", None),
     )
-
-
-def _longest_row(model: LemaModel) -> int:
-    longest, positions = model.config.max_length, getattr(model.skeleton.config, "max_position_embeddings", None)
-    if positions is None:
-        return longest or DEFAULT_LENGTH
-    if longest is not None and longest > positions:
-        raise ConfigError(
-            f"the model has {positions} positions, fewer than max_length: {longest}",
-            where="max_length",
-            how=f"set max_length to {positions} or less, or leave it out",
-        )
-    return longest or min(DEFAULT_LENGTH, int(positions))

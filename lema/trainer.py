@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lema.adapter import load_weights, save_adapter
+from lema.adapter import check_same_adapter, load_weights, save_adapter
 from lema.batch import as_batch
 from lema.checkpoint import (
     checkpoints,
@@ -122,6 +122,7 @@ class LemaTrainer:
         num_passes: int = 1,
         *,
         more: bool = False,
+        following: Sequence[Mapping[str, Tensor]] | None = None,
         logits: list[Tensor] | None = None,
         where: str = "",
         on_event: Callable[[str], None] | None = None,
@@ -132,6 +133,7 @@ class LemaTrainer:
             micro_batches: with `labels`; every layer is leased once for all of them.
             num_passes: passes of this optimizer step.
             more: another pass follows at once, and its first layers may be read while this one ends.
+            following: the micro-batches of that pass, where some of its layers may be left out.
             logits: a list that receives each micro-batch's logits.
             where: which rows these are, for an error.
             on_event: called with `"on_pre_optimizer_step"` once the gradients are whole, and with
@@ -151,11 +153,14 @@ class LemaTrainer:
                 place = f"step {self.global_step + 1}{where}; the optimizer was not stepped"
                 raise non_finite_loss(self.model, micro_batches, value, place)
             if more:
-                self.model.announce_step()
+                self.model.announce_step(following)
             self.scaler.scale(loss).backward()
             self.accumulation_step += 1
             last = self.accumulation_step == num_passes
-            norm = self._step(optimizer, on_event or (lambda _: None)) if last else None
+            norm = None
+            if last:
+                with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
+                    norm = self._step(optimizer, on_event or (lambda _: None))
         except BaseException:
             self._forget()
             raise
@@ -216,7 +221,7 @@ class LemaTrainer:
         optimizer, peft_model = self.ready(), self._adapters()
 
         def write_files(part: Path) -> None:
-            save_adapter(peft_model, part, self.config.model_name_or_path)
+            save_adapter(peft_model, part, self.config.model_name_or_path, self.config.revision)
             self.config.save_pretrained(part)
             if write_more is not None:
                 write_more(part)
@@ -235,9 +240,11 @@ class LemaTrainer:
 
         Raises:
             AdapterError: the checkpoint is damaged or of another model or optimizer.
+            ConfigError: the settings of the adapter have changed since it was saved.
         """
         path, optimizer = Path(directory), self.ready()
         state = read_state(path)
+        check_same_adapter(self._adapters(), path)
         load_weights(self._adapters(), path, self.model.split.layers_name)
         restore_optimizer(optimizer, path, state["optimizer"])
         try:

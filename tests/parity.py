@@ -45,6 +45,7 @@ def whole_model(
 ) -> PeftModel:
     """Load the whole model and attach an adapter, without a line of ours."""
     base = AutoModelForCausalLM.from_pretrained(checkpoint.published, **options)
+    base.config.use_cache = False  # a cache lays keys out in another way, and on some processors products round by it
     torch.manual_seed(SEED)
     wanted = checkpoint.architecture.targets if targets is None else targets
     config = LoraConfig(

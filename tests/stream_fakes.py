@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,8 +29,8 @@ class Stored:
     """Layers in one file, and what their tensors are."""
 
     file: Path
-    layers: list[LayerBytes]
-    contents: list[dict[str, Tensor]]
+    layers: list[LayerBytes] = field(repr=False)
+    contents: list[dict[str, Tensor]] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -81,7 +81,9 @@ class SteppedReader(LayerReader):
         super().__init__(threads=1)
         self.chance, self.pending = Random(seed), list[SteppedTicket]()
 
-    def submit(self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None) -> Ticket:
+    def submit(
+        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+    ) -> Ticket:
         ticket = SteppedTicket(self, layer, buffer, before)
         self.pending.append(ticket)
         return ticket
@@ -144,8 +146,10 @@ class RecordingReader(LayerReader):
         super().__init__(**options)
         self.tickets: list[tuple[LayerBytes, Tensor, Ticket]] = []
 
-    def submit(self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None) -> Ticket:
-        ticket = super().submit(layer, buffer, before)
+    def submit(
+        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+    ) -> Ticket:
+        ticket = super().submit(layer, buffer, before, name=name)
         self.tickets.append((layer, buffer, ticket))
         return ticket
 
@@ -191,22 +195,23 @@ class LateBackend(CpuBackend):
 
 class _LateSlots:
     def __init__(self, backend: LateBackend, nbytes: int, count: int) -> None:
-        self.backend, self.free = backend, [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
+        self.backend, self.free = backend, {i: torch.zeros(nbytes, dtype=torch.uint8) for i in range(count)}
 
     def upload(self, source: Tensor) -> _LateUpload:
-        return _LateUpload(self, self.free.pop(0), source)
+        return _LateUpload(self, *self.free.popitem(), source)
 
 
 class _LateUpload:
-    def __init__(self, slots: _LateSlots, slot: Tensor, source: Tensor) -> None:
-        self.slots, self.slot, self.source = slots, slot, source
+    def __init__(self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor) -> None:
+        self.slots, self.number, self.slot, self.source = slots, number, slot, source
         slots.backend._enqueue(self, lambda: slot[: len(source)].copy_(source))
 
     def wait(self) -> Tensor:
+        self.slots.free.pop(self.number, None)  # it may have been released before
         return self.slot[: len(self.source)]
 
     def release(self) -> None:
-        self.slots.free.append(self.slot)  # what is copied into it comes behind the work queued so far
+        self.slots.free[self.number] = self.slot  # what is copied into it comes behind the work queued so far
 
     def drained(self) -> None:
         self.slots.backend.run_through(self)

@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import re
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,11 @@ from smallrun import (
     whole_model,
     write_model,
 )
+from tiny import NUM_LAYERS as TINY_LAYERS
+from tiny import write_checkpoint
 
 from lema import LemaModel, MemoryStrategy
+from lema.adapter import read_settings, save_adapter
 from lema.errors import AdapterError, ConfigError
 from lema_cpu import CpuBackend
 
@@ -196,23 +201,6 @@ def test_overrides_replace_saved_settings(llama: Path, tmp_path: Path) -> None:
         LemaModel.from_pretrained(tmp_path / "adapter", sede=7)
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ({"lora_rank": 8}, "lora_rank is 8, and the adapter was made with 4"),
-        ({"lora_alpha": 9}, "lora_alpha is 9, and the adapter was made with 8"),
-        ({"lora_target_modules": ["q_proj"]}, r"lora_target_modules is \['q_proj'\]"),
-    ],
-)
-def test_an_override_that_contradicts_the_adapter_is_refused(
-    llama: Path, override: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    with opened(settings(llama, tmp_path)) as model:
-        model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=words):
-        LemaModel.from_pretrained(tmp_path / "adapter", **override)
-
-
 def test_saving_over_an_adapter_replaces_it(llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path)) as model:
         model.save_pretrained(tmp_path / "adapter")
@@ -252,10 +240,116 @@ def test_an_adapter_of_another_shape_is_refused(llama: Path, tmp_path: Path) -> 
         LemaModel.from_pretrained(directory, device="cpu")
 
 
-@pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}])
-def test_an_adapter_of_a_kind_that_does_not_stream_is_refused(
-    llama: Path, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    LoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(llama), **changes).save_pretrained(str(tmp_path))
-    with pytest.raises(AdapterError, match=next(iter(changes))):
+# Settings of an adapter, each with another value that its files do not tell apart from the first by shape alone.
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "lora_rank": (4, 8),
+    "lora_alpha": (8, 9),
+    "lora_target_modules": (["q_proj", "v_proj"], ["q_proj"]),
+    "lora_exclude_modules": (None, ["layers.3.self_attn.q_proj"]),
+    "lora_rank_pattern": ({"v_proj": 2}, {"q_proj": 2}),
+    "lora_alpha_pattern": ({"v_proj": 2}, {}),
+    "lora_use_rslora": (True, False),
+    "lora_layers_to_transform": ([2, 1], [1, 3]),
+    "lora_bias": ("none", "all"),
+    "lora_modules_to_save": (None, ["lm_head"]),
+    "lora_use_dora": (False, True),
+    "lora_trainable_token_indices": ([3, 5], [5, 3]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_setting_of_an_adapter_can_be_overridden_but_its_dropout(llama: Path, name: str, tmp_path: Path) -> None:
+    value, other = OTHERS[name]
+    config = settings(llama, tmp_path, **{"lora_target_modules": ["q_proj", "v_proj"], name: value})
+    with opened(config) as model:
+        model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {other!r}, and the adapter was made with")):
+        LemaModel.from_pretrained(tmp_path / "adapter", **{name: other})
+    again = LemaModel.from_pretrained(tmp_path / "adapter", **{name: value}, lora_dropout=0.5)
+    assert again.config == config.model_copy(update={"lora_dropout": 0.5})
+    again.close()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_run_does_not_go_on_with_another_adapter(llama: Path, name: str, tmp_path: Path) -> None:
+    value, other = OTHERS[name]
+    base = {"lora_target_modules": ["q_proj", "v_proj"], "lora_rank": 4}
+    with opened(settings(llama, tmp_path, **{**base, name: value})) as model:
+        trainer = model.get_trainer()
+        trainer.train_step(torch.tensor([[5, 6, 7]]))
+        trainer.save_checkpoint(tmp_path / "saved")
+    with opened(settings(llama, tmp_path, **{**base, name: other})) as model:
+        with pytest.raises(
+            ConfigError, match=re.escape(f"{name} is {other!r}, and the adapter was made with")
+        ) as caught:
+            model.get_trainer().load_checkpoint(tmp_path / "saved")
+        assert name in caught.value.how
+    with opened(settings(llama, tmp_path, **{**base, name: value, "lora_dropout": 0.25})) as model:
+        assert model.get_trainer().load_checkpoint(tmp_path / "saved") == {}
+
+
+def test_what_peft_writes_out_in_full_may_be_asked_for_again_in_short(llama: Path, tmp_path: Path) -> None:
+    with opened(settings(llama, tmp_path, lora_target_modules="all-linear")) as model:
+        model.save_pretrained(tmp_path / "adapter")
+        adapted = adapter_of(model.skeleton).keys()
+    again = LemaModel.from_pretrained(tmp_path / "adapter", lora_target_modules="all-linear")
+    assert adapter_of(again.skeleton).keys() == adapted
+    again.close()
+
+
+def test_an_adapter_saved_by_hand_with_settings_that_clash_is_refused_by_file(llama: Path, tmp_path: Path) -> None:
+    config = LoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(llama))
+    config.layers_pattern = "layers"  # without layers_to_transform; PEFT would not have made it so
+    config.rank_pattern = {"q_proj(": 3}
+    config.save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterError, match=r"layers_pattern|q_proj\(") as caught:
         LemaModel.from_pretrained(tmp_path, device="cpu")
+    assert caught.value.where == str(tmp_path / "adapter_config.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"peft_type": "IA3"}', '{"peft_type": "LORA", "r": '])
+def test_an_adapter_config_that_is_none_is_refused_by_file(llama: Path, text: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(AdapterError) as caught:
+        LemaModel.from_pretrained(tmp_path, device="cpu", model_name_or_path=str(llama))
+    assert caught.value.where == str(tmp_path / "adapter_config.json")
+
+
+def test_an_adapter_of_experts_one_by_one_is_read_as_peft_reads_it(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint("mixtral", tmp_path)  # its experts are one tensor now, as its adapter's will be
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+    generator = torch.Generator().manual_seed(4)
+    sizes = {"self_attn.q_proj": (32, 32)}
+    for expert in range(4):
+        sizes |= {f"block_sparse_moe.experts.{expert}.{name}": (32, 96) for name in ("w1", "w3")}
+        sizes[f"block_sparse_moe.experts.{expert}.w2"] = (96, 32)
+    tensors = {}
+    for layer in range(TINY_LAYERS):
+        for name, (size_in, size_out) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(2, size_in, generator=generator) / 10
+            tensors[f"{key}.lora_B.weight"] = torch.randn(size_out, 2, generator=generator) / 10
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "w1", "w2", "w3"], task_type="CAUSAL_LM")
+    config.base_model_name_or_path = str(checkpoint.streamed)
+    config.save_pretrained(str(tmp_path / "old"))
+    save_file(tensors, tmp_path / "old" / "adapter_model.safetensors")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following rank_pattern keys", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message="The following alpha_pattern keys", category=RuntimeWarning)
+        expected = whole_logits(whole_model(checkpoint.published, tmp_path / "old"), ids)
+    model = LemaModel.from_pretrained(tmp_path / "old", device="cpu", backend=CpuBackend(poison=True))
+    assert torch.equal(streamed_logits(model, ids), expected)
+    model.save_pretrained(tmp_path / "new")
+    model.close()
+    again = LemaModel.from_pretrained(tmp_path / "new", device="cpu")
+    assert torch.equal(streamed_logits(again, ids), expected)
+    again.close()
+
+
+def test_the_revision_of_the_base_model_is_written_and_read(llama: Path, tmp_path: Path) -> None:
+    with opened(settings(llama, tmp_path)) as model:
+        save_adapter(model.lora_manager, tmp_path / "adapter", "somebody/a-model", "v2")
+    config, _ = read_settings(tmp_path / "adapter")
+    assert (config.model_name_or_path, config.revision) == ("somebody/a-model", "v2")
+    config, _ = read_settings(tmp_path / "adapter", model_name_or_path=str(llama))
+    assert config.revision is None  # a directory has none

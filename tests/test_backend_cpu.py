@@ -95,10 +95,25 @@ def test_misuse_of_a_poisoned_slot_is_an_error() -> None:
     upload.release()
     with pytest.raises(AssertionError, match="released twice"):
         upload.release()
-    with pytest.raises(AssertionError, match="released slot was asked for"):
+    slots.upload(source).release()
+    with pytest.raises(AssertionError, match="something else was uploaded to"):
         upload.wait()
     with pytest.raises(RuntimeError, match="size"):
         slots.upload(torch.ones(PAGE + 1, dtype=torch.uint8))
+
+
+def test_a_slot_leased_again_brings_back_no_view_of_the_lease_before() -> None:
+    slots = CpuBackend(poison=True).device_slots(PAGE, 1)
+    upload = slots.upload(torch.ones(PAGE, dtype=torch.uint8))
+    first = upload.wait()
+    upload.release()
+    second = upload.wait()
+    assert bool((second == 1).all()) and bool((first == NAN_BYTE).all())
+    with pytest.raises(AssertionError, match="more uploads"):
+        slots.upload(first)
+    upload.release()
+    slots.upload(torch.zeros(PAGE, dtype=torch.uint8)).wait()
+    assert bool((first == NAN_BYTE).all()) and bool((second == NAN_BYTE).all())
 
 
 def test_the_generator_is_torchs_own() -> None:

@@ -15,7 +15,7 @@ from lema import errors
 from lema.cli import app, run
 from lema.config import LemaConfig
 
-VERBS = ["demo", "train", "eval", "prepare", "generate", "merge", "backends", "config"]
+VERBS = ["demo", "train", "eval", "prepare", "generate", "merge", "models", "backends", "config"]
 HEAVY = {"torch", "transformers", "peft", "datasets", "ruamel", "huggingface_hub", "numpy"}
 
 
@@ -50,7 +50,9 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
     assert "Usage: lema " + verb in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["train", "missing.yaml"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["models", "--help"], ["--version"], ["train", "missing.yaml"]]
+)
 def test_nothing_heavy_is_imported_to_answer(arguments: list[str]) -> None:
     code = (
         "import json, sys\nfrom lema.cli import app, run\n"

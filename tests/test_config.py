@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lema.config import CONFIG_NAME, LemaConfig, MemoryStrategy, Scheduler, parse_memory
@@ -57,7 +57,7 @@ for field in fields:
 
 wrong_types = 0
 for field in fields[1:]:
-    for value in [{"a": 1}, [[1]], object(), 1 + 2j, b"x", float("nan"), float("inf"), "", -1.5]:
+    for value in [{"a": "x"}, [[1]], object(), 1 + 2j, b"x", float("nan"), float("inf"), "", -1.5]:
         wrong_types += 1
         found = problems(**{field: value})
         if [one.key for one in found] != [field] or field not in found[0].what:
@@ -130,6 +130,11 @@ def test_every_problem_is_listed_at_once() -> None:
         ("base_model", "model_name_or_path"),
         ("lr", "learning_rate"),
         ("epochs", "num_train_epochs"),
+        ("r", "lora_rank"),
+        ("init_lora_weights", "lora_init"),
+        ("use_rslora", "lora_use_rslora"),
+        ("bias", "lora_bias"),
+        ("target_parameters", "lora_target_parameters"),
     ],
 )
 def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
@@ -146,7 +151,28 @@ def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
         ("lora_alpha", [0.5, 16], [0, -1]),
         ("learning_rate", [0, 1e-4, 1], [-1e-9]),
         ("gradient_checkpointing", [True, False], [1, "yes"]),
-        ("lora_target_modules", ["q_proj", ["q_proj", "v_proj"], ("c_attn",), None], [[], "", [1], ["q_proj", ""]]),
+        (
+            "lora_target_modules",
+            ["q_proj", ["q_proj", "v_proj"], ("c_attn",), r".*\.[kv]_proj", "all-linear", None],
+            [[], "", [1], ["q_proj", ""], "*_proj", "(q_proj"],
+        ),
+        ("lora_exclude_modules", ["q_proj", ["q_proj"], None], ["", [1], "(q_proj", 3]),
+        (
+            "lora_rank_pattern",
+            [{}, {"q_proj": 2, r"layers\.\d\..*v_proj": 3}],
+            [None, [], {"q_proj": 0}, {"q_proj": 2.0}, {"q_proj": "2"}, {"(q_proj": 2}, {"": 2}, {3: 2}],
+        ),
+        ("lora_alpha_pattern", [{}, {"q_proj": 2, "v_proj": 0.5}], [{"q_proj": 0}, {"q_proj": True}, {"[": 1}]),
+        ("lora_use_rslora", [True, False], [1, "yes", None]),
+        ("lora_layers_to_transform", [0, 7, [3, 0], (1,), None], [-1, [], [-1], [1, -1], 1.0, "1", [True]]),
+        ("lora_init", [True, False, "gaussian", "orthogonal"], ["pissa", "guassian", "", 1, None, "True"]),
+        ("lora_lora_bias", [True, False], ["all", 1]),
+        ("lora_bias", ["none", "all", "lora_only"], [True, False, "some", None]),
+        ("lora_modules_to_save", [["lm_head"], ("embed_tokens",), None], [[], "lm_head", [""], [3]]),
+        ("lora_use_dora", [True, False], [1, "yes"]),
+        ("lora_target_parameters", [["experts.down_proj"], None], [[], "experts.down_proj", [""]]),
+        ("lora_trainable_token_indices", [[3, 0], {"wte": [1]}, None], [[], [-1], 3, {"wte": []}, {"": [1]}, ["a"]]),
+        ("lora_ensure_weight_tying", [True, False], [1, "yes"]),
         ("lora_dropout", [0.0, 0.999], [1.0, -0.1]),
         ("dtype", ["float32", "bfloat16", "float16", None], ["fp32", "int8"]),
         ("max_grad_norm", [1.0, None], [0, -1.0]),
@@ -179,6 +205,16 @@ def test_values_at_the_edge(field: str, good: list[Any], bad: list[Any]) -> None
         {"eval_data": "e.jsonl", "eval_split": 0.1},
         {"warmup_steps": 10, "warmup_ratio": 0.1},
         {"warmup_steps": 10, "max_steps": 9},
+        {"lora_target_modules": "all-linear", "lora_layers_to_transform": [1]},
+        {"lora_target_modules": r".*q_proj", "lora_layers_to_transform": 1},
+        {"lora_init": "gaussian", "lora_lora_bias": True},
+        {"lora_init": "orthogonal", "lora_rank": 3},
+        {"lora_init": "orthogonal", "lora_rank_pattern": {"q_proj": 3}},
+        {"lora_init": "orthogonal", "lora_target_parameters": ["experts.down_proj"]},
+        {"lora_use_dora": True, "lora_lora_bias": True},
+        {"lora_target_parameters": ["experts.down_proj"], "lora_dropout": 0.1},
+        {"lora_target_parameters": ["experts.down_proj"], "lora_use_dora": True},
+        {"lora_target_parameters": ["experts.down_proj"], "lora_lora_bias": True},
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[str, Any]) -> None:
@@ -187,6 +223,25 @@ def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[
     for name in settings:
         assert name in str(caught.value)
         LemaConfig("model", **{name: settings[name]})
+
+
+def test_a_list_of_layers_needs_numbers_to_count_in_it() -> None:
+    with pytest.raises(ConfigError, match="lora_layers_pattern names the list in which lora_layers_to_transform"):
+        LemaConfig("model", lora_layers_pattern="layers")
+    LemaConfig("model", lora_layers_pattern="layers", lora_layers_to_transform=1)
+
+
+def test_no_modules_at_all_are_wanted_only_where_parameters_are() -> None:
+    with pytest.raises(ConfigError, match="lora_target_modules is empty; name modules"):
+        LemaConfig("model", lora_target_modules=[])
+    LemaConfig("model", lora_target_modules=[], lora_target_parameters=["experts.down_proj"])
+
+
+def test_a_contradiction_is_said_of_the_line_it_is_on(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nlora_init: orthogonal\nlora_rank: 3\n"
+    with pytest.raises(ConfigError, match="even rank") as caught:
+        LemaConfig.from_yaml(write(tmp_path / "c.yaml", text))
+    assert caught.value.where == f"{tmp_path / 'c.yaml'}:2"
 
 
 def test_a_refused_assignment_leaves_the_config_as_it_was() -> None:
@@ -309,6 +364,7 @@ def test_overrides_replace_what_the_file_says_even_where_that_was_wrong(tmp_path
     assert LemaConfig.from_yaml(path, lora_rank=4).lora_rank == 4
 
 
+@settings(deadline=None)  # how long it takes says nothing where others compute as well
 @given(st.text(max_size=60) | st.binary(max_size=60))
 def test_any_text_is_a_config_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, text: str | bytes) -> None:
     data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
@@ -333,6 +389,10 @@ ANY_SETTINGS = st.fixed_dictionaries(
         "lora_alpha": st.integers(1, 64) | st.floats(0.1, 64),
         "learning_rate": st.floats(0, 1),
         "lora_target_modules": st.none() | st.just("q_proj") | st.lists(st.just("c_attn"), min_size=1, max_size=3),
+        "lora_rank_pattern": st.dictionaries(st.sampled_from(["q_proj", r"\\d"]), st.integers(1, 64)),
+        "lora_alpha_pattern": st.dictionaries(st.just("v_proj"), st.integers(1, 64) | st.floats(0.1, 64)),
+        "lora_init": st.sampled_from([True, False, "gaussian"]),
+        "lora_trainable_token_indices": st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3),
         "device_memory": st.sampled_from([None, "4GB", "auto", 0.25, 10**9]),
         "eval_split": st.sampled_from([None, 0.1, 3]),
         "run_name": st.none() | st.text(min_size=1, max_size=10).filter(lambda text: text.isprintable()),
@@ -340,9 +400,10 @@ ANY_SETTINGS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(ANY_SETTINGS)
-def test_what_is_saved_is_what_is_read(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) -> None:
-    config = LemaConfig("model", **settings)
+def test_what_is_saved_is_what_is_read(tmp_path_factory: pytest.TempPathFactory, given_: dict[str, Any]) -> None:
+    config = LemaConfig("model", **given_)
     assert LemaConfig(**json.loads(json.dumps(config.to_dict()))) == config
     directory = tmp_path_factory.getbasetemp() / "saved"
     config.save_pretrained(directory)
@@ -407,6 +468,7 @@ def test_amounts_of_memory(value: int | float | str, expected: int) -> None:
     assert parse_memory(value, 1000) == expected
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=0, max_value=1, exclude_min=True), st.integers(1, 2**45))
 def test_a_fraction_is_at_least_a_byte_and_at_most_the_whole(fraction: float, total: int) -> None:
     assert 1 <= parse_memory(fraction, total) <= total

@@ -28,6 +28,7 @@ from transformers import (
 from lema import LemaConfig
 from lema.data import Batches
 from lema.errors import ConfigError, DataError, NonFiniteError
+from lema.stream.schedule import fetched, training_order
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +163,11 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
         "grad_norm",
         "tokens_per_second",
         "bytes_read",
+        "bytes_uploaded",
         "layers_read",
-        "seconds_blocked",
+        "layers_kept",
+        "seconds_blocked_disk",
+        "seconds_blocked_upload",
         "memory",
     }
     assert lines[0]["learning_rate"] == pytest.approx(config.learning_rate * 3 / 4)  # of step 2, not of step 3
@@ -189,8 +193,9 @@ def test_weights_are_read_once_per_pass_for_all_batches_of_a_step(llama: Path, t
             before = model.memory.counters.bytes_read
             model.get_trainer().fit(rows)
             counters = model.memory.counters
-        # Up all layers and down all but the topmost, where the pass turns.
-        assert counters.layers_read == 3 * (2 * NUM_LAYERS - 1)
+        # Up all layers and down all but those that a turn finds in the slots.
+        assert counters.layers_read == len(fetched(training_order(NUM_LAYERS) * 3, model.memory.num_slots))
+        assert counters.layers_read + counters.layers_kept == counters.leases == 3 * (2 * NUM_LAYERS - 1)
         assert sum(logged(config, "layers_read").values()) == counters.layers_read
         assert sum(logged(config, "bytes_read").values()) == counters.bytes_read - before
         found[accumulated] = counters.bytes_read - before

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from hubcache import COMMIT, write_cache
 from safetensors.torch import save
 
 from lema.errors import WeightsError
 from lema.hub import resolve_model
 from lema.weights import GlobalBinaryIndex
 
-COMMIT = "1" * 40
 WEIGHTS = save({"t": torch.arange(4.0)})
+CODE = "modeling_tiny.py"
 PUBLISHED = {
     "config.json": b"{}",
     "model.safetensors": WEIGHTS,
@@ -28,24 +29,25 @@ PUBLISHED = {
     "vocab.txt": b"a",
     "chat_template.jinja": b"x",
     "pytorch_model.bin": b"pickle",
-    "modeling_tiny.py": b"raise SystemExit",
+    CODE: b"raise SystemExit",
     "consolidated.safetensors": b"the same again",
     "original/model.safetensors": b"the same again",
 }
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
 WANTED = {"config.json", "model.safetensors", "tokenizer.json", "vocab.txt", "chat_template.jinja"}
 
 
-def resolve(name: str, cache: Path, *, revision: str | None = None, **environment: str) -> Any:
+def resolve(name: str, cache: Path, *, environment: dict[str, str], **options: Any) -> Any:
     """Resolve in a fresh process: huggingface_hub reads its environment once, when it is imported."""
     code = (
         "import sys, json\nfrom lema.errors import LemaError\nfrom lema.hub import resolve_model\n"
-        "try: print(json.dumps(str(resolve_model(sys.argv[1], revision=json.loads(sys.argv[2])))))\n"
+        "try: print(json.dumps(str(resolve_model(sys.argv[1], **json.loads(sys.argv[2])))))\n"
         "except LemaError as e: print(json.dumps({'class': type(e).__name__, 'what': e.what, 'how': e.how}))\n"
     )
     settings = {"HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", code, name, json.dumps(revision)],
+        [sys.executable, "-c", code, name, json.dumps(options)],
         env=kept | settings | environment,
         cwd=cache.parent,
         capture_output=True,
@@ -54,20 +56,6 @@ def resolve(name: str, cache: Path, *, revision: str | None = None, **environmen
         timeout=120,
     )
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def cached(cache: Path, files: dict[str, bytes]) -> Path:
-    """Lay out a cache entry as the hub library does: blobs by hash, a snapshot of links, a ref to the commit."""
-    repository = cache / "models--org--tiny"
-    snapshot = repository / "snapshots" / COMMIT
-    for folder in (snapshot, repository / "blobs", repository / "refs"):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        blob = repository / "blobs" / hashlib.sha256(content).hexdigest()
-        blob.write_bytes(content)
-        (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
-    (repository / "refs" / "main").write_text(COMMIT)
-    return snapshot
 
 
 @pytest.fixture
@@ -148,40 +136,40 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cached_model_is_found_offline_and_its_links_are_sound(tmp_path: Path) -> None:
-    snapshot = cached(tmp_path / "cache", {"config.json": b"{}", "model.safetensors": WEIGHTS})
-    found = resolve("org/tiny", tmp_path / "cache", HF_HUB_OFFLINE="1")
+    snapshot = write_cache(tmp_path / "cache", {"config.json": b"{}", "model.safetensors": WEIGHTS})
+    found = resolve("org/tiny", tmp_path / "cache", environment=OFFLINE)
     assert Path(found) == snapshot
     assert list(GlobalBinaryIndex(found)) == ["t"]
-    assert resolve("org/tiny", tmp_path / "cache", revision=COMMIT, HF_HUB_OFFLINE="1") == found
+    assert resolve("org/tiny", tmp_path / "cache", revision=COMMIT, environment=OFFLINE) == found
 
 
 def test_offline_without_the_model_in_the_cache_says_so(tmp_path: Path) -> None:
-    answer = resolve("org/other", tmp_path / "cache", HF_HUB_OFFLINE="1")
+    answer = resolve("org/other", tmp_path / "cache", environment=OFFLINE)
     assert answer["class"] == "WeightsError"
     assert "'org/other' is not a local directory, is not in the hub cache" in answer["what"]
     assert "HF_HUB_OFFLINE" in answer["how"]
 
 
 def test_a_hub_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
-    answer = resolve("org/other", tmp_path / "cache", HF_ENDPOINT="http://127.0.0.1:9")
+    answer = resolve("org/other", tmp_path / "cache", environment={"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert answer["class"] == "WeightsError" and "cannot be reached" in answer["what"]
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "what is this", "-x"])
 def test_what_is_neither_a_path_nor_an_id_is_refused(tmp_path: Path, name: str) -> None:
-    answer = resolve(name, tmp_path / "cache", HF_HUB_OFFLINE="1")
+    answer = resolve(name, tmp_path / "cache", environment=OFFLINE)
     assert answer["class"] == "WeightsError" and "neither an existing directory nor a hub id" in answer["what"]
 
 
 def test_a_model_published_only_as_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    cached(tmp_path / "cache", {"config.json": b"{}"})
-    answer = resolve("org/tiny", tmp_path / "cache", HF_HUB_OFFLINE="1")
+    write_cache(tmp_path / "cache", {"config.json": b"{}"})
+    answer = resolve("org/tiny", tmp_path / "cache", environment=OFFLINE)
     assert "no .safetensors weights" in answer["what"] and "save_pretrained" in answer["how"]
 
 
 def test_only_weights_and_small_files_are_fetched(tmp_path: Path, hub: tuple[str, list[str], dict[str, str]]) -> None:
     endpoint, asked, _ = hub
-    found = Path(resolve("org/tiny", tmp_path / "cache", HF_ENDPOINT=endpoint))
+    found = Path(resolve("org/tiny", tmp_path / "cache", environment={"HF_ENDPOINT": endpoint}))
     assert {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()} == WANTED
     assert {path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path} == WANTED
     assert (found / "model.safetensors").read_bytes() == WEIGHTS
@@ -202,5 +190,48 @@ def test_what_the_hub_refuses_is_said_in_words(
 ) -> None:
     endpoint, _, failure = hub
     failure.update(status=status, code=code)
-    answer = resolve("org/tiny", tmp_path / "cache", HF_ENDPOINT=endpoint)
+    answer = resolve("org/tiny", tmp_path / "cache", environment={"HF_ENDPOINT": endpoint})
     assert answer["class"] == "WeightsError" and message in answer["what"] and answer["how"]
+
+
+def test_code_is_fetched_with_a_commit_when_it_is_trusted(
+    tmp_path: Path, hub: tuple[str, list[str], dict[str, str]]
+) -> None:
+    endpoint, asked, _ = hub
+    found = resolve(
+        "org/tiny",
+        tmp_path / "cache",
+        environment={"HF_ENDPOINT": endpoint},
+        revision=COMMIT,
+        trust_remote_code=True,
+    )
+    assert {path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path} == WANTED | {CODE}
+    assert (Path(found) / CODE).read_bytes() == PUBLISHED[CODE]
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT[:12]])
+def test_code_that_is_not_pinned_is_not_even_asked_for(
+    tmp_path: Path, hub: tuple[str, list[str], dict[str, str]], revision: str | None
+) -> None:
+    endpoint, asked, _ = hub
+    answer = resolve(
+        "org/tiny",
+        tmp_path / "cache",
+        environment={"HF_ENDPOINT": endpoint},
+        revision=revision,
+        trust_remote_code=True,
+    )
+    assert answer["class"] == "ConfigError" and "only from a commit" in answer["what"]
+    assert asked == []
+
+
+def test_what_must_not_be_downloaded_is_looked_for_in_the_cache_only(
+    tmp_path: Path, hub: tuple[str, list[str], dict[str, str]]
+) -> None:
+    endpoint, asked, _ = hub
+    online = {"HF_ENDPOINT": endpoint}
+    answer = resolve("org/tiny", tmp_path / "cache", environment=online, download=False)
+    assert "nor in the hub cache" in answer["what"] and "hf download org/tiny" in answer["how"]
+    snapshot = write_cache(tmp_path / "cache", {"model.safetensors": WEIGHTS})
+    assert Path(resolve("org/tiny", tmp_path / "cache", environment=online, download=False)) == snapshot
+    assert asked == []

@@ -171,35 +171,65 @@ def test_a_model_of_another_type_is_refused(llama: Path, tmp_path: Path) -> None
     assert caught.value.where == str(llama / "config.json")
 
 
-@pytest.mark.parametrize("targets", [["c_attn"], "no_such_.*"])
+@pytest.mark.parametrize("targets", [["c_attn"], "no_such_.*", "q_proj"])
 def test_targets_that_match_nothing_are_refused_with_those_there_are(
     llama: Path, targets: Any, ids: torch.Tensor, tmp_path: Path
 ) -> None:
     with opened(settings(llama, tmp_path, lora_target_modules=targets), adapter=False) as model:
         with pytest.raises(ModelError, match="not found") as caught:
             model.initialize_lora()
-        assert "q_proj" in caught.value.how
+        assert "k_proj" in caught.value.how
+        assert ("a list is for their ends" in caught.value.how) is isinstance(targets, str)
         model.config.lora_target_modules = ["q_proj"]
         model.initialize_lora()
         assert len(model.get_trainable_parameters()) == 2 * NUM_LAYERS
 
 
-def test_targets_outside_the_layers_are_refused_and_leave_the_model_as_it_was(
+def test_an_adapter_that_peft_gives_up_half_way_leaves_the_model_as_it_was(
     llama: Path, ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    with opened(settings(llama, tmp_path, lora_target_modules=["q_proj", "lm_head"]), adapter=False) as model:
-        with pytest.raises(ModelError, match=r"outside the decoder layers.*: lm_head"):
+    targets = ["q_proj", "self_attn.o_proj", "post_attention_layernorm"]  # the last is nothing PEFT adapts
+    with opened(settings(llama, tmp_path, lora_target_modules=targets), adapter=False) as model:
+        names = list(model.skeleton.state_dict())
+        with pytest.raises(ModelError, match="not supported") as caught:
             model.initialize_lora()
+        assert "q_proj" in caught.value.how
+        assert list(model.skeleton.state_dict()) == names
         assert torch.equal(streamed_logits(model, ids), whole_logits(whole_model(llama), ids))
         model.config.lora_target_modules = ["q_proj"]
         model.initialize_lora()
         assert len(model.get_trainable_parameters()) == 2 * NUM_LAYERS
 
 
-def test_a_target_that_matches_nothing_beside_others_is_warned_of(llama: Path, tmp_path: Path) -> None:
-    config = settings(llama, tmp_path, lora_target_modules=["q_proj", "v_porj"])
-    with opened(config, adapter=False) as model, pytest.warns(UserWarning, match="no module is named v_porj"):
+@pytest.mark.parametrize("layers", [NUM_LAYERS, [0, NUM_LAYERS + 1]])
+def test_layers_that_are_not_there_are_refused(llama: Path, layers: int | list[int], tmp_path: Path) -> None:
+    with opened(settings(llama, tmp_path, lora_layers_to_transform=layers), adapter=False) as model:
+        with pytest.raises(ConfigError, match=r"there is no layer \d+: model.layers has 8") as caught:
+            model.initialize_lora()
+        assert caught.value.where == "lora_layers_to_transform"
+        model.config.lora_layers_to_transform = 7
         model.initialize_lora()
+        assert model.adapter.lowest_trained == 7
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("lora_target_modules", ["q_proj", "v_porj"], "no module is named v_porj"),
+        ("lora_exclude_modules", ["k_proj", "v_porj"], "no module is named v_porj"),
+        ("lora_exclude_modules", r".*v_porj", r"no module is named \.\*v_porj"),
+        ("lora_rank_pattern", {"q_proj": 2, "v_porj": 3}, "no module is named v_porj"),
+        ("lora_alpha_pattern", {r"layers\.9\..*": 2}, r"no module is named layers\\.9"),
+        ("lora_target_parameters", ["experts.down_proj"], "no parameter is named experts.down_proj"),
+    ],
+)
+def test_a_name_that_nothing_bears_is_warned_of_by_its_setting(
+    llama: Path, setting: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    with opened(settings(llama, tmp_path, **{setting: value}), adapter=False) as model:
+        with pytest.warns(UserWarning, match=f"{setting}: {words}") as caught:
+            model.initialize_lora()
+        assert len(caught) == 1
 
 
 def test_targets_may_be_a_regular_expression(llama: Path, tmp_path: Path) -> None:

@@ -9,13 +9,17 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    conversion_mapping,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from lema.errors import ModelError, WeightsError
-from lema.names import checkpoint_dtype, map_names, match_names, needs_conversion, target_dtypes
+from lema.names import checkpoint_dtype, grouped, map_names, match_names, needs_conversion, target_dtypes
 from lema.skeleton import meta_model, read_config
 from lema.weights import SINGLE_NAME, GlobalBinaryIndex
 
@@ -111,6 +115,38 @@ def test_rotary_tables_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     assert len(map_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path)).ignored) == 2
 
 
+def test_tensors_the_model_has_no_place_for_are_named_in_a_warning(tmp_path: Path) -> None:
+    saved(llama(), tmp_path)
+    extra = {f"model.layers.{2 + i}.mlp.{part}_proj.weight": torch.ones(2) for i in range(3) for part in ("up", "down")}
+    edit(tmp_path, extra | {"vision.patch.weight": torch.ones(2)})
+    index, bare = GlobalBinaryIndex(tmp_path), skeleton(tmp_path)
+    assert {record.name for record in map_names(bare, index).unused} == {*extra, "vision.patch.weight"}
+    with pytest.warns(UserWarning, match="7 tensors on disk are not used") as caught:
+        names = match_names(bare, index)
+    assert names.keys() == bare.state_dict().keys()
+    assert str(caught[0].message).endswith(
+        "model.layers.*.mlp.down_proj.weight (3), model.layers.*.mlp.up_proj.weight (3), vision.patch.weight"
+    )
+    assert caught[0].filename == __file__
+
+
+def test_many_names_are_written_in_few() -> None:
+    assert grouped(["a.0.w1", "a.1.w1", "a.10.w1", "a.0.w2", "0", "b"]) == "a.*.w1 (3), a.*.w2, *, b"
+    assert grouped([f"{letter}.weight" for letter in "abcdefghijk"]).endswith("h.weight and 3 more kinds")
+
+
+def test_a_missing_tensor_is_an_error_even_where_the_library_draws_it_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(llama(), tmp_path)
+    edit(tmp_path, {"model.layers.1.mlp.up_proj.weight": None})
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["up_proj"])
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    with pytest.raises(WeightsError, match=r"1 missing:\n    model\.layers\.1\.mlp\.up_proj\.weight"):
+        map_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
+
+
 def test_missing_extra_and_misshapen_tensors_are_all_named_at_once(tmp_path: Path) -> None:
     saved(llama(), tmp_path)
     edit(
@@ -128,7 +164,7 @@ def test_missing_extra_and_misshapen_tensors_are_all_named_at_once(tmp_path: Pat
         match_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
     for line in (
         "2 missing:\n    model.layers.0.mlp.up_proj.weight\n    model.norm.weight",
-        "2 unexpected:\n    model.layers.7.mlp.up_proj.weight in model.safetensors\n    vision.weight in",
+        "2 not used:\n    model.layers.7.mlp.up_proj.weight in model.safetensors\n    vision.weight in",
         "2 of another shape:",
         "lm_head.weight: [32, 8] in the model, [31, 8] in model.safetensors as lm_head.weight",
         "model.layers.1.mlp.down_proj.weight: [8, 12] in the model, [12, 8] in",
@@ -141,6 +177,19 @@ def test_two_stored_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
     edit(tmp_path, {"ln_f.weight": torch.ones(8)})
     with pytest.raises(
         WeightsError, match=r"transformer\.ln_f\.weight: as ln_f\.weight in .* and as transformer\.ln_f"
+    ):
+        map_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
+
+
+def test_a_tensor_stored_both_fused_and_by_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(llama(), tmp_path)
+    get_checkpoint_conversion_mapping("legacy")  # fills the table
+    fused = WeightConverter("mlp.both.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "LlamaForCausalLM", [fused])
+    gate = load_file(tmp_path / SINGLE_NAME)["model.layers.0.mlp.gate_proj.weight"]
+    edit(tmp_path, {"model.layers.0.mlp.gate_proj.weight": None, "model.layers.0.mlp.both.weight": gate.repeat(2, 1)})
+    with pytest.raises(
+        WeightsError, match=r"twice .*\n.*layers\.0\.mlp\.up_proj\.weight: as .* and in 1 tensors in model"
     ):
         map_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
 

@@ -8,6 +8,8 @@ import pytest
 from parity import assert_same, draw_b, streamed_model, streamed_step
 from tiny import ARCHITECTURES, NUM_LAYERS, micro_batches
 
+from lema.stream.schedule import fetched, training_order
+
 OPENED = {  # how a model is opened
     "prefetch_depth": (1, 2, 3, 4),
     "strategy": ("streaming", "resident"),
@@ -62,14 +64,14 @@ def compare(checkpoint_of: Any, outcome_of: Any, device_memory: Any) -> Callable
             lora_target_modules=targets,
         ) as model:
             draw_b(model.lora_manager)
-            memory, top = model.memory, NUM_LAYERS - 1
+            memory = model.memory
             assert len(memory.residents) == opened["residents"]
-            streams = set(range(NUM_LAYERS)) - memory.residents if opened["strategy"] == "streaming" else set()
-            for step in steps:
-                before = memory.counters.layers_read
+            held = memory.residents if opened["strategy"] == "streaming" else range(NUM_LAYERS)
+            for number, step in enumerate(steps, start=1):
                 streamed = streamed_step(model, micro_batches(**step))
                 assert_same(streamed, outcome_of(name, tied, dropout, **step, targets=targets))
-                assert memory.counters.layers_read - before == 2 * len(streams) - (top in streams)
+                read = fetched(training_order(NUM_LAYERS) * number, depth + 1, held)
+                assert memory.counters.layers_read == len(read)
 
     return open_and_compare
 

@@ -3,33 +3,55 @@
 from collections.abc import Callable
 
 import pytest
-from parity import streamed_model, streamed_step
+import torch
+from parity import assert_same, draw_b, streamed_model, streamed_step
 from safetensors import safe_open
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
+
+from lema.stream.schedule import fetched_per_step
 
 CheckpointOf = Callable[..., Checkpoint]
 
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("num_residents", [0, NUM_LAYERS // 2, NUM_LAYERS])
-def test_a_step_reads_each_layer_twice_less_the_turn_and_the_residents(
+def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_keep(
     checkpoint_of: CheckpointOf, device_memory: Callable[..., int], num_residents: int, count: int
 ) -> None:
     checkpoint, batches = checkpoint_of("llama"), micro_batches(count)
     layers, _ = bytes_on_disk(checkpoint)
     budget = device_memory("llama", False, num_residents, 2)
     with streamed_model(checkpoint, gradient_checkpointing=True, device_memory=budget) as model:
-        residents = model.memory.residents
-        visits = [0 if layer in residents else 2 - (layer == NUM_LAYERS - 1) for layer in range(NUM_LAYERS)]
+        residents, slots = model.memory.residents, model.memory.num_slots
+        streamed_step(model, batches)  # the first step finds nothing kept from a step before
         for _ in range(2):
             before = model.memory.counters
             streamed_step(model, batches)
             after = model.memory.counters
-            assert after.layers_read - before.layers_read == sum(visits)
-            assert after.bytes_read - before.bytes_read == sum(
-                times * nbytes for times, nbytes in zip(visits, layers, strict=True)
-            )
+            read = fetched_per_step(NUM_LAYERS, slots, residents)
+            assert after.layers_read - before.layers_read == len(read) == 2 * max(0, NUM_LAYERS - num_residents - slots)
+            assert after.bytes_read - before.bytes_read == sum(layers[layer] for layer in read)
+            assert after.leases - before.leases == 2 * NUM_LAYERS - 1
     assert len(residents) == num_residents
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_what_was_read_ahead_for_a_step_disturbs_nothing_that_comes_in_between(
+    checkpoint_of: CheckpointOf, poison: bool
+) -> None:
+    """The next step is announced and read ahead; an evaluation of another shape comes in between."""
+    checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
+    with streamed_model(checkpoint, poison=poison, gradient_checkpointing=True) as model:
+        draw_b(model.lora_manager)
+        alone = streamed_step(model, batches)
+        loss = model.adapter.evaluate(micro_batches(1))[0]
+        model.adapter.announce_step()
+        assert torch.equal(model.adapter.evaluate(micro_batches(1))[0], loss)
+        assert model.memory.announced == 0
+        model.adapter.announce_step()
+        assert_same(streamed_step(model, batches), alone)
+        model.adapter.announce_step()
+        assert_same(streamed_step(model, micro_batches(4)), streamed_step(model, micro_batches(4)))
 
 
 @pytest.mark.parametrize("tied", [False, True])

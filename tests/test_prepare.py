@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +27,12 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 import lema.utils.model_utils
-from lema import tensorfile
+from lema import blockfile, rewrite, tensorfile
+from lema.cli import app, run
 from lema.errors import ConfigError, DiskError, ModelError, WeightsError
-from lema.prepare import prepare_directory, prepare_monolithic_safetensors, visit_order
+from lema.prepare import prepare, prepare_directory, prepare_monolithic_safetensors, visit_order
 from lema.skeleton import meta_model, read_config
-from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex
+from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex, TensorRecord
 
 SIZES = {"vocab_size": 48, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 
@@ -175,32 +177,62 @@ def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_i
     without = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
     assert len(without) == len(tensors) - 2
     save_file(without, source / SINGLE_NAME, metadata={"format": "pt"})
-    file = prepare_monolithic_safetensors(source, tmp_path / "one.safetensors", dtype="bfloat16")
-    assert_equal(file, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict())
+    prepared = prepare(source, tmp_path / "one.safetensors", dtype="bfloat16")
+    assert_equal(prepared.path, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict())
+    assert prepared.notes()[-1].startswith("2 tensors not stored, and written as the model makes them: model.layers.*.")
 
 
-def live_bytes_of_prepare(tmp_path: Path, layers: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The peak of live tensor bytes while fusing experts, and the bytes of one layer."""
-    source = saved(mixtral(layers, hidden_size=64, intermediate_size=96), tmp_path / f"{layers}", dtype)
-    with LiveBytes(tmp_path) as live:
-        file = prepare_monolithic_safetensors(source, tmp_path / f"{layers}.safetensors")
-    index = GlobalBinaryIndex(file)
-    return live.peak, sum(record.nbytes for name, record in index.items() if ".layers.0." in name)
+def live_bytes_of_prepare(source: Path, out: Path) -> tuple[int, int]:
+    """The peak of live tensor bytes while a checkpoint is prepared, and the bytes of one layer."""
+    with LiveBytes(out.parent) as live:
+        file = prepare_monolithic_safetensors(source, out)
+    return live.peak, sum(r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name)
+
+
+# Small tensors, and tensors large enough for memory of their own.
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (256, 1024)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_converting_holds_less_than_two_layers_however_deep_the_model(
+    tmp_path: Path, dtype: torch.dtype, hidden: int, intermediate: int
+) -> None:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    shallow = saved(mixtral(2, **sizes), tmp_path / "shallow", dtype)
+    deep = saved(mixtral(6, **sizes), tmp_path / "deep", dtype)
+    peak, layer = live_bytes_of_prepare(shallow, tmp_path / "shallow.safetensors")
+    assert layer / 2 < peak < 2 * layer  # a converter holds its sources and what it makes of them
+    assert live_bytes_of_prepare(deep, tmp_path / "deep.safetensors")[0] < peak * 1.05
+
+
+@pytest.mark.usefixtures("turned_over")
+def test_turning_experts_over_holds_less_than_two_layers(tmp_path: Path) -> None:
+    source = saved(mixtral(3, hidden_size=256, intermediate_size=1024), tmp_path / "model")
+    assert GlobalBinaryIndex(source)["model.layers.0.mlp.experts.gate_up_projs"].shape == (3, 256, 2048)
+    file = tmp_path / "one.safetensors"
+    peak, layer = live_bytes_of_prepare(source, file)
+    assert layer / 2 < peak < 2 * layer
+    assert_equal(file, AutoModelForCausalLM.from_pretrained(source).state_dict())
+
+
+@pytest.fixture
+def turned_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell transformers of a published form in which the experts of a layer are one tensor, turned over."""
+    get_checkpoint_conversion_mapping("legacy")  # fills the table
+    rules = [
+        WeightConverter(f"mlp.experts.{name}s", f"mlp.experts.{name}", [Transpose(1, 2)])
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "mixtral", rules)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_converting_holds_less_than_two_layers_however_deep_the_model(tmp_path: Path, dtype: torch.dtype) -> None:
-    shallow, layer = live_bytes_of_prepare(tmp_path, 2, dtype)
-    deep, _ = live_bytes_of_prepare(tmp_path, 6, dtype)
-    assert layer / 2 < shallow < 2 * layer  # a converter holds its sources and what it makes of them
-    assert deep < shallow * 1.05
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copying_and_casting_hold_pieces_and_not_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_copying_and_casting_hold_pieces_and_not_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     config = llama(layers=1)
     config.vocab_size = 2_000_000
     source = saved(config, tmp_path / "model")
+    pages, mapped = blockfile._pages, list[int]()
+    monkeypatch.setattr(blockfile, "_pages", lambda nbytes: (mapped.append(nbytes), pages(nbytes))[1])
     tracemalloc.start()  # sees the buffers read into
     with LiveBytes(tmp_path) as live:  # sees what they are cast to
         prepare_monolithic_safetensors(source, tmp_path / "one.safetensors", dtype=dtype)
@@ -208,7 +240,52 @@ def test_copying_and_casting_hold_pieces_and_not_tensors(tmp_path: Path, dtype: 
     tracemalloc.stop()
     embedding = 2_000_000 * 8 * 4
     assert (live.peak > 0) == (dtype == torch.bfloat16)
-    assert peak + live.peak < 2.5 * tensorfile.PIECE_BYTES < embedding
+    assert peak + live.peak < 4 * tensorfile.PIECE_BYTES
+    assert sum(mapped) <= blockfile.NUM_CHUNKS * blockfile.CHUNK_BYTES + 4 * blockfile.BLOCK < 0.6 * embedding
+
+
+def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(mixtral(tie_word_embeddings=False), tmp_path / "model", max_shard_size="4KB")
+    real, read = tensorfile.read_into, dict[str, int]()
+
+    def counted(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
+        read[record.name] = read.get(record.name, 0) + len(buffer)
+        real(record, buffer, start)
+
+    monkeypatch.setattr(tensorfile, "read_into", counted)
+    monkeypatch.setattr(rewrite, "read_into", counted)
+    prepare(source, tmp_path / "one.safetensors")
+    assert read == {name: record.nbytes for name, record in GlobalBinaryIndex(source).items()}
+
+
+def test_progress_is_of_the_bytes_of_the_file(tmp_path: Path) -> None:
+    source = saved(mixtral(), tmp_path / "model")
+    seen: list[tuple[int, int]] = []
+    prepared = prepare(source, tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and {total for _, total in seen} == {prepared.nbytes}
+    assert seen[-1] == (prepared.nbytes, prepared.nbytes)
+    assert prepared.path == tmp_path / "out" and prepared.weights == tmp_path / "out" / SINGLE_NAME
+
+
+def test_what_was_left_out_or_added_is_said_in_a_line_each(tmp_path: Path) -> None:
+    source = saved(gpt2(), tmp_path / "model")
+    tensors = load_file(source / SINGLE_NAME)
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)}
+    save_file(tensors | masks | {"score.weight": torch.ones(2)}, source / SINGLE_NAME, metadata={"format": "pt"})
+    assert prepare(source, tmp_path / "out").notes() == [
+        "3 tensors left out, for transformers loads them into no model of this type: transformer.h.*.attn.bias (3)",
+        "1 tensors left out, for the model has no place for them: score.weight",
+    ]
+    assert prepare(AutoModelForCausalLM.from_pretrained(source), tmp_path / "more").notes() == []
+
+
+def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(mixtral(), tmp_path / "model")
+    capsys.readouterr()
+    assert run(app, ["prepare", str(source), str(tmp_path / "out")]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("6 tensors rearranged: model.layers.*.mlp.experts.gate_up_proj (3), ")
+    assert re.fullmatch(rf"wrote {tmp_path / 'out'}: [\d.]+ kB in \d+\.\d s, [\d.]+ .?B/s", last)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -246,14 +323,15 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     source = saved(mixtral(), tmp_path / "model")
     real, calls = os.pwrite, iter(range(100))
 
-    def full_after_five(*arguments: Any) -> int:
-        if next(calls) >= 5:
+    def full_after_one(*arguments: Any) -> int:
+        if next(calls) >= 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*arguments)
 
-    monkeypatch.setattr(tensorfile.os, "pwrite", full_after_five)
+    monkeypatch.setattr(blockfile.os, "pwrite", full_after_one)
     with pytest.raises(DiskError, match="disk is full"):
         prepare_directory(source, tmp_path / "out")
+    assert next(calls) > 1
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -279,6 +357,11 @@ def test_a_wrong_argument_is_named(tmp_path: Path, options: dict[str, Any], mess
     arguments = {"out_file": "one.safetensors"} | options
     with pytest.raises(ConfigError, match=message):
         prepare_monolithic_safetensors(tmp_path, tmp_path / arguments.pop("out_file"), **arguments)
+
+
+def test_a_directory_is_not_named_like_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the name of a file"):
+        prepare_directory(tmp_path, tmp_path / "out.safetensors")
 
 
 def test_a_model_is_not_prepared_over_itself(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from lema.progress import ProgressDisplay, progress_callback
+from lema.progress import ByteProgress, ProgressDisplay, progress_callback
 
 LOGS = {
     "loss": 2.34567,
@@ -160,3 +160,26 @@ def test_only_the_first_process_draws(tmp_path: Path) -> None:
     console = pipe()
     fire(console, tmp_path, first_process=False)
     assert written(console) == ""
+
+
+def test_bytes_have_a_bar_on_a_terminal() -> None:
+    console, clock = terminal(), Clock()
+    display = ByteProgress(console, clock)
+    clock.tick()
+    display(500_000_000, 2_000_000_000)
+    assert HIDE_CURSOR in written(console)
+    display.close()
+    display.close()
+    assert SHOW_CURSOR in written(console)
+    assert re.search(r"500 MB of 2\.0 GB .*━.* 50\.0 MB/s  30s left", written(console))
+
+
+def test_bytes_are_silent_elsewhere_and_summed_up_in_words() -> None:
+    console, clock = pipe(), Clock()
+    display = ByteProgress(console, clock)
+    display(0, 10)
+    clock.tick()
+    display(3_000_000_000, 3_000_000_000)
+    display.close()
+    assert written(console) == ""
+    assert display.summary() == "3.0 GB in 10.0 s, 300 MB/s"

@@ -92,13 +92,33 @@ def test_a_file_that_is_not_as_announced_never_appears(tmp_path: Path, writes: l
     assert not list(tmp_path.iterdir())
 
 
-def test_too_few_bytes_for_a_tensor_never_appear(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [content("a.bias")[:-1], content("a.bias") + b"x", b""], ids=["few", "many", "none"])
+def test_too_few_or_too_many_bytes_for_a_tensor_never_appear(tmp_path: Path, wrong: bytes) -> None:
     with pytest.raises(AssertionError), TensorFile(tmp_path / "model.safetensors", SPECS) as out:
-        out.write("a.bias", [content("a.bias")[:-1]])
+        out.write("a.bias", [wrong])
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
+def test_a_tensor_may_be_read_straight_to_its_place(tmp_path: Path) -> None:
+    with TensorFile(tmp_path / "model.safetensors", SPECS) as out:
+        for name in TENSORS:
+            done = 0
+            for place in out.space(name):
+                place[:] = content(name)[done : done + len(place)]
+                done += len(place)
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_place_that_was_not_filled_to_its_end_never_appears(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError), TensorFile(tmp_path / "model.safetensors", SPECS) as out:
+        for name in ("a.bias", "empty", "scalar"):
+            out.write(name, [content(name)])
+        next(out.space("z.weight"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "ftruncate"])
 def test_a_full_disk_is_said_so_and_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

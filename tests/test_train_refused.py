@@ -131,7 +131,6 @@ def forget_the_config(model: Path) -> None:
         (keep_only_pickles, 3, ["pytorch_model.bin", "save_pretrained(OUT)"]),
         (lose_two_tensors, 3, [UP, DOWN]),
         (reshape_a_tensor, 3, [UP, "31"]),
-        (add_a_tensor, 3, ["gate_proj.biass"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -149,6 +148,16 @@ def test_a_model_that_is_not_whole_is_refused(
     spoil(model)
     assert_refused(capfd, code, words, "train", write_config(model_name_or_path=str(model)))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_the_model_has_no_place_for_is_named_and_left_out(
+    llama: Path, write_config: Any, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    add_a_tensor(model)
+    with pytest.warns(UserWarning, match="gate_proj.biass"):
+        assert lema("train", write_config(model_name_or_path=str(model), max_steps=1)) == 0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +203,7 @@ def test_data_that_cannot_be_trained_on_is_refused_by_line(
         ({"train_data": None}, 2, ["names no training data"]),
         ({"max_length": 4096}, 2, ["128 positions"]),
         ({"lora_target_modules": ["c_attn"]}, 2, ["c_attn", "q_proj"]),
-        ({"lora_target_modules": ["lm_head"]}, 2, ["outside the decoder layers"]),
+        ({"lora_modules_to_save": ["layers"]}, 2, ["model.layers holds whole decoder layers"]),
         ({"model_type": "gpt2"}, 2, ["'llama', not 'gpt2'"]),
         ({"attn_implementation": "no_such"}, 2, ["no_such"]),
         ({"lr_scheduler_type": "greedy"}, 2, ["greedy"]),

@@ -48,37 +48,48 @@ class _AliasSlots:
 
 
 class _PoisonedUpload:
-    """A copy in a private slot, NaN again as soon as it is released."""
+    """Bytes that each lease gets a copy of, NaN as soon as it is released: also if the slot is leased again."""
 
-    def __init__(self, slots: _PoisonedSlots, slot: Tensor, nbytes: int) -> None:
-        self._slots, self._slot, self._nbytes = slots, slot, nbytes
+    def __init__(self, slots: _PoisonedSlots, clean: Tensor, nbytes: int) -> None:
+        self._slots, self._clean, self._nbytes, self._number = slots, clean, nbytes, slots.uploads
+        self._leased: Tensor | None = None
         self._released = False
 
     def wait(self) -> Tensor:
-        assert not self._released, "a released slot was asked for"
-        return self._slot[: self._nbytes]
+        if self._released:
+            assert self._slots.uploads == self._number, "a slot was asked for that something else was uploaded to"
+            self._released = False
+            self._slots.free -= 1
+        if self._leased is None:
+            self._leased = self._clean.clone()
+        return self._leased[: self._nbytes]
 
     def release(self) -> None:
         assert not self._released, "a slot was released twice"
         self._released = True
-        self._slot.fill_(NAN_BYTE)
-        self._slots.free.append(self._slot)
+        self._slots.free += 1
+        if self._leased is not None:
+            self._leased.fill_(NAN_BYTE)
+            self._leased = None
 
     def drained(self) -> None:
         """The copy was finished when `upload` returned."""
 
 
 class _PoisonedSlots:
-    """A ring of private slots that hold NaN whenever nobody leases them."""
+    """Private slots whose memory is never used twice: what was leased is NaN for ever after."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        self.free = [torch.full((nbytes,), NAN_BYTE, dtype=torch.uint8) for _ in range(count)]
+        self._nbytes, self.free = nbytes, count
+        self.uploads = 0
 
     def upload(self, source: Tensor) -> Upload:
         assert self.free, "more uploads are held than there are slots"
-        slot = self.free.pop(0)
-        slot[: source.numel()].copy_(source)
-        return _PoisonedUpload(self, slot, source.numel())
+        clean = torch.full((self._nbytes,), NAN_BYTE, dtype=torch.uint8)
+        clean[: source.numel()].copy_(source)
+        self.free -= 1
+        self.uploads += 1
+        return _PoisonedUpload(self, clean, source.numel())
 
 
 class CpuBackend:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from lema.data.batches import Batch, Batches, collate
     from lema.data.dataset import Counts, TokenDataset
     from lema.data.files import Row, load_rows, read_rows
+    from lema.data.length import longest_row
     from lema.data.prepare import needs_tokenizer, prepare_data
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "TokenDataset",
     "collate",
     "load_rows",
+    "longest_row",
     "needs_tokenizer",
     "prepare_data",
     "read_rows",
@@ -30,6 +32,7 @@ _HOME = {
     "TokenDataset": "dataset",
     "collate": "batches",
     "load_rows": "files",
+    "longest_row": "length",
     "needs_tokenizer": "prepare",
     "prepare_data": "prepare",
     "read_rows": "files",

@@ -1,36 +1,52 @@
 """Layers on lease: prefetched in the order announced, held while they compute, then given back.
 
 A lease is a promise: its weights are views into one device slot, and the slot is refilled only after every computation
-queued under the lease has finished. Residents are uploaded once and leased for nothing.
+queued under the lease has finished. Until it is refilled, a slot keeps its layer, and a lease of it costs nothing: that
+is how a training pass turns without reading again what it has just left. Residents are uploaded once and leased for
+nothing; layers cached in host memory are read once.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lema.backend import Backend, DeviceSlots, Upload
+from lema.backend import Backend
+from lema.stream.order import Order, place_to_refill
 from lema.stream.placement import LayerBytes, views
-from lema.stream.reader import LayerReader, Ticket
+from lema.stream.places import DeviceSlot, HostBuffer
+from lema.stream.reader import LayerReader
+from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["LayerStream", "Lease", "StreamCounters", "WeightReference"]
 
 
 @dataclass(frozen=True)
 class StreamCounters:
-    """What streaming has cost so far: layers and bytes read from disk, bytes uploaded, leases, seconds blocked."""
+    """What streaming has cost so far.
+
+    Attributes:
+        layers_read: layers read from disk on the way to a lease.
+        layers_kept: leases of layers on disk that cost no read, for the layer was still there.
+        bytes_read: bytes read from disk, those of residents and of host memory among them.
+        bytes_uploaded: bytes handed to device slots.
+        leases: leases begun.
+        seconds_blocked_disk: how long leases waited for reads.
+        seconds_blocked_upload: how long leases waited for the device to take their bytes.
+    """
 
     layers_read: int = 0
+    layers_kept: int = 0
     bytes_read: int = 0
     bytes_uploaded: int = 0
     leases: int = 0
-    seconds_blocked: float = 0.0
+    seconds_blocked_disk: float = 0.0
+    seconds_blocked_upload: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,42 +87,18 @@ class Lease:
         return flat.as_strided(reference.shape, reference.stride, flat.storage_offset())
 
 
-class _HostRing:
-    """Host buffers that take turns; each remembers the upload that must drain before it is refilled."""
-
-    def __init__(self, backend: Backend, nbytes: int, count: int) -> None:
-        self._free: deque[tuple[Tensor, Upload | None]] = deque(
-            (backend.host_buffer(nbytes), None) for _ in range(count)
-        )
-
-    def take(self) -> tuple[Tensor, Upload | None] | None:
-        return self._free.popleft() if self._free else None
-
-    def give(self, buffer: Tensor, upload: Upload | None) -> None:
-        self._free.append((buffer, upload))
-
-
-@dataclass
-class _Fetch:
-    """One layer between disk and device."""
-
-    layer: int
-    buffer: Tensor
-    ticket: Ticket | None  # None: the bytes are in host memory already
-    draining: Upload | None = None  # what the buffer held before; the read waits for it, if it begins at all
-    upload: Upload | None = None
-
-
 class LayerStream:
     """Leases the layers of one model, prefetching in the order announced.
 
     Args:
         layers: each layer as bytes.
         backend: the device.
-        prefetch_depth: how many layers are under way beside the one on lease.
+        prefetch_depth: how many layers are under way, or kept, beside the one on lease.
         residents: layers that stay on the device.
-        in_host_memory: read every layer once, at the start, and upload from host memory ever after.
+        host_cached: layers that are read once, at the start, and uploaded from host memory ever after.
         reader: who reads; closed with the stream.
+        trace: records uploads and stalls.
+        clock: seconds, for the counters.
     """
 
     def __init__(
@@ -116,31 +108,36 @@ class LayerStream:
         *,
         prefetch_depth: int = 2,
         residents: Collection[int] = (),
-        in_host_memory: bool = False,
+        host_cached: Collection[int] = (),
         reader: LayerReader | None = None,
+        trace: NoTrace = NO_TRACE,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.layers = tuple(layers)
         self.residents = frozenset(residents)
+        self.host_cached = frozenset(host_cached) - self.residents
         self.num_slots = prefetch_depth + 1
+        self.trace = trace
+        self._clock = clock
         self._backend = backend
-        self._reader = reader or LayerReader()
+        self._reader = reader or LayerReader(trace=trace)
         self._counters = StreamCounters()
-        self._order: deque[int] = deque()
-        self._fetches: deque[_Fetch] = deque()
+        self._order = Order()
         self._held: dict[int, Lease] = {}
-        streamed = [layer for index, layer in enumerate(self.layers) if index not in self.residents]
-        self._slot_bytes = max((layer.nbytes for layer in streamed), default=0)
-        self._slots: DeviceSlots | None = None
-        self._ring: _HostRing | None = None
-        if streamed:
-            self._slots = backend.device_slots(self._slot_bytes, self.num_slots)
+        streamed = [layer for layer in range(len(self.layers)) if layer not in self.residents]
+        on_disk = [layer for layer in streamed if layer not in self.host_cached]
+        self._slot_bytes = self._largest(streamed)
+        # Rings of one slot each: which slot to refill is chosen here, where it is known what is wanted next.
+        self._slots = [
+            DeviceSlot(backend.device_slots(self._slot_bytes, 1)) for _ in range(min(self.num_slots, len(streamed)))
+        ]
         self._host: dict[int, Tensor] = {}
         self._resident: dict[int, Tensor] = {}
         self._fill(self.residents, keep_in_host=False)
-        if in_host_memory:
-            self._fill(set(range(len(self.layers))) - self.residents, keep_in_host=True)
-        elif streamed:
-            self._ring = _HostRing(backend, self._slot_bytes, self.num_slots)
+        self._fill(self.host_cached, keep_in_host=True)
+        self._ring = [
+            HostBuffer(backend.host_buffer(self._largest(on_disk))) for _ in range(min(self.num_slots, len(on_disk)))
+        ]
 
     @property
     def counters(self) -> StreamCounters:
@@ -153,14 +150,18 @@ class LayerStream:
         return self._slot_bytes
 
     def announce(self, order: Iterable[int]) -> None:
-        """Say which layers will be leased next, after those announced before; reading starts at once."""
+        """Say which layers will be leased next, after those announced before; reading starts at once.
+
+        The further ahead it is known what comes, the better is the choice of what to keep: what follows a turn is best
+        announced before the turn.
+        """
         self._order.extend(layer for layer in order if layer not in self.residents)
         self._pump()
 
     @property
     def announced(self) -> int:
         """How many announced leases of streamed layers are still to come."""
-        return len(self._order) + len(self._fetches)
+        return len(self._order)
 
     @contextmanager
     def lease(self, layer: int) -> Iterator[Lease]:
@@ -175,7 +176,7 @@ class LayerStream:
             yield self._held[layer]
             return
         self._raise_failures()
-        self._counters = replace(self._counters, leases=self._counters.leases + 1)
+        self._count(leases=1)
         if layer in self.residents:
             slot = self._resident[layer]
             self._held[layer] = Lease(layer, slot, views(slot, self.layers[layer]))
@@ -184,107 +185,125 @@ class LayerStream:
             finally:
                 del self._held[layer]
             return
-        fetch = self._next(layer)
+        place = self._next(layer)
         try:
-            assert fetch.upload is not None
-            slot = fetch.upload.wait()
+            self._order.begin()
+            began = self._clock()
+            with self.trace.span("stall: upload", f"layer {layer}"):
+                slot = place.lease()
+            self._count(seconds_blocked_upload=self._clock() - began)
             self._held[layer] = Lease(layer, slot, views(slot, self.layers[layer]))
             yield self._held[layer]
         finally:
             self._held.pop(layer, None)
-            self._give_back(fetch)
+            place.release()
             self._pump()
 
     def cancel(self) -> None:
-        """Forget what was announced; wait for the reads under way and give their buffers back."""
+        """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
         self._order.clear()
-        while self._fetches:
-            self._settle(self._fetches.popleft())
-
-    def _settle(self, fetch: _Fetch) -> None:
-        """Wait until no read touches the fetch's buffer, then give it back."""
-        if fetch.ticket is not None:
-            fetch.ticket.settle()
-        self._give_back(fetch)
+        for buffer in self._ring:
+            if buffer.ticket is not None and (not buffer.ticket.done() or buffer.ticket.failed()):
+                buffer.empty()
 
     def close(self) -> None:
         """Stop reading and drop every buffer."""
         self.cancel()
         self._reader.close()
-        if self._slots is not None:
+        for place in self._slots:
+            place.empty()
+        if self._slots:
             self._backend.synchronize()  # no copy may still be reading a buffer that goes
-        self._ring = self._slots = None
+        self._slots, self._ring = [], []
         self._host.clear()
         self._resident.clear()
 
-    def _next(self, layer: int) -> _Fetch:
-        """Return the fetch of `layer`, uploaded; an order other than the one announced starts afresh."""
-        assert self._slots_held < self.num_slots, "more layers are on lease at once than there are slots"
-        expected = self._fetches[0].layer if self._fetches else (self._order[0] if self._order else None)
-        if expected != layer:
+    def _next(self, layer: int) -> DeviceSlot:
+        """Return the slot that holds `layer`; an order other than the one announced starts afresh."""
+        assert len(self._held.keys() - self.residents) < len(self._slots), (
+            "more layers are on lease at once than there are slots"
+        )
+        if self._order.first != layer:
             self.cancel()
-            self._order.append(layer)
+            self._order.extend([layer])
         self._pump()
-        fetch = self._fetches.popleft()
-        started = time.perf_counter()
         try:
-            if fetch.upload is None:
-                self._upload(fetch)
+            if (buffer := self._buffer_of(layer)) is not None:
+                self._arrive(buffer)
+                self._count(layers_kept=int(buffer.leased))
+                buffer.leased = True
+            place = next((place for place in self._slots if place.layer == layer), None)
+            if place is None:
+                number = self._to_refill(self._slots, next(iter(self._order))[0])
+                assert number is not None, "the next layer finds no slot"
+                place = self._upload(layer, number)
         except BaseException:
-            self._settle(fetch)
             self.cancel()
             raise
-        blocked = self._counters.seconds_blocked + time.perf_counter() - started
-        self._counters = replace(self._counters, seconds_blocked=blocked)
-        return fetch
-
-    @property
-    def _slots_held(self) -> int:
-        return len(self._held.keys() - self.residents)
+        return place
 
     def _pump(self) -> None:
         """Start every read there is a buffer for, and every upload whose bytes have arrived and which has a slot."""
-        while self._order and len(self._fetches) + self._slots_held < self.num_slots:
-            layer = self._order.popleft()
-            self._fetches.append(self._fetch(layer))
-        for fetch in self._fetches:
-            if fetch.ticket is not None and (not fetch.ticket.done() or fetch.ticket.failed()):
+        for number, layer in self._order:
+            if layer in self._host or self._buffer_of(layer) is not None:
+                continue
+            if (place := self._to_refill(self._ring, number)) is None:
                 break
-            if fetch.upload is None:
-                self._upload(fetch)
+            self._read(layer, self._ring[place])
+        for number, layer in self._order:
+            if any(place.layer == layer for place in self._slots):
+                continue
+            buffer = self._buffer_of(layer)
+            arrived = layer in self._host or (buffer is not None and _arrived(buffer))
+            if not arrived or (place := self._to_refill(self._slots, number)) is None:
+                break
+            self._upload(layer, place)
 
-    def _fetch(self, layer: int) -> _Fetch:
-        if layer in self._host:
-            return _Fetch(layer, self._host[layer], None)
-        assert self._ring is not None
-        taken = self._ring.take()
-        assert taken is not None, "more layers are under way than there are host buffers"
-        buffer, upload = taken
-        before = upload.drained if upload is not None else None
-        ticket = self._reader.submit(self.layers[layer], buffer, before)
-        self._counters = replace(self._counters, layers_read=self._counters.layers_read + 1)
-        return _Fetch(layer, buffer, ticket, draining=upload)
+    def _to_refill(self, places: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
+        return place_to_refill([place.layer for place in places], self._order, number, self._held.keys())
 
-    def _upload(self, fetch: _Fetch) -> None:
-        if fetch.ticket is not None:
-            fetch.ticket.wait()
-        assert self._slots is not None
-        nbytes = self.layers[fetch.layer].nbytes
-        fetch.upload = self._slots.upload(fetch.buffer[:nbytes])
-        self._counters = replace(self._counters, bytes_uploaded=self._counters.bytes_uploaded + nbytes)
+    def _buffer_of(self, layer: int) -> HostBuffer | None:
+        """Return the buffer of the ring that holds `layer`, or is being filled with it."""
+        return next((buffer for buffer in self._ring if buffer.layer == layer), None)
 
-    def _give_back(self, fetch: _Fetch) -> None:
-        if fetch.upload is not None:
-            fetch.upload.release()
-        if fetch.ticket is not None:
-            assert self._ring is not None
-            # A cancelled read may never have waited for what the buffer held before.
-            self._ring.give(fetch.buffer, fetch.draining if fetch.upload is None else fetch.upload)
+    def _read(self, layer: int, buffer: HostBuffer) -> None:
+        """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be the buffer itself."""
+        for place in self._slots:
+            if buffer.layer is not None and place.layer == buffer.layer:
+                place.empty()
+        buffer.empty()
+        buffer.ticket = self._reader.submit(self.layers[layer], buffer.memory, buffer.drain(), name=f"layer {layer}")
+        buffer.layer, buffer.leased = layer, False
+        self._count(layers_read=1)
+
+    def _arrive(self, buffer: HostBuffer) -> None:
+        """Wait for a layer's last byte."""
+        if buffer.ticket is None or buffer.ticket.done():
+            buffer.arrive()  # raises what a read raised
+            return
+        began = self._clock()
+        with self.trace.span("stall: disk", f"layer {buffer.layer}"):
+            buffer.arrive()
+        self._count(seconds_blocked_disk=self._clock() - began)
+
+    def _upload(self, layer: int, number: int) -> DeviceSlot:
+        """Start copying `layer`, which has arrived, into slot `number`."""
+        buffer, place, nbytes = self._buffer_of(layer), self._slots.pop(number), self.layers[layer].nbytes
+        self._slots.append(place)  # of empty slots the first is refilled: the one whose computation is longest over
+        if buffer is not None:
+            buffer.arrive()
+        source = self._host[layer] if buffer is None else buffer.memory
+        with self.trace.span("upload", f"layer {layer}", nbytes=nbytes):
+            upload = place.fill(layer, source[:nbytes])
+        if buffer is not None:
+            buffer.uploaded(id(place), upload)
+        self._count(bytes_uploaded=nbytes)
+        return place
 
     def _raise_failures(self) -> None:
         """A read that failed ahead of time stops training now, not when its layer's turn comes."""
-        for fetch in self._fetches:
-            if fetch.ticket is not None and (error := fetch.ticket.failed()) is not None:
+        for buffer in self._ring:
+            if buffer.ticket is not None and (error := buffer.ticket.failed()) is not None:
                 self.cancel()
                 raise error
 
@@ -292,10 +311,21 @@ class LayerStream:
         """Read layers for good: into host memory, or through it onto the device."""
         for layer in sorted(wanted):
             buffer = self._backend.host_buffer(self.layers[layer].nbytes)
-            self._reader.submit(self.layers[layer], buffer).wait()
+            self._reader.submit(self.layers[layer], buffer, name=f"layer {layer}").wait()
             if keep_in_host:
                 self._host[layer] = buffer
             else:
                 upload = self._backend.device_slots(buffer.numel(), 1).upload(buffer)
                 self._resident[layer] = upload.wait()
                 self._backend.synchronize()  # the buffer goes here, and the copy may still be reading it
+
+    def _largest(self, layers: Iterable[int]) -> int:
+        return max((self.layers[layer].nbytes for layer in layers), default=0)
+
+    def _count(self, **more: float) -> None:
+        counters = self._counters
+        self._counters = replace(counters, **{name: getattr(counters, name) + by for name, by in more.items()})
+
+
+def _arrived(buffer: HostBuffer) -> bool:
+    return buffer.ticket is None or (buffer.ticket.done() and not buffer.ticket.failed())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lema.errors import ReadError
 from lema.stream.placement import DTYPES, PAGE, LayerBytes
+from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["LayerReader", "Ticket"]
 
@@ -100,36 +101,43 @@ class LayerReader:
     Args:
         threads: how many reads are under way at once.
         direct: read past the page cache where the file system allows it.
+        trace: records every read.
     """
 
     THREADS = 4
 
-    def __init__(self, threads: int = THREADS, direct: bool = True) -> None:
+    def __init__(self, threads: int = THREADS, direct: bool = True, trace: NoTrace = NO_TRACE) -> None:
+        self._trace = trace
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lema-read")
         self._direct = direct
         self._files: dict[Path, _File] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
 
-    def submit(self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None) -> Ticket:
+    def submit(
+        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+    ) -> Ticket:
         """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned.
 
         `before` is called in a reader thread ahead of the first byte; it blocks until the buffer may be overwritten.
+        `name` is what a trace calls the reads.
         """
         gate = self._pool.submit(before) if before else None
         futures: list[Future[None]] = [gate] if gate else []
         for file, start, offset, nbytes in _segments(layer):
-            futures.append(self._pool.submit(self._read, gate, file, buffer, start, offset, nbytes))
-        futures.extend(self._pool.submit(self._cast, gate, layer, buffer, index) for index in range(len(layer.casts)))
+            futures.append(self._pool.submit(self._read, gate, name, file, buffer, start, offset, nbytes))
+        casts = range(len(layer.casts))
+        futures.extend(self._pool.submit(self._cast, gate, name, layer, buffer, index) for index in casts)
         return Ticket(futures)
 
     def _read(
-        self, gate: Future[None] | None, path: Path, buffer: Tensor, start: int, offset: int, nbytes: int
+        self, gate: Future[None] | None, name: str, path: Path, buffer: Tensor, start: int, offset: int, nbytes: int
     ) -> None:
         if gate is not None:
             gate.result()
         try:
-            self._file(path).read(buffer, start, offset, nbytes)
+            with self._trace.span("read", name, nbytes=nbytes):
+                self._file(path).read(buffer, start, offset, nbytes)
         except OSError as error:
             raise ReadError(
                 f"reading {nbytes:,} bytes at {offset:,} failed: {error.strerror or error}",
@@ -139,19 +147,20 @@ class LayerReader:
         with self._lock:
             self.bytes_read += nbytes
 
-    def _cast(self, gate: Future[None] | None, layer: LayerBytes, buffer: Tensor, index: int) -> None:
+    def _cast(self, gate: Future[None] | None, name: str, layer: LayerBytes, buffer: Tensor, index: int) -> None:
         record, placed = layer.casts[index].record, layer.casts[index].placed
         aside = torch.empty(record.nbytes, dtype=torch.uint8)
-        self._read_aside(gate, record.file, aside, record.offset)
+        self._read_aside(gate, name, record.file, aside, record.offset)
         target = buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype)
         target.copy_(aside.view(DTYPES[record.dtype]))
 
-    def _read_aside(self, gate: Future[None] | None, path: Path, aside: Tensor, offset: int) -> None:
+    def _read_aside(self, gate: Future[None] | None, name: str, path: Path, aside: Tensor, offset: int) -> None:
         if gate is not None:
             gate.result()
         try:
             descriptor = self._file(path).descriptor
-            _read_fully(descriptor, _bytes(aside), offset, aside.numel(), path)
+            with self._trace.span("read", name, nbytes=aside.numel()):
+                _read_fully(descriptor, _bytes(aside), offset, aside.numel(), path)
         except OSError as error:
             raise ReadError(
                 f"reading {aside.numel():,} bytes at {offset:,} failed: {error.strerror or error}", where=str(path)

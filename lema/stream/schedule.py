@@ -1,14 +1,19 @@
-"""The order in which layers are visited: pure Python, no tensors, no threads.
+"""The order in which layers are visited, and what it costs to fetch them: pure Python, no tensors, no threads.
 
 A training pass goes up through the layers and down again. The top layer is where it turns: one visit does both its
 forward and its backward, so it is leased once. Nothing below the lowest layer that trains is visited on the way down.
+
+Places (device slots, host buffers) hold the layer on lease and the distinct layers that come next; what is wanted last
+is given up for what is wanted sooner. Near a turn the next layers are those just left, so they are fetched only once
+for both directions: with `k` places and `n` layers that pass through them, a step of the whole model fetches
+`2 (n - k)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["forward_order", "layers_read", "training_order"]
+__all__ = ["fetched", "fetched_per_step", "forward_order", "reads_per_step", "training_order", "uploads_per_step"]
 
 
 def forward_order(num_layers: int) -> tuple[int, ...]:
@@ -24,6 +29,78 @@ def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
     return forward_order(num_layers) + tuple(range(num_layers - 2, lowest_trained - 1, -1))
 
 
-def layers_read(order: Sequence[int], residents: Collection[int] = ()) -> int:
-    """Return how many layer reads an order costs when `residents` stay on the device."""
-    return sum(layer not in residents for layer in order)
+def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tuple[int, ...]:
+    """Return which leases of `order` find their layer gone, or never fetched, as layers in the order they are fetched.
+
+    A layer is still there if fewer than `places` other layers were on lease since. That is what is left of Belady's
+    rule (1966: give up what is wanted last) when places are refilled as early as possible, so that reading is hidden.
+
+    Args:
+        order: leases, from empty places on.
+        places: slots or buffers that the layers pass through.
+        held: layers that need none, since they are elsewhere for good.
+    """
+    recent: list[int] = []  # the layers that are there, the latest last
+    found = []
+    for layer in order:
+        if layer in held:
+            continue
+        if layer in recent:
+            recent.remove(layer)
+        else:
+            found.append(layer)
+        recent = [*recent[-places + 1 :], layer] if places > 1 else [layer]
+    return tuple(found)
+
+
+def fetched_per_step(
+    num_layers: int, places: int, held: Collection[int] = (), lowest_trained: int = 0
+) -> tuple[int, ...]:
+    """Return the layers that one training step after many others fetches; arguments as `fetched`."""
+    order = training_order(num_layers, lowest_trained)
+    return fetched(order * 2, places, held)[len(fetched(order, places, held)) :]
+
+
+def reads_per_step(
+    num_layers: int,
+    residents: Collection[int] = (),
+    host_cached: Collection[int] = (),
+    slots: int = 1,
+    lowest_trained: int = 0,
+) -> int:
+    """Return how many layers a training step reads from disk, in the steady state.
+
+    A step that is announced less than a step ahead may read fewer if `lowest_trained > 0`: what has not been read ahead
+    has pushed nothing out. It never reads more.
+
+    Args:
+        num_layers: decoder layers.
+        residents: layers that stay on the device.
+        host_cached: layers that stay in host memory.
+        slots: places of the ring.
+        lowest_trained: no layer below it is visited on the way down.
+    """
+    return _per_step(num_layers, {*residents, *host_cached}, slots, lowest_trained)
+
+
+def uploads_per_step(num_layers: int, residents: Collection[int] = (), slots: int = 1, lowest_trained: int = 0) -> int:
+    """Return how many layers a training step uploads, in the steady state; arguments as `reads_per_step`."""
+    return _per_step(num_layers, set(residents), slots, lowest_trained)
+
+
+def _per_step(num_layers: int, held: Collection[int], places: int, lowest_trained: int) -> int:
+    """`len(fetched_per_step(...))`, in closed form.
+
+    Of `n` layers that pass through `k < n` places, `b` lie below the lowest that trains and are leased once, as is the
+    top. The turn at the top spares the `k` layers leased last, one less if the top itself passes through (it is one
+    lease, not two); the turn at the bottom spares the `k` lowest layers, less the `b` that the way down does not reach.
+    """
+    passing = [layer for layer in range(num_layers) if layer not in held]
+    n, k = len(passing), places
+    if k >= n:
+        return 0
+    below = sum(layer < lowest_trained for layer in passing)
+    top = num_layers - 1 not in held
+    down = n - top - min(below, n - top)  # leases on the way down
+    spared = min(k - top, down) + max(0, min(k, n - top) - below)
+    return n + down - spared

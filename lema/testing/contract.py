@@ -141,6 +141,32 @@ class BackendContract:
             for number, (result, source) in enumerate(zip(results, sources, strict=True)):
                 assert torch.equal(result.cpu(), source.float()), f"work under lease {number} read another's bytes"
 
+    def test_a_released_slot_may_be_leased_again_until_it_is_refilled(self) -> None:
+        """The bytes are still there, and work queued under every lease is waited for before a refill."""
+        with closing(self.backend()) as backend:
+            slots = backend.device_slots(SLOT, 1)
+            sources = [_source(backend, number) for number in range(3)]
+            results = []
+            for source in sources:
+                upload = slots.upload(source)
+                for _ in range(3):
+                    results.append((self._late_read(backend, upload.wait()), source))
+                    upload.release()
+            for number, (result, source) in enumerate(results):
+                assert torch.equal(result.cpu(), source.float()), f"lease {number % 3} of upload {number // 3}"
+
+    def test_rings_share_nothing(self) -> None:
+        """As many uploads are held as there are rings of one slot, whatever becomes of the others."""
+        with closing(self.backend()) as backend:
+            rings = [backend.device_slots(SLOT, 1) for _ in range(3)]
+            sources = [_source(backend, number) for number in range(3)]
+            uploads = [ring.upload(source) for ring, source in zip(rings, sources, strict=True)]
+            held = [upload.wait() for upload in uploads]
+            _give_back(uploads[1])
+            rings[1].upload(_source(backend, 9)).wait()
+            for number in (0, 2):
+                assert torch.equal(_read(held[number]), sources[number]), f"the slot of ring {number} changed"
+
     def test_a_drained_source_may_be_overwritten(self) -> None:
         """After `release` and `drained`, called from another thread, the source is free and the work unharmed."""
         with closing(self.backend()) as backend:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ class Upload:
         self.slot[: len(self.source)] = self.source
 
     def wait(self) -> Tensor:
+        self.slots.free = [slot for slot in self.slots.free if slot is not self.slot]  # released before, it may be
         return self.slot[: len(self.source)]
 
     def release(self) -> None:
@@ -46,8 +47,34 @@ class Upload:
 
 
 class OneSlotForAll(Slots):
+    def __init__(self, nbytes: int, count: int) -> None:
+        super().__init__(nbytes, count)
+        self.one = self.free[0]
+
     def take(self) -> Tensor:
-        return self.free[0]
+        return self.one
+
+
+class OneSlotForAllRings(Slots):
+    shared: ClassVar[list[Tensor]] = []
+
+    def take(self) -> Tensor:
+        nbytes = len(super().take())
+        if not self.shared or len(self.shared[0]) < nbytes:
+            self.shared[:] = [torch.zeros(nbytes, dtype=torch.uint8)]
+        return self.shared[0]
+
+
+class ReleaseClears(Slots):
+    """What was given back is gone, though nothing has refilled it."""
+
+    def upload(self, source: Tensor) -> Any:
+        class Clearing(Upload):
+            def release(self) -> None:
+                super().release()
+                self.slot.zero_()
+
+        return Clearing(self, source)
 
 
 class GivesBackAnother(Slots):
@@ -164,7 +191,9 @@ BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
     "gathers in another order": (with_parallel(Reversed()), "the_group_gathers"),
     "does not reduce": (with_parallel(Unreduced()), "the_group_gathers"),
     "dropout drawn anew": (broken(set_rng_state=lambda self, state: None), "a_training_step"),
-    "weights of another layer": (with_slots(OneSlotForAll), "a_training_step"),
+    "weights of another layer": (with_slots(OneSlotForAllRings), "a_training_step"),
+    "rings that share a slot": (with_slots(OneSlotForAllRings), "rings_share_nothing"),
+    "cleared on release": (with_slots(ReleaseClears), "a_released_slot_may_be_leased_again"),
 }
 
 

@@ -142,11 +142,11 @@ def without_a_file(layer: LayerBytes, path: Path) -> LayerBytes:
     return replace(layer, runs=tuple(replace(run, file=path) for run in layer.runs))
 
 
-@pytest.mark.parametrize("option", ["residents", "in_host_memory"])
+@pytest.mark.parametrize("option", ["residents", "host_cached"])
 def test_what_is_read_at_the_start_fails_at_the_start(stored: Stored, tmp_path: Path, option: str) -> None:
     layers = list(stored.layers)
     layers[3] = without_a_file(layers[3], tmp_path / "gone.bin")
-    options = {"residents": {3}} if option == "residents" else {"in_host_memory": True}
+    options = {option: {3}}
     with pytest.raises(ReadError, match="No such file") as caught:
         LayerStream(layers, CpuBackend(), **options)  # type: ignore[arg-type]
     assert caught.value.where == str(tmp_path / "gone.bin")

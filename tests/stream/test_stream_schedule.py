@@ -5,7 +5,14 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lema.stream.schedule import forward_order, layers_read, training_order
+from lema.stream.schedule import (
+    fetched,
+    fetched_per_step,
+    forward_order,
+    reads_per_step,
+    training_order,
+    uploads_per_step,
+)
 
 DEPTHS = st.integers(1, 200)
 
@@ -28,12 +35,54 @@ def test_a_step_goes_up_and_down_and_turns_at_the_top(num_layers: int, data: st.
     assert {layer for layer in order if order.count(layer) == 2} == set(range(lowest, num_layers - 1))
 
 
-@given(DEPTHS, st.data())
-def test_residents_save_one_read_per_visit(num_layers: int, data: st.DataObject) -> None:
-    residents = data.draw(st.sets(st.integers(0, num_layers - 1)))
-    order = training_order(num_layers)
-    top = num_layers - 1
-    saved = 2 * len(residents) - (top in residents)
-    assert layers_read(order) == 2 * num_layers - 1
-    assert layers_read(order, residents) == 2 * num_layers - 1 - saved
-    assert layers_read(forward_order(num_layers), residents) == num_layers - len(residents)
+# What it costs
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[int, int, set[int], set[int], int]:
+    """Draw layers, places, residents, layers cached in host memory, and the lowest layer that trains."""
+    num_layers = draw(st.integers(1, 24))
+    some = st.one_of(st.just(set[int]()), st.sets(st.integers(0, num_layers - 1)))
+    lowest = st.one_of(st.just(0), st.integers(0, num_layers - 1))
+    return num_layers, draw(st.integers(1, 8)), draw(some), draw(some), draw(lowest)
+
+
+@given(steps())
+def test_the_closed_form_is_what_a_step_after_many_others_fetches(
+    step: tuple[int, int, set[int], set[int], int],
+) -> None:
+    num_layers, slots, residents, cached, lowest = step
+    order = training_order(num_layers, lowest)
+    read = fetched_per_step(num_layers, slots, residents | cached, lowest)
+    assert reads_per_step(num_layers, residents, cached, slots, lowest) == len(read)
+    assert uploads_per_step(num_layers, residents, slots, lowest) == len(
+        fetched_per_step(num_layers, slots, residents, lowest)
+    )
+    # The third step is as the second: that is the steady state.
+    assert fetched(order * 3, slots, residents | cached) == fetched(order * 2, slots, residents | cached) + read
+
+
+@given(steps())
+def test_training_every_layer_fetches_twice_what_is_not_held(step: tuple[int, int, set[int], set[int], int]) -> None:
+    num_layers, slots, residents, cached, _ = step
+    passing = num_layers - len(residents | cached)
+    assert reads_per_step(num_layers, residents, cached, slots) == 2 * max(0, passing - slots)
+
+
+@given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 5), st.sets(st.integers(0, 6), max_size=2))
+def test_a_layer_is_fetched_unless_fewer_others_than_places_came_between(
+    order: list[int], places: int, held: set[int]
+) -> None:
+    expected = []
+    for number, layer in enumerate(order):
+        before = [earlier for earlier in range(number) if order[earlier] == layer]
+        between = set(order[before[-1] + 1 : number]) - held if before else set(range(99))
+        if layer not in held and len(between) >= places:
+            expected.append(layer)
+    assert list(fetched(order, places, held)) == expected
+
+
+@given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 5))
+def test_more_places_never_cost_a_fetch(order: list[int], places: int) -> None:
+    assert len(fetched(order, places + 1)) <= len(fetched(order, places))
+    assert len(fetched(order, 7)) == len(set(order))

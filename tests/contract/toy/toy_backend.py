@@ -12,18 +12,18 @@ from lema.backend import MemoryStats, SingleProcess
 
 class ToySlots:
     def __init__(self, nbytes, count):
-        self.free = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)]
+        self.slots, self.free = torch.empty(count, nbytes, dtype=torch.uint8), set(range(count))
 
     def upload(self, source):
         slot = self.free.pop()
-        slot[: len(source)] = source
-        return ToyUpload(self.free, slot, len(source))
+        self.slots[slot, : len(source)] = source
+        return ToyUpload(self, slot, len(source))
 
 
 class ToyUpload:
-    def __init__(self, free, slot, nbytes):
-        self.wait = lambda: slot[:nbytes]
-        self.release = lambda: free.append(slot)
+    def __init__(self, ring, slot, nbytes):
+        self.wait = lambda: (ring.free.discard(slot), ring.slots[slot, :nbytes])[1]
+        self.release = lambda: ring.free.add(slot)
         self.drained = lambda: None  # the copy ended before `upload` did
 
 

@@ -1,0 +1,264 @@
+"""Where boundary activations wait between the forward and the backward: on the device, in host memory, or on disk.
+
+A tier keeps its memory from step to step. It grows when a step needs more and never shrinks: batches of a run differ in
+length, and what the longest needed will be needed again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lema.ahead import NUM_BUFFERS, FetchAhead, Key, as_bytes, placed
+from lema.backend import Backend, Upload
+from lema.offload import OffloadFile, whole_blocks
+from lema.trace import NO_TRACE, NoTrace
+
+__all__ = ["Tier", "TierName", "make_tier"]
+
+TierName = Literal["device", "host", "disk"]
+ALIGNMENT = 64  # of a boundary in memory: torch's own
+
+
+class Tier(Protocol):
+    """Boundaries of one step at a time. What a boundary looks like is said by `like`, a tensor without bytes."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of memory held, of whatever kind."""
+
+    def begin(self, likes: Sequence[Tensor]) -> None:
+        """Forget the step before; make room for boundaries like these."""
+
+    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
+        """Keep a copy of `state`; this boundary and those `to_come` after it have no room where they are unlike those
+        that `begin` was told of, and room is made."""
+
+    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+        """Begin to fetch, in the order in which boundaries will be asked for."""
+
+    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
+        """Yield the boundary, on the device; it may be gone when the generator goes on or is closed."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def make_tier(name: TierName, backend: Backend, directory: Path, trace: NoTrace = NO_TRACE) -> Tier:
+    """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
+    if name == "device":
+        return _OnDevice(backend)
+    return _InHost(backend) if name == "host" else _OnDisk(backend, directory, trace)
+
+
+class _Pool:
+    """Memory that is handed out from the start again in every step."""
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._chunks: list[Tensor] = []
+        self._chunk = self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(chunk) for chunk in self._chunks)
+
+    def restart(self, nbytes: int) -> None:
+        """Have `nbytes` in one piece, at least."""
+        if len(self._chunks) > 1 or self.nbytes < nbytes:
+            nbytes = max(nbytes, self.nbytes)
+            self._chunks.clear()  # before more is taken: the old and the new shall not add up
+            self._chunks.append(self._allocate(nbytes))
+        self._chunk = self._used = 0
+
+    def take(self, nbytes: int, to_come: int) -> Tensor:
+        """Return the next `nbytes`; where there are none left, take room for as many again for all `to_come`."""
+        while self._chunk < len(self._chunks):
+            chunk, start = self._chunks[self._chunk], self._used
+            if start + nbytes <= len(chunk):
+                self._used += _aligned(nbytes)
+                return chunk[start : start + nbytes]
+            self._chunk, self._used = self._chunk + 1, 0
+        self._chunks.append(self._allocate(_aligned(nbytes) * (to_come + 1)))
+        return self.take(nbytes, to_come)
+
+
+class _OnDevice:
+    def __init__(self, backend: Backend) -> None:
+        self._pool = _Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=backend.device))
+        self._places: dict[Key, Tensor] = {}
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def begin(self, likes: Sequence[Tensor]) -> None:
+        self._places.clear()
+        self._pool.restart(sum(_aligned(like.nbytes) for like in likes))
+
+    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
+        place = placed(self._pool.take(like.nbytes, to_come), like)
+        self._places[key] = place.copy_(state)
+
+    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+        """Everything is where it is needed."""
+
+    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
+        yield self._places.pop(key)
+
+    def close(self) -> None:
+        self._places.clear()
+
+
+class _InHost:
+    """Copies are queued behind the compute that makes the state, and so are in order; nobody waits for one."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._pool = _Pool(backend.host_buffer)
+        self._places: dict[Key, Tensor] = {}
+        self._uploads = FetchAhead(backend, self._source, lambda *_: None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def begin(self, likes: Sequence[Tensor]) -> None:
+        self._uploads.stop()
+        self._places.clear()
+        self._pool.restart(sum(_aligned(like.nbytes) for like in likes))
+
+    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
+        place = self._pool.take(like.nbytes, to_come)
+        placed(place, like).copy_(state, non_blocking=True)
+        self._places[key] = place
+
+    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+        self._backend.synchronize()  # uploads may overtake the compute that the copies are queued behind
+        self._uploads.start(order)
+
+    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
+        return self._uploads.fetched(key)
+
+    def close(self) -> None:
+        self._uploads.stop()
+        self._places.clear()
+
+    def _source(self, key: Key, *_: Any) -> tuple[Tensor, Future[None] | None]:
+        return self._places.pop(key), None
+
+
+class _OnDisk:
+    """A few buffers in host memory, through which boundaries go to the disk and come back."""
+
+    def __init__(self, backend: Backend, directory: Path, trace: NoTrace) -> None:
+        self._backend = backend
+        self._file = OffloadFile(
+            directory,
+            "boundary activations",
+            "free some space, set offload_dir to a directory on another disk, or use boundary_activations: host",
+            trace,
+        )
+        self._buffers: list[Tensor] = []
+        self._free: deque[tuple[Tensor, Upload | None]] = deque()  # with what must drain before it is filled again
+        self._writing: deque[tuple[Tensor, Future[None]]] = deque()
+        self._reading: list[Future[None]] = []
+        self._places: dict[Key, tuple[int, Future[None]]] = {}
+        self._end = 0
+        self._uploads = FetchAhead(backend, self._source, lambda buffer, upload: self._free.append((buffer, upload)))
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(len(buffer) for buffer in self._buffers)
+
+    def begin(self, likes: Sequence[Tensor]) -> None:
+        self._settle()
+        self._file.reserve(sum(whole_blocks(like.nbytes) for like in likes))
+
+    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
+        nbytes = whole_blocks(like.nbytes)
+        self._file.reserve(self._end + nbytes * (to_come + 1))
+        buffer = self._buffer(nbytes)
+        placed(buffer, like).copy_(state)  # done when this returns: the writer does not know the device's queue
+        written = self._file.write(as_bytes(buffer[:nbytes]), self._end)
+        self._writing.append((buffer, written))
+        self._places[key] = self._end, written
+        self._end += nbytes
+
+    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+        self._uploads.start(order)
+
+    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
+        return self._uploads.fetched(key)
+
+    def close(self) -> None:
+        self._settle()
+        self._file.close()
+        self._buffers.clear()
+        self._free.clear()
+
+    def _settle(self) -> None:
+        """Wait until nothing touches the buffers; of a step that was given up, what failed is nobody's any more."""
+        self._uploads.stop()
+        wait_for(
+            [future for future in (*self._reading, *(future for _, future in self._writing)) if not future.cancel()]
+        )
+        self._reading.clear()
+        self._writing.clear()
+        self._places.clear()
+        self._free = deque((buffer, None) for buffer in self._buffers)
+        self._end = 0
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """Return a buffer that the disk and the device are done with; what failed to be written is raised."""
+        for _, written in self._writing:
+            if written.done():
+                written.result()
+        if not self._free and len(self._buffers) == NUM_BUFFERS:
+            buffer, written = self._writing.popleft()
+            written.result()
+            self._free.append((buffer, None))
+        return self._taken(nbytes)[0]
+
+    def _taken(self, nbytes: int) -> tuple[Tensor, Upload | None]:
+        """Return the next free buffer, in place of one that is too small or of none a new one."""
+        if self._free:
+            buffer, draining = self._free.popleft()
+            if len(buffer) >= nbytes:
+                return buffer, draining
+            self._backend.synchronize()  # it goes, and a copy may still be reading it
+            self._buffers = [one for one in self._buffers if one is not buffer]
+        self._buffers.append(self._backend.host_buffer(nbytes))
+        return self._buffers[-1], None
+
+    def _source(self, key: Key, nbytes: int, wait: bool) -> tuple[Tensor, Future[None] | None] | None:
+        """Start reading a boundary, if there is a buffer for it, or will be once something is written."""
+        while self._writing and (self._writing[0][1].done() or (wait and not self._free)):
+            buffer, written = self._writing.popleft()
+            written.result()
+            self._free.append((buffer, None))
+        if not self._free:
+            return None
+        padded = whole_blocks(nbytes)
+        buffer, draining = self._taken(padded)
+        offset, kept = self._places.pop(key)
+
+        def before() -> None:
+            kept.result()
+            if draining is not None:
+                draining.drained()
+
+        read = self._file.read(as_bytes(buffer[:padded]), offset, before)
+        self._reading = [read, *(other for other in self._reading if not other.done())]
+        return buffer, read
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,227 @@
+"""What one optimizer step needs, in bytes and seconds, and what it takes under an allocation: pure Python.
+
+A step has two phases, up through the layers and down again. In each, layers are computed while others are read and
+uploaded, so a phase lasts as long as the slowest of the three. The top layer, the head and the loss are one visit, at
+the end of the way up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from lema.stream.schedule import fetched, training_order
+
+__all__ = [
+    "Allocation",
+    "Demand",
+    "LayerCost",
+    "Phase",
+    "Speeds",
+    "device_parts",
+    "fetches",
+    "host_parts",
+    "phases",
+    "seconds",
+]
+
+Tier = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What memory is spent on.
+
+    Attributes:
+        slots: of the ring on the device.
+        residents: layers that stay on the device.
+        host_cached: layers that stay in host memory, between disk and device.
+        boundaries: where boundary activations wait for the backward.
+        saved: layers whose activations are kept on the device, so not recomputed.
+    """
+
+    slots: int
+    residents: frozenset[int] = frozenset()
+    host_cached: frozenset[int] = frozenset()
+    boundaries: Tier = "device"
+    saved: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer in one step, all micro-batches together.
+
+    Attributes:
+        slot_bytes: on the device.
+        read_bytes: from disk, at each read.
+        upload_bytes: over the link, at each upload.
+        saved_bytes: its activations, where they are kept for the backward.
+        forward: seconds.
+        recompute: seconds of running it again in the backward.
+        backward: seconds, without that.
+    """
+
+    slot_bytes: int
+    read_bytes: int
+    upload_bytes: int
+    saved_bytes: int = 0
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One step, whatever memory there is for it.
+
+    Attributes:
+        layers: from the lowest up.
+        lowest: the lowest layer that gradients reach.
+        outside_bytes: embeddings, final norm, head.
+        adapter_bytes: what trains, with gradients and optimizer state.
+        working_bytes: one micro-batch in one layer, or in the head, where that is more.
+        flight_bytes: hidden states between two layers, and the layers' other arguments.
+        boundary_bytes: the inputs of one layer, of all micro-batches.
+        micro_boundary_bytes: the inputs of one layer, of the largest micro-batch.
+        turn: seconds of the head and the loss, forward and backward.
+        rest: seconds of what is done between steps, and before the layers.
+        shared: the device computes in host memory: host buffers are its slots.
+    """
+
+    layers: tuple[LayerCost, ...]
+    lowest: int = 0
+    outside_bytes: int = 0
+    adapter_bytes: int = 0
+    working_bytes: int = 0
+    flight_bytes: int = 0
+    boundary_bytes: int = 0
+    micro_boundary_bytes: int = 0
+    turn: float = 0.0
+    rest: float = 0.0
+    shared: bool = False
+
+    @property
+    def top(self) -> int:
+        """The layer at which the step turns."""
+        return len(self.layers) - 1
+
+    @property
+    def visited_twice(self) -> range:
+        """The layers that keep their inputs on the way up and are leased again on the way down."""
+        return range(self.lowest, self.top)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device memory that no allocation changes."""
+        return self.outside_bytes + self.adapter_bytes + self.working_bytes + self.flight_bytes
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast bytes come: from disk to host memory, and from there to the device, in bytes per second.
+
+    Attributes:
+        disk: of a model's file, read in order.
+        link: from host memory to the device; infinite where they are the same memory.
+    """
+
+    disk: float
+    link: float = math.inf
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds that computing, the link and the disk are each busy for in one phase."""
+
+    compute: float
+    link: float
+    disk: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the phase lasts when all three go on at once."""
+        return max(self.compute, self.link, self.disk)
+
+
+STAGED = 4  # boundaries between where they wait and their layer: one in use, the others on their way
+
+
+def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
+    """Return the peak of device memory by part, in bytes."""
+    kept = len(demand.visited_twice) * demand.boundary_bytes
+    staged = min(kept, STAGED * demand.micro_boundary_bytes)
+    through = _streamed(demand, allocation, in_place=demand.shared)
+    return {
+        "slots": _ring(demand, allocation, through),
+        "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
+        "outside": demand.outside_bytes,
+        "adapters": demand.adapter_bytes,
+        "working": demand.working_bytes,
+        "flight": demand.flight_bytes,
+        "boundaries": kept if allocation.boundaries == "device" else staged,
+        "saved": sum(demand.layers[index].saved_bytes for index in allocation.saved),
+    }
+
+
+def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
+    """Return the peak of host memory by part, in bytes. Where the device computes in it, the ring is its slots."""
+    kept = len(demand.visited_twice) * demand.boundary_bytes
+    staged = min(kept, STAGED * demand.micro_boundary_bytes)
+    return {
+        "ring": _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
+        "cached": sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
+        "boundaries": {"device": 0, "host": kept, "disk": staged}[allocation.boundaries],
+    }
+
+
+def _streamed(demand: Demand, allocation: Allocation, *, in_place: bool) -> list[int]:
+    """Return the layers that pass through a ring; those in host memory do not where they are used `in_place`."""
+    held = allocation.residents | (allocation.host_cached if in_place else frozenset())
+    return [layer for layer in range(len(demand.layers)) if layer not in held]
+
+
+def _ring(demand: Demand, allocation: Allocation, layers: list[int]) -> int:
+    return min(allocation.slots, len(layers)) * max((demand.layers[layer].slot_bytes for layer in layers), default=0)
+
+
+def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phase, Phase]:
+    """Return the way up, the turn with it, and the way down."""
+    layers, twice = demand.layers, demand.visited_twice
+    top = layers[demand.top]
+    up = sum(layer.forward for layer in layers) + top.backward + demand.turn
+    down = sum(layers[index].backward + (index not in allocation.saved) * layers[index].recompute for index in twice)
+    moved = len(twice) * demand.boundary_bytes * (allocation.boundaries != "device")
+    spilled = moved * (allocation.boundaries == "disk")
+    # On the way up boundaries go against the stream of weights, which the link carries both ways at once.
+    loads_up, loads_down = fetches(len(layers), allocation.slots, allocation.residents, demand.lowest)
+    reads_up, reads_down = fetches(
+        len(layers), allocation.slots, allocation.residents | allocation.host_cached, demand.lowest
+    )
+    link_up = max(sum(layers[index].upload_bytes for index in loads_up), moved) / speeds.link
+    link_down = (sum(layers[index].upload_bytes for index in loads_down) + moved) / speeds.link
+    disk_up = (sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
+    disk_down = (sum(layers[index].read_bytes for index in reads_down) + spilled) / speeds.disk
+    return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
+
+
+@lru_cache(maxsize=4096)
+def fetches(num_layers: int, slots: int, held: frozenset[int], lowest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the layers that one step after many others fetches on the way up, and on the way down.
+
+    Args:
+        num_layers: decoder layers.
+        slots: of the ring they pass through.
+        held: layers that are fetched once for good.
+        lowest: no layer below it is visited on the way down.
+    """
+    whole = training_order(num_layers, lowest)
+    first, then_up = fetched(whole, slots, held), fetched(whole + whole[:num_layers], slots, held)
+    return then_up[len(first) :], fetched(whole * 2, slots, held)[len(then_up) :]
+
+
+def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
+    """Return how long a step takes when everything overlaps that can."""
+    up, down = phases(demand, allocation, speeds)
+    return up.seconds + down.seconds + demand.rest

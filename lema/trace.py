@@ -1,0 +1,136 @@
+"""What happened when, as a trace that Perfetto (https://ui.perfetto.dev) and `chrome://tracing` draw.
+
+The format is Chrome's trace events: complete events ("X") with a start and a length in microseconds, one row per track
+and thread. A trace that nobody asked for costs nothing: `NO_TRACE` records nothing and reads no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from lema.errors import DiskError
+
+__all__ = ["NO_TRACE", "NoTrace", "Trace", "tracing"]
+
+
+class NoTrace:
+    """A trace that is off."""
+
+    _NOTHING: AbstractContextManager[None] = nullcontext()
+
+    def span(self, track: str, name: str, **details: Any) -> AbstractContextManager[None]:  # noqa: ARG002 - as in Trace
+        """Do nothing for the length of a `with` block."""
+        return self._NOTHING
+
+    def instant(self, track: str, name: str, **details: Any) -> None:
+        """Do nothing."""
+
+
+NO_TRACE = NoTrace()
+
+
+@contextmanager
+def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
+    """Yield a trace that is written to `path` when the `with` block ends, however it ends; None: one that is off.
+
+    Raises:
+        DiskError: the trace could not be written.
+    """
+    if path is None:
+        yield NO_TRACE
+        return
+    trace = Trace()
+    trace.write(path)  # a place that cannot be written to is better known now than when training is done
+    try:
+        yield trace
+    finally:
+        trace.write(path)
+
+
+class Trace(NoTrace):
+    """Spans and instants, recorded from any thread, written as one JSON file.
+
+    Args:
+        clock: seconds; anything that only grows.
+        most: events that are kept, the latest, so that a run of weeks does not fill the memory.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, most: int = 1_000_000) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._began = clock()
+        self._rows: dict[tuple[str, int], int] = {}
+        self._names: list[tuple[str, str]] = []  # of each row: the track, and the row's own
+        self._events: deque[tuple[int, str, float, float | None, dict[str, Any]]] = deque(maxlen=most)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What was recorded, as Chrome's trace events; times in microseconds since the trace began."""
+        with self._lock:
+            recorded, names = list(self._events), list(self._names)
+        found = []
+        for row, name, began, length, details in recorded:
+            kind = {"ph": "i", "s": "t"} if length is None else {"ph": "X", "dur": length * 1e6}
+            place = {"cat": names[row][0], "ts": (began - self._began) * 1e6, "pid": 0, "tid": row}
+            found.append({"name": name, **kind, **place, "args": details})
+        return found
+
+    @contextmanager
+    def span(self, track: str, name: str, **details: Any) -> Iterator[None]:
+        """Record how long a `with` block took, also if it raises.
+
+        Args:
+            track: the row; spans of one track in several threads are rows of their own.
+            name: what is written on the span.
+            details: shown when the span is selected; JSON types.
+        """
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._record(track, name, began, self._clock() - began, details)
+
+    def instant(self, track: str, name: str, **details: Any) -> None:
+        """Record that something happened now; arguments as `span`."""
+        self._record(track, name, self._clock(), None, details)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace; a file of that name is replaced only by a whole one.
+
+        Raises:
+            DiskError: it could not be written.
+        """
+        target = Path(path)
+        rows = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
+            for row, (_, name) in enumerate(self._names)
+        ]
+        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": [*rows, *self.events]}) + "\n"
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text, encoding="utf-8")
+            part.replace(target)
+        except OSError as error:
+            with suppress(OSError):  # cleaning up fails where writing did; the first failure is the one to tell
+                part.unlink(missing_ok=True)
+            raise DiskError(f"cannot write the trace: {error.strerror}", where=str(target)) from error
+
+    def _record(self, track: str, name: str, began: float, length: float | None, details: dict[str, Any]) -> None:
+        with self._lock:
+            self._events.append((self._row(track), name, began, length, details))
+
+    def _row(self, track: str) -> int:
+        key = (track, threading.get_ident())
+        if key not in self._rows:
+            beside = sum(known == track for known, _ in self._rows)
+            self._rows[key] = len(self._names)
+            self._names.append((track, track if beside == 0 else f"{track} {beside + 1}"))
+        return self._rows[key]

@@ -1,0 +1,162 @@
+"""The solver: within both limits, never slower with more memory, and nothing taken that helps nobody."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lema.errors import MemoryLimitError
+from lema.stream.budget import Allocation, scattered, solve, spread
+from lema.stream.cost import Demand, LayerCost, Speeds, device_parts, host_parts, phases, seconds
+
+LAYERS = st.builds(
+    LayerCost,
+    slot_bytes=st.integers(1, 500),
+    read_bytes=st.integers(1, 500),
+    upload_bytes=st.integers(1, 500),
+    saved_bytes=st.integers(0, 800),
+    forward=st.floats(0, 9),
+    recompute=st.floats(0, 9),
+    backward=st.floats(0, 9),
+)
+BYTES = st.integers(0, 400)
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    layers = tuple(draw(st.lists(LAYERS, min_size=1, max_size=9)))
+    return Demand(
+        layers,
+        lowest=draw(st.integers(0, len(layers) - 1)),
+        outside_bytes=draw(BYTES),
+        adapter_bytes=draw(BYTES),
+        working_bytes=draw(BYTES),
+        flight_bytes=draw(BYTES),
+        boundary_bytes=draw(BYTES),
+        micro_boundary_bytes=draw(BYTES),
+        turn=draw(st.floats(0, 9)),
+        shared=draw(st.booleans()),
+    )
+
+
+SPEEDS = st.builds(Speeds, disk=st.floats(1, 1000), link=st.one_of(st.floats(1, 1000), st.just(float("inf"))))
+LIMITS = st.one_of(st.none(), st.integers(0, 9000))
+OPTIONS = st.fixed_dictionaries(
+    {"recompute": st.booleans(), "host_cache": st.sampled_from(["none", "fill", "all"])},
+)
+
+
+def within(demand: Demand, allocation: Allocation, device: int | None, host: int | None) -> bool:
+    on_device, in_host = (sum(parts(demand, allocation).values()) for parts in (device_parts, host_parts))
+    return (device is None or on_device <= device) and (host is None or in_host <= host)
+
+
+@given(demands(), SPEEDS, st.integers(2, 4), LIMITS, LIMITS, OPTIONS)
+def test_both_limits_hold(
+    demand: Demand, speeds: Speeds, slots: int, device: int | None, host: int | None, options: dict[str, object]
+) -> None:
+    try:
+        found = solve(demand, speeds, slots, device_limit=device, host_limit=host, **options)  # type: ignore[arg-type]
+    except MemoryLimitError as error:
+        assert error.where in ("device_memory", "host_memory")
+        return
+    assert within(demand, found, device, host)
+    assert found.slots == slots
+    assert not found.residents & found.host_cached
+    assert found.saved <= set(demand.visited_twice)
+
+
+@given(demands(), SPEEDS, st.integers(2, 4), *[st.integers(0, 9000)] * 4, OPTIONS)
+def test_more_memory_is_never_predicted_to_be_slower(
+    demand: Demand,
+    speeds: Speeds,
+    slots: int,
+    device: int,
+    host: int,
+    more_device: int,
+    more_host: int,
+    options: dict[str, object],
+) -> None:
+    def best(device: int, host: int) -> float:
+        found = solve(demand, cautious, slots, device_limit=device, host_limit=host, **options)  # type: ignore[arg-type]
+        return seconds(demand, found, Speeds(cautious.disk / 1.1, cautious.link / 1.1))
+
+    cautious = speeds
+    try:
+        less = best(device, host)
+    except MemoryLimitError:
+        assume(False)
+    assert best(device + more_device, host + more_host) <= less
+
+
+@given(demands(), SPEEDS, st.integers(2, 4), st.booleans())
+def test_without_limits_no_more_is_taken_than_streaming_needs(
+    demand: Demand, speeds: Speeds, slots: int, recompute: bool
+) -> None:
+    found = solve(demand, speeds, slots, recompute=recompute)
+    assert found == Allocation(slots, saved=frozenset() if recompute else frozenset(demand.visited_twice))
+
+
+@given(demands(), SPEEDS, st.integers(2, 4), st.integers(0, 9000))
+def test_a_refused_limit_says_what_is_enough(demand: Demand, speeds: Speeds, slots: int, limit: int) -> None:
+    try:
+        solve(demand, speeds, slots, device_limit=limit)
+    except MemoryLimitError as error:
+        enough = int("".join(filter(str.isdigit, error.how.partition(" bytes")[0])))
+        assert enough > limit
+        assert within(demand, solve(demand, speeds, slots, device_limit=enough), enough, None)
+        with pytest.raises(MemoryLimitError):
+            solve(demand, speeds, slots, device_limit=enough - 1)
+
+
+def equal_layers(count: int = 12, **changes: float) -> Demand:
+    values = {"forward": 1.0, "recompute": 1.0, "backward": 1.0, **changes}
+    return Demand(
+        (LayerCost(100, 100, 100, saved_bytes=50, **values),) * count,  # type: ignore[arg-type]
+        boundary_bytes=10,
+        micro_boundary_bytes=1,
+    )
+
+
+def test_memory_goes_to_residents_until_the_link_keeps_up_and_then_to_activations() -> None:
+    demand, slow = equal_layers(), Speeds(disk=1e9, link=50.0)  # a layer takes two seconds to upload, one to compute
+    bare = sum(device_parts(demand, Allocation(3)).values())
+    taken = [solve(demand, slow, 3, device_limit=bare + extra) for extra in range(0, 2000, 50)]
+    for one in taken:
+        down = phases(demand, one, slow)[1]
+        if one.saved:  # where the computation is what takes the time
+            assert phases(demand, replace(one, saved=frozenset()), slow)[1].compute > down.link
+        assert one.residents == set(spread(len(one.residents), 12))
+    assert taken[2].residents and not taken[2].saved
+    assert taken[-1].saved == set(demand.visited_twice)
+
+
+def test_boundaries_leave_the_device_when_there_is_no_room_for_them() -> None:
+    demand, fast = equal_layers(recompute=0.0), Speeds(disk=1e9, link=1e9)
+    kept = sum(device_parts(demand, Allocation(3)).values())
+    assert solve(demand, fast, 3, device_limit=kept).boundaries == "device"
+    assert solve(demand, fast, 3, device_limit=kept - 1).boundaries == "host"
+    host = sum(host_parts(demand, Allocation(3)).values())
+    assert solve(demand, fast, 3, device_limit=kept - 1, host_limit=host + 20).boundaries == "disk"
+
+
+def test_host_memory_holds_layers_as_long_as_reading_is_what_takes_the_time() -> None:
+    demand, cold = equal_layers(), Speeds(disk=50.0, link=1e9)
+    ring = sum(host_parts(demand, Allocation(3)).values())
+    found = [solve(demand, cold, 3, host_limit=ring + 100 * count, host_cache="fill") for count in range(14)]
+    sizes = [len(one.host_cached) for one in found]
+    assert sizes == sorted(sizes) and sizes[1] == 1
+    assert sizes[-1] < 12  # the rest are read while others compute
+    enough = replace(demand, layers=tuple(replace(layer, forward=9.0, backward=9.0) for layer in demand.layers))
+    assert not solve(enough, cold, 3, host_limit=10_000, host_cache="fill").host_cached
+
+
+@given(st.integers(1, 200), st.data())
+def test_layers_are_scattered_however_many_are_taken(num_layers: int, data: st.DataObject) -> None:
+    order = scattered(num_layers)
+    assert sorted(order) == list(range(num_layers))
+    count = data.draw(st.integers(1, num_layers))
+    places = sorted(order[:count])
+    gaps = [after - before for before, after in zip(places, [*places[1:], num_layers], strict=True)]
+    assert max(gaps) <= 4 * max(1, num_layers / count)
