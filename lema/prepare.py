@@ -1,11 +1,11 @@
 """Rewrites a checkpoint as one file in the order it is streamed: embeddings, layer by layer, final norm, head.
 
 Names and shapes become those `transformers` uses in memory, so that a layer is one run of bytes and needs no work when
-it is read. Converting holds one group of tensors at a time; copying holds a few megabytes.
+it is read. Never more than two layers are in memory, however deep the model.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +16,23 @@ from transformers import PreTrainedModel
 
 from lema.errors import ConfigError, ModelError
 from lema.hub import own_weights, resolve_model
-from lema.names import Conversion, NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
-from lema.readahead import ReadAhead
+from lema.names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
 from lema.rewrite import (
     METADATA,
     bytes_of,
     copy_companions,
-    read_tensors,
     stored_name,
-    write_cast,
     write_config,
 )
-from lema.scratch import LargeInScratch, Scratch
 from lema.skeleton import find_layers, meta_model, read_config
 from lema.tensorfile import TensorFile, disk_error
-from lema.weights import SINGLE_NAME, GlobalBinaryIndex, TensorRecord
+from lema.transfer import transfer
+from lema.weights import SINGLE_NAME, GlobalBinaryIndex
 
 __all__ = ["Prepared", "prepare", "prepare_directory", "prepare_monolithic_safetensors", "visit_order"]
 
 Source = str | os.PathLike[str] | PreTrainedModel
 Progress = Callable[[int, int], None]
-Origin = TensorRecord | Conversion | Tensor  # on disk as it is, to be made, or in the model itself
 
 
 @dataclass(frozen=True)
@@ -221,55 +217,9 @@ def _write_checkpoint(
     dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
     order = visit_order(model)
     specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
-    plan = _plan(order, names, state)
-    sources, memory = [record for _, origin in plan for record in _records(origin)], Scratch()
-    with TensorFile(file, specs, METADATA, progress) as out, ReadAhead(sources) as ahead:
-
-        def read(records: list[TensorRecord], dtype: torch.dtype) -> Iterator[Tensor]:
-            for record, tensor in zip(records, read_tensors(records, dtype, memory), strict=True):
-                ahead.advance(record.nbytes)
-                yield tensor
-
-        for name, origin in plan:
-            if isinstance(origin, TensorRecord):
-                write_cast(out, name, origin, dtypes[name])
-                ahead.advance(origin.nbytes)
-            elif isinstance(origin, Conversion):
-                with LargeInScratch(memory):
-                    made = origin.run(model, read, dtypes[origin.first])
-                _write_made(out, made, names, dtypes)
-            else:
-                out.write(name, [bytes_of(origin)])
+    with TensorFile(file, specs, METADATA, progress) as out:
+        transfer(out, order, model, names, dtypes)
     return names
-
-
-def _plan(order: list[str], names: NameMap, state: Mapping[str, Tensor]) -> list[tuple[str, Origin]]:
-    """Say in which order to write what from where; a conversion stands for all that come out of it."""
-    plan: list[tuple[str, Origin]] = []
-    converted: dict[str, Conversion] = {next(iter(conversion.shapes)): conversion for conversion in names.conversions}
-    for name in order:
-        stored = names.tied.get(name, name)
-        if stored in names.direct:
-            plan.append((name, names.direct[stored]))
-        elif stored in names.kept:
-            plan.append((name, state[stored]))
-        elif name in converted:
-            plan.append((name, converted[name]))
-    return plan
-
-
-def _records(origin: Origin) -> list[TensorRecord]:
-    if isinstance(origin, Conversion):
-        return [record for _, record in origin.sources]
-    return [origin] if isinstance(origin, TensorRecord) else []
-
-
-def _write_made(out: TensorFile, made: dict[str, Tensor], names: NameMap, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Write what came out of a conversion, each also under the names that share its weights, letting go of it then."""
-    for key in list(made):
-        tensor = made.pop(key)
-        for target in (key, *(other for other, stored in names.tied.items() if stored == key)):
-            out.write(target, [bytes_of(tensor.to(dtypes[target]))])
 
 
 def _write_model(model: PreTrainedModel, file: Path, dtype: torch.dtype | None, progress: Progress | None) -> None:

@@ -1,8 +1,7 @@
 """Memory for large tensors that come and go, used again by the next ones.
 
-A tensor of a few hundred megabytes is mapped anew each time, and touching its pages one by one takes several times as
-long as filling them. Here the memory of tensors that are gone serves again, and new memory is in huge pages where the
-system has them.
+A tensor of a few hundred megabytes is mapped anew each time, and touching its pages for the first time takes several
+times as long as filling them. Here the memory of tensors that are gone serves again.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["LargeInScratch", "Scratch"]
 
-HUGE_PAGE = 2 << 20  # smaller tensors are left to torch
+LARGE = 2 << 20  # bytes; smaller tensors are left to torch
 
 _aten = torch.ops.aten
 
@@ -33,20 +31,15 @@ class Scratch:
 
     def bytes(self, nbytes: int) -> Tensor:
         """Return uninitialised memory, uint8 `[nbytes]`; it may be used again when no tensor lies in it any more."""
-        if nbytes < HUGE_PAGE:
+        if nbytes < LARGE:
             return torch.empty(nbytes, dtype=torch.uint8)
-        memory = next((free for free in self._free if len(free) == nbytes + HUGE_PAGE), None)
+        memory = next((free for free in self._free if len(free) == nbytes), None)
         if memory is None:
             self._free.clear()  # before more is taken: what is free and what is needed shall not add up
-            memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._free.remove(memory)
-        start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # macOS has none
-            with suppress(OSError):  # a wish, which a kernel built without them refuses
-                # Whole huge pages only: no more is touched than asked for.
-                memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
-        array = np.frombuffer(memory, np.uint8, nbytes, start)  # torch keeps it as long as a tensor lies in it
+        array = np.frombuffer(memory, np.uint8)  # torch keeps it as long as a tensor lies in it
         weakref.finalize(array, self._free.append, memory).atexit = False
         return torch.from_numpy(array)
 
@@ -93,7 +86,7 @@ def _large_result(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Te
     tensors = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
     if any(tensor.device.type != "cpu" or tensor.layout != torch.strided for tensor in tensors):
         return None
-    if sum(tensor.nbytes for tensor in tensors) < HUGE_PAGE or len({tensor.dtype for tensor in tensors}) > 1:
+    if sum(tensor.nbytes for tensor in tensors) < LARGE or len({tensor.dtype for tensor in tensors}) > 1:
         return None
     on_meta = [torch.empty_like(tensor, device="meta") for tensor in tensors]
     like: Tensor = func(on_meta[0] if isinstance(args[0], Tensor) else on_meta, *args[1:], **given)

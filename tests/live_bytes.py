@@ -1,11 +1,17 @@
 """How many bytes of tensors are alive at once while something is written."""
 
+import mmap
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lema import scratch
 
 
 class LiveBytes(TorchDispatchMode):
@@ -29,3 +35,22 @@ class LiveBytes(TorchDispatchMode):
         self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
         return result
+
+
+class ScratchBytes:
+    """Counts the bytes that all `lema.scratch.Scratch` together have taken from the system: now, and at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak, self._made = 0, list[weakref.ref[mmap.mmap]]()
+        known = {**vars(mmap), "mmap": self._map}
+        monkeypatch.setattr(scratch, "mmap", SimpleNamespace(**known))
+
+    @property
+    def now(self) -> int:
+        return sum(len(memory) for reference in self._made if (memory := reference()) is not None)
+
+    def _map(self, *arguments: Any, **options: Any) -> mmap.mmap:
+        memory = mmap.mmap(*arguments, **options)
+        self._made.append(weakref.ref(memory))
+        self.peak = max(self.peak, self.now)
+        return memory

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from live_bytes import LiveBytes, ScratchBytes
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -182,35 +182,46 @@ def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_i
     assert prepared.notes()[-1].startswith("2 tensors not stored, and written as the model makes them: model.layers.*.")
 
 
-def live_bytes_of_prepare(source: Path, out: Path) -> tuple[int, int]:
-    """The peak of live tensor bytes while a checkpoint is prepared, and the bytes of one layer."""
-    with LiveBytes(out.parent) as live:
+def scratch_of_prepare(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path) -> tuple[int, int]:
+    """The most memory conversions took at once, and the bytes of one layer."""
+    with monkeypatch.context() as patch:
+        taken = ScratchBytes(patch)
         file = prepare_monolithic_safetensors(source, out)
-    return live.peak, sum(r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name)
+    assert taken.now == 0
+    return taken.peak, sum(r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name)
 
 
-# Small tensors, and tensors large enough for memory of their own.
-@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (256, 1024)])
+# Large enough for all that a conversion needs to lie in memory that is counted.
+LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_local_experts": 8}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_converting_holds_less_than_two_layers_however_deep_the_model(
-    tmp_path: Path, dtype: torch.dtype, hidden: int, intermediate: int
+def test_converting_takes_less_than_two_layers_however_deep_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
-    shallow = saved(mixtral(2, **sizes), tmp_path / "shallow", dtype)
-    deep = saved(mixtral(6, **sizes), tmp_path / "deep", dtype)
-    peak, layer = live_bytes_of_prepare(shallow, tmp_path / "shallow.safetensors")
-    assert layer / 2 < peak < 2 * layer  # a converter holds its sources and what it makes of them
-    assert live_bytes_of_prepare(deep, tmp_path / "deep.safetensors")[0] < peak * 1.05
+    for layers in (2, 6):
+        source = saved(mixtral(layers, **LARGE), tmp_path / f"{layers}", dtype)
+        peak, layer = scratch_of_prepare(monkeypatch, source, tmp_path / f"{layers}.safetensors")
+        assert layer < peak < 2 * layer  # sources, what is made of them, and perhaps what was made before
+
+
+def test_casting_what_is_converted_takes_less_than_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(mixtral(3, **LARGE), tmp_path / "model")
+    with monkeypatch.context() as patch:
+        taken = ScratchBytes(patch)
+        file = prepare_monolithic_safetensors(source, tmp_path / "one.safetensors", dtype="bfloat16")
+    assert 0 < taken.peak < 2 * sum(r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name)
+    assert_equal(file, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict())
 
 
 @pytest.mark.usefixtures("turned_over")
-def test_turning_experts_over_holds_less_than_two_layers(tmp_path: Path) -> None:
-    source = saved(mixtral(3, hidden_size=256, intermediate_size=1024), tmp_path / "model")
-    assert GlobalBinaryIndex(source)["model.layers.0.mlp.experts.gate_up_projs"].shape == (3, 256, 2048)
-    file = tmp_path / "one.safetensors"
-    peak, layer = live_bytes_of_prepare(source, file)
-    assert layer / 2 < peak < 2 * layer
-    assert_equal(file, AutoModelForCausalLM.from_pretrained(source).state_dict())
+def test_turning_experts_over_takes_less_than_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(mixtral(3, **LARGE), tmp_path / "model")
+    assert GlobalBinaryIndex(source)["model.layers.0.mlp.experts.gate_up_projs"].shape == (8, 256, 2048)
+    peak, layer = scratch_of_prepare(monkeypatch, source, tmp_path / "one.safetensors")
+    assert layer < peak < 2 * layer
+    expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert_equal(tmp_path / "one.safetensors", expected)
 
 
 @pytest.fixture

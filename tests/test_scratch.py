@@ -1,19 +1,15 @@
 """Large results lie in memory that is used again, with the values they would have anywhere else."""
 
-import mmap
-import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from live_bytes import ScratchBytes
 from torch import Tensor
 
-from lema import scratch as module
-from lema.scratch import HUGE_PAGE, LargeInScratch, Scratch
+from lema.scratch import LARGE, LargeInScratch, Scratch
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "stacked": lambda t: torch.stack([t, t.flip(0)], dim=1),
@@ -28,46 +24,37 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.fixture
-def mapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many bytes are mapped, whether in use or free."""
-    made: list[weakref.ref[mmap.mmap]] = []
-
-    def watched(*arguments: Any, **options: Any) -> mmap.mmap:
-        memory = mmap.mmap(*arguments, **options)
-        made.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr(module, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": watched}))
-    return lambda: sum(len(memory) - HUGE_PAGE for reference in made if (memory := reference()) is not None)
+def taken(monkeypatch: pytest.MonkeyPatch) -> ScratchBytes:
+    return ScratchBytes(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_large_results_have_the_same_values_and_lie_in_our_memory(
-    mapped: Callable[[], int], name: str, dtype: torch.dtype
+    taken: ScratchBytes, name: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    source = torch.randint(-100, 100, (4, 512, HUGE_PAGE // 1024), dtype=torch.int8).to(dtype)
+    source = torch.randint(-100, 100, (4, 512, LARGE // 1024), dtype=torch.int8).to(dtype)
     expected = OPERATIONS[name](source)
     with LargeInScratch(Scratch()):
         result = OPERATIONS[name](source)
     assert result.dtype == dtype and result.shape == expected.shape and result.is_contiguous()
     assert torch.equal(result, expected)
-    assert mapped() == result.nbytes and result.data_ptr() % HUGE_PAGE == 0
+    assert taken.now == result.nbytes
 
 
-def test_small_tensors_and_tensors_without_bytes_are_left_alone(mapped: Callable[[], int]) -> None:
-    small, absent = torch.ones(3, 5), torch.empty(4, 1024, HUGE_PAGE, device="meta")
+def test_small_tensors_and_tensors_without_bytes_are_left_alone(taken: ScratchBytes) -> None:
+    small, absent = torch.ones(3, 5), torch.empty(4, 1024, LARGE, device="meta")
     with LargeInScratch(Scratch()):
         for operation in (lambda t: torch.stack([t, t]), lambda t: torch.cat([t, t]), lambda t: t.t().contiguous()):
             assert torch.equal(operation(small), operation(small.clone()))
         assert torch.cat([absent, absent]).device.type == torch.stack([absent, absent]).device.type == "meta"
-        assert absent.transpose(1, 2).contiguous().shape == (4, HUGE_PAGE, 1024)
-    assert mapped() == 0
+        assert absent.transpose(1, 2).contiguous().shape == (4, LARGE, 1024)
+    assert taken.now == 0
 
 
 def test_mixed_dtypes_are_promoted_as_ever() -> None:
-    wide, narrow = torch.ones(HUGE_PAGE), torch.ones(HUGE_PAGE, dtype=torch.bfloat16)
+    wide, narrow = torch.ones(LARGE), torch.ones(LARGE, dtype=torch.bfloat16)
     with LargeInScratch(Scratch()):
         assert torch.cat([wide, narrow]).dtype == torch.float32
 
@@ -91,7 +78,7 @@ def test_neighbours_are_stacked_where_they_are() -> None:
     )
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 1, 3 * HUGE_PAGE + 7])
+@pytest.mark.parametrize("nbytes", [0, 1, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE + 7])
 def test_memory_has_exactly_the_bytes_asked_for(nbytes: int) -> None:
     memory = Scratch().bytes(nbytes)
     memory.fill_(7)
@@ -100,41 +87,28 @@ def test_memory_has_exactly_the_bytes_asked_for(nbytes: int) -> None:
 
 def test_memory_is_used_again_only_when_no_tensor_lies_in_it() -> None:
     memory = Scratch()
-    first = memory.bytes(HUGE_PAGE)
+    first = memory.bytes(LARGE)
     place, part = first.data_ptr(), first[5:9]
     del first
-    other = memory.bytes(HUGE_PAGE)
+    other = memory.bytes(LARGE)
     assert other.data_ptr() != place  # a part of it is still in use
     del part
-    assert memory.bytes(HUGE_PAGE).data_ptr() == place
+    assert memory.bytes(LARGE).data_ptr() == place
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 5)), max_size=30))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_there_is_never_more_memory_than_was_alive_at_once(
-    mapped: Callable[[], int], steps: list[tuple[int, bool, int]]
+    taken: ScratchBytes, steps: list[tuple[int, bool, int]]
 ) -> None:
     memory, alive, most = Scratch(), list[Tensor](), 0
     for pages, take, which in steps:
         if take:
-            alive.append(memory.bytes(pages * HUGE_PAGE))
+            alive.append(memory.bytes(pages * LARGE))
         elif alive:
             alive.pop(which % len(alive))
         most = max(most, sum(tensor.nbytes for tensor in alive))
-        assert mapped() <= most
+        assert taken.now <= most
     del memory
     alive.clear()
-    assert mapped() == 0
-
-
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_system_without_huge_pages_gives_memory_all_the_same(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
-    class Refusing(mmap.mmap):
-        def madvise(self, *_: Any) -> None:
-            raise OSError(22, "Invalid argument")
-
-    known = {**vars(mmap), "mmap": Refusing if refuses else mmap.mmap}
-    if not refuses:
-        del known["MADV_HUGEPAGE"]
-    monkeypatch.setattr(module, "mmap", SimpleNamespace(**known))
-    assert Scratch().bytes(HUGE_PAGE).fill_(1).sum() == HUGE_PAGE
+    assert taken.now == 0
