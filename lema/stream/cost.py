@@ -145,7 +145,7 @@ class Phase:
         return max(self.compute, self.link, self.disk)
 
 
-STAGED = 4  # boundaries between where they wait and their layer: one in use, the others on their way
+STAGED = 3  # boundaries between where they wait and their layer: one in use, the others on their way
 
 
 def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:

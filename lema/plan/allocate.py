@@ -1,0 +1,112 @@
+"""From settings to an allocation: the limits as bytes, and what the solver makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+from transformers import PreTrainedModel
+
+from lema.backend import Backend
+from lema.config import LemaConfig, MemoryStrategy, parse_memory
+from lema.errors import MemoryLimitError
+from lema.optim import training_bytes
+from lema.plan.step import StepShape, demand_of
+from lema.plan.workload import measure
+from lema.skeleton import find_layers
+from lema.stream.budget import solve
+from lema.stream.cost import Allocation, Demand, Speeds
+from lema.stream.placement import LayerBytes
+
+__all__ = ["allocate", "allocated"]
+
+# Not known: then bytes moved are what counts, and those from disk most.
+UNKNOWN_DISK, UNKNOWN_LINK = 1.0, 10.0
+
+
+def allocate(
+    config: LemaConfig,
+    model: PreTrainedModel,
+    layers: Sequence[LayerBytes],
+    outside_bytes: int,
+    backend: Backend,
+    *,
+    shape: StepShape | None = None,
+) -> Allocation:
+    """Return what the memory of a run is to be spent on.
+
+    Without limits in the settings it is what streaming needs, and nothing is measured for it.
+
+    Args:
+        config: of the run.
+        model: the skeleton, adapters attached; the decoder layers' weights on `meta`.
+        layers: its decoder layers as bytes.
+        outside_bytes: of what lies outside them, on the device.
+        backend: the device.
+        shape: of a step, whose activations count towards the limits; None: weights and what trains alone.
+
+    Raises:
+        MemoryLimitError: the limits are too small.
+    """
+    name, stack = find_layers(model)
+    limited = config.device_memory is not None or config.host_memory is not None
+    workload = (
+        measure(model, layers, shape.micro_batch, config.loss_chunk_tokens) if shape is not None and limited else None
+    )
+    shared = backend.device.type == "cpu"
+    trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
+    demand = demand_of(
+        layers,
+        workload,
+        None,
+        shape,
+        outside_bytes=outside_bytes,
+        adapter_bytes=training_bytes(model, name),
+        lowest=next(trained, len(layers) - 1),
+        shared=shared,
+    )
+    speeds = Speeds(UNKNOWN_DISK) if shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
+    return allocated(
+        config, demand, speeds, backend.memory().total, psutil.virtual_memory().total, psutil.virtual_memory().available
+    )
+
+
+def allocated(
+    config: LemaConfig,
+    demand: Demand,
+    speeds: Speeds,
+    device_total: int,
+    host_total: int,
+    host_available: int,
+) -> Allocation:
+    """Return the best allocation within the limits that the settings set.
+
+    Args:
+        config: of the run.
+        demand: what a step needs.
+        speeds: of disk and link.
+        device_total: bytes of the device, of which a limit may be a fraction.
+        host_total: bytes of host memory, likewise.
+        host_available: those of them that are free; the limit where the settings have none.
+
+    Raises:
+        MemoryLimitError: the limits are too small.
+    """
+    device_limit = None if config.device_memory is None else parse_memory(config.device_memory, device_total)
+    host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
+    resident = config.strategy is MemoryStrategy.RESIDENT
+    try:
+        return solve(
+            demand,
+            speeds,
+            config.prefetch_depth + 1,
+            device_limit=device_limit,
+            host_limit=host_available if host_limit is None else host_limit,
+            host_cache="all" if resident else "none" if host_limit is None else "fill",
+            recompute=config.gradient_checkpointing,
+            boundaries=None if config.boundary_activations == "auto" else config.boundary_activations,
+        )
+    except MemoryLimitError as error:
+        if error.where == "host_memory" and host_limit is None:
+            error.where = "memory available on this machine"
+        raise

@@ -1,0 +1,102 @@
+"""A model as it would be opened for training, without its weights: skeleton, adapter, and where every byte lies."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from lema.backend import Backend, load
+from lema.config import LemaConfig
+from lema.hub import own_weights, resolve_model
+from lema.lora import configured_lora, inject_lora_params
+from lema.names import checkpoint_dtype, match_names, target_dtypes
+from lema.optim import training_bytes
+from lema.outside import StoredTensors, layer_bytes, place_outside
+from lema.skeleton import find_layers, meta_model, read_config
+from lema.stream.placement import LayerBytes
+from lema.stream.reader import LayerReader
+from lema.weights import GlobalBinaryIndex
+
+__all__ = ["Blueprint", "draw_up"]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What is known of a model before a byte of a weight is read.
+
+    Attributes:
+        directory: the model's.
+        model: parameters on `meta`, but for those of the adapter, which have memory and no values.
+        layers: the decoder layers as bytes.
+        outside_bytes: of embeddings, final norm and head, on the device.
+        adapter_bytes: of what trains, with gradients and optimizer state.
+        adapter_parameters: how many train.
+        stored_bytes: of the model's files.
+        files: them.
+    """
+
+    directory: Path
+    model: PreTrainedModel
+    layers: Sequence[LayerBytes]
+    outside_bytes: int
+    adapter_bytes: int
+    adapter_parameters: int
+    stored_bytes: int
+    files: tuple[Path, ...]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the head tells apart."""
+        return int(getattr(self.model.config.get_text_config(), "vocab_size", 0))
+
+    @property
+    def lowest_adapted(self) -> int:
+        """The lowest layer with something that trains; the top one where none has."""
+        layers = find_layers(self.model)[1]
+        trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+        return next(trained, len(layers) - 1)
+
+
+def draw_up(config: LemaConfig, *, backend: Backend | None = None, trust_remote_code: bool = False) -> Blueprint:
+    """Read a model's config and its tensors' headers, and attach the adapter that the settings ask for.
+
+    Args:
+        config: of the run.
+        backend: the device that adapters are given memory on; None: the CPU.
+        trust_remote_code: as in `LemaModel`.
+
+    Raises:
+        ConfigError, WeightsError: as `LemaModel`.
+    """
+    directory = resolve_model(
+        config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code, download=False
+    )
+    hf_config = read_config(directory, trust_remote_code=trust_remote_code)
+    index = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, directory))
+    dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, index)
+    model = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # training says them, when it begins
+        records = match_names(model, index)
+    name, stack = find_layers(model)
+    dtypes, device = target_dtypes(model), backend or load("cpu")
+    layers = layer_bytes(records, dtypes, name, len(stack))
+    reader = LayerReader(threads=1)  # which is never asked
+    outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name)[1].nbytes
+    reader.close()
+    inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+    return Blueprint(
+        directory,
+        model,
+        layers,
+        outside,
+        training_bytes(model, name),
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        index.nbytes,
+        index.files,
+    )

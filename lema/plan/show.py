@@ -1,0 +1,109 @@
+"""A plan for a reader: tables on a terminal, lines of tab-parted columns anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from lema.metrics import human_bytes, human_count, human_duration
+from lema.plan.outlook import Plan
+
+__all__ = ["rows", "show"]
+
+PARTS = {
+    "slots": "layers passing through",
+    "residents": "layers that stay",
+    "outside": "embeddings, norm, head",
+    "adapters": "adapter, gradients, optimizer",
+    "working": "one micro-batch in one layer",
+    "flight": "hidden states between layers",
+    "boundaries": "inputs of layers, kept",
+    "saved": "activations not recomputed",
+    "ring": "layers passing through",
+    "cached": "layers kept from the disk",
+    "process": "interpreter and libraries",
+    "model": "the model's files",
+    "checkpoint": "one checkpoint",
+}
+
+Row = tuple[str, str, str]
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Yield what a plan says, as (section, what, how much)."""
+    yield from _memory("device memory", plan.device, plan.step.device_peak, plan.device_limit)
+    yield from _memory("host memory", plan.host, plan.host_peak, plan.host_limit)
+    yield from ((f"disk: {PARTS.get(part, part)}", "", human_bytes(size)) for part, size in plan.disk.items() if size)
+    yield from _step(plan)
+    yield from _more(plan)
+    for note in plan.notes:
+        yield "note", note, ""
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the plan."""
+    if not console.is_terminal:
+        for row in rows(plan):
+            console.file.write("\t".join(row) + "\n")
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_column(justify="right")
+    last = ""
+    for section, what, amount in rows(plan):
+        table.add_row(section if section != last else "", what, amount, style="bold" if what == "in all" else "")
+        last = section
+    console.print(table, markup=False, highlight=False)
+
+
+def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> Iterator[Row]:
+    for part, size in parts.items():
+        if size:
+            yield section, PARTS[part], human_bytes(size)
+    yield section, "in all", f"{human_bytes(peak)} of {human_bytes(limit)}"
+
+
+def _step(plan: Plan) -> Iterator[Row]:
+    step, allocation = plan.step, plan.allocation
+    yield "a step", "tokens, of full rows", human_count(plan.tokens)
+    yield "a step", "layers that stay on the device", str(len(allocation.residents))
+    yield "a step", "layers kept in host memory", str(len(allocation.host_cached))
+    yield "a step", "layers not recomputed", str(len(allocation.saved))
+    yield "a step", "inputs of layers wait", f"on the {allocation.boundaries}"
+    yield "a step", "read from disk", human_bytes(step.bytes_read)
+    yield "a step", "copied to the device", human_bytes(step.bytes_uploaded)
+    yield "a step", "takes", f"{step.seconds:.3g} s"
+    yield "a step", "limited by", {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck]
+    for name, seconds in (("computing", step.compute), ("on the link", step.link), ("on the disk", step.disk)):
+        yield "a step", name, f"{seconds:.3g} s"
+    for name, seconds in (
+        ("waiting for the disk", step.stall_disk),
+        ("waiting for the link", step.stall_upload),
+        ("waiting for inputs of layers", step.stall_boundaries),
+    ):
+        yield "a step", name, f"{seconds:.3g} s"
+    yield "a step", "tokens per second", human_count(plan.tokens_per_second)
+
+
+def _more(plan: Plan) -> Iterator[Row]:
+    if plan.crossover is not None:
+        yield "room", "weights' way hidden from, tokens per step", human_count(plan.crossover)
+    yield "room", "largest micro_batch_size", str(plan.largest_micro_batch)
+    yield "room", "most tokens per step", human_count(plan.largest_step)
+    yield "room", "1 GB more on the device saves, per step", f"{plan.gigabyte_on_device:.3g} s"
+    yield "room", "1 GB more in host memory saves, per step", f"{plan.gigabyte_in_host:.3g} s"
+    machine = plan.machine
+    yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
+    yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
+    if not machine.shared:
+        yield "machine", "link", f"{human_bytes(machine.speeds.link)}/s"
+    yield "machine", "matrix products", f"{human_count(plan.flops)}FLOP/s"
+    if (epoch := plan.epoch) is not None:
+        yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
+        yield "an epoch", "steps", f"{epoch.steps:,}"
+        yield "an epoch", "takes", human_duration(3600 * epoch.hours)
+        if epoch.cost is not None:
+            yield "an epoch", "costs", f"{epoch.cost:,.2f}"

@@ -1,0 +1,162 @@
+"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lema.config import LemaConfig
+from lema.data import longest_row
+from lema.plan.machine import Machine
+from lema.plan.workload import MicroBatch, Workload
+from lema.stream.cost import Demand, LayerCost
+from lema.stream.placement import LayerBytes
+
+__all__ = ["StepShape", "Timings", "by_arithmetic", "demand_of", "step_shape"]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """An optimizer step: so many rows, computed a micro-batch at a time.
+
+    Attributes:
+        micro_batch: rows computed at once.
+        num_rows: of the step.
+    """
+
+    micro_batch: MicroBatch
+    num_rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step, those that pad rows among them."""
+        return self.num_rows * self.micro_batch.length
+
+    @property
+    def num_micro_batches(self) -> float:
+        """Micro-batches, the last of which may be a part of one."""
+        return self.num_rows / self.micro_batch.rows
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of one micro-batch, and of what comes once in a step.
+
+    Attributes:
+        forward: by kind of layer.
+        recompute: likewise, as far as the backward needs it.
+        backward: likewise, without that.
+        head: head and loss, forward and backward.
+        prelude: before the layers.
+        optimizer: once in a step.
+    """
+
+    forward: tuple[float, ...]
+    recompute: tuple[float, ...]
+    backward: tuple[float, ...]
+    head: float
+    prelude: float = 0.0
+    optimizer: float = 0.0
+
+    def times(self, factor: float) -> Timings:
+        """Return the timings of micro-batches that have `factor` times the tokens."""
+
+        def scaled(part: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factor * one for one in part)
+
+        return Timings(
+            scaled(self.forward),
+            scaled(self.recompute),
+            scaled(self.backward),
+            factor * self.head,
+            factor * self.prelude,
+            self.optimizer,
+        )
+
+
+def step_shape(config: LemaConfig, positions: int | None) -> StepShape:
+    """Return the step that the settings ask for, every row as long as it may be.
+
+    Args:
+        config: of the run.
+        positions: the longest row that the model takes; None: any.
+
+    Raises:
+        ConfigError: `max_length` is more than the model's positions.
+    """
+    rows = min(config.micro_batch_size or config.batch_size, config.batch_size)
+    length = longest_row(config.max_length, positions)
+    return StepShape(MicroBatch(rows, length), config.batch_size * config.gradient_accumulation_steps)
+
+
+def by_arithmetic(workload: Workload, machine: Machine, itemsize: int) -> Timings:
+    """Return the seconds that operations take at a machine's speed; a layer takes at least what launching it takes."""
+    speed = machine.flops(itemsize)
+
+    def seconds(flops: int) -> float:
+        return max(flops / speed, machine.launch)
+
+    return Timings(
+        tuple(seconds(work.forward) for work in workload.works),
+        tuple(seconds(work.recompute) for work in workload.works),
+        tuple(seconds(work.backward) for work in workload.works),
+        workload.head.flops / speed,
+    )
+
+
+def demand_of(
+    layers: Sequence[LayerBytes],
+    workload: Workload | None,
+    timings: Timings | None,
+    shape: StepShape | None,
+    *,
+    outside_bytes: int,
+    adapter_bytes: int,
+    lowest: int,
+    shared: bool,
+) -> Demand:
+    """Return what one step needs.
+
+    Args:
+        layers: the decoder layers as bytes.
+        workload: of one micro-batch; None: weights alone are counted.
+        timings: of one micro-batch; None: unknown.
+        shape: of the step, given with `workload`.
+        outside_bytes: embeddings, final norm, head.
+        adapter_bytes: what trains, with gradients and optimizer state.
+        lowest: the lowest layer with something that trains.
+        shared: whether the device computes in host memory.
+    """
+    times = 0.0 if shape is None else shape.num_micro_batches
+    costs = []
+    for index, layer in enumerate(layers):
+        kind = 0 if workload is None else workload.kinds[index]
+        spent = (0.0,) * 3 if timings is None else (timings.forward, timings.recompute, timings.backward)
+        forward, recompute, backward = (one if isinstance(one, float) else times * one[kind] for one in spent)
+        saved = 0 if workload is None else round(times * workload.works[kind].saved_bytes)
+        costs.append(LayerCost(layer.nbytes, layer.read_bytes, layer.nbytes, saved, forward, recompute, backward))
+    known = Demand(tuple(costs), lowest=lowest, outside_bytes=outside_bytes, adapter_bytes=adapter_bytes, shared=shared)
+    return known if workload is None else _with_activations(known, workload, timings, times)
+
+
+def _with_activations(known: Demand, workload: Workload, timings: Timings | None, times: float) -> Demand:
+    hidden = round(times * workload.hidden_bytes)
+    known = replace(known, lowest=0 if workload.starts_below else known.lowest)
+    # Beside each boundary waits the generator's state, which other devices have but a few bytes of; beside the hidden
+    # state after the top layer, the gradients of its adapters.
+    states = len(known.visited_twice) * workload.state_bytes * known.shared
+    beside = workload.call_bytes + workload.of(known.top).gradient_bytes + states
+    return Demand(
+        known.layers,
+        lowest=known.lowest,
+        outside_bytes=known.outside_bytes,
+        adapter_bytes=known.adapter_bytes,
+        working_bytes=workload.working_bytes,
+        # Hidden states of all micro-batches before a layer and after it; of one, the second is in working_bytes.
+        flight_bytes=2 * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
+        boundary_bytes=hidden,
+        micro_boundary_bytes=min(hidden, workload.hidden_bytes),
+        turn=0.0 if timings is None else times * timings.head,
+        rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
+        shared=known.shared,
+    )

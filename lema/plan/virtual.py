@@ -1,0 +1,327 @@
+"""A disk, a link and a device that only keep time: what `LayerStream` runs on when it is simulated.
+
+Each does one thing after the other, at a given speed. Nothing sleeps and no byte has memory: buffers are on `meta`, and
+only the training thread's clock moves, when it waits. Whoever uses a buffer too early is told so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.backend import DeviceSlots, MemoryStats, SingleProcess, Upload
+from lema.stream.cost import Speeds
+from lema.stream.placement import LayerBytes
+from lema.stream.reader import LayerReader, Ticket
+
+__all__ = ["Clock", "ScheduleError", "VirtualDevice", "VirtualReader"]
+
+
+class ScheduleError(Exception):
+    """The schedule broke a promise: a buffer was used before it was filled, or refilled while it was in use."""
+
+
+class Clock:
+    """Seconds since the beginning, as the training thread sees them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def wait_until(self, moment: float) -> None:
+        """Let time pass, if the moment is not past."""
+        self.now = max(self.now, moment)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Let another thread wait in the `with` block: afterwards it is as late as it was before."""
+        before = self.now
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+class _Line:
+    """Work that is done one piece after the other, as the disk and the link do it."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed, self.free, self.busy = speed, 0.0, 0.0
+
+    def do(self, nbytes: int, not_before: float) -> tuple[float, float]:
+        """Queue a transfer; return when it begins and ends."""
+        start = max(self.free, not_before)
+        length = nbytes / self.speed
+        self.free, self.busy = start + length, self.busy + length
+        return start, self.free
+
+
+@dataclass
+class _Memory:
+    """What is known of one buffer: which layer is in it, from when on, and until when it is in use."""
+
+    content: LayerBytes | None = None
+    filled: float = 0.0
+    in_use: float = 0.0  # until then something copies from it, or computes with it
+    leased: bool = False
+
+
+@dataclass
+class Stalls:
+    """Seconds that the device waited, by what it waited for."""
+
+    disk: float = 0.0
+    upload: float = 0.0
+    boundaries: float = 0.0
+
+
+class VirtualDevice:
+    """A `Backend` that keeps time.
+
+    Args:
+        clock: the training thread's.
+        speeds: of the disk and the link. With an infinite link host buffers are the slots, and computing keeps the
+            training thread busy; else it is queued.
+    """
+
+    name = "virtual"
+    parallel = SingleProcess()
+
+    def __init__(self, clock: Clock, speeds: Speeds) -> None:
+        self.clock, self.shared = clock, speeds.link == float("inf")
+        self.disk, self.link, self.back = _Line(speeds.disk), _Line(speeds.link), _Line(speeds.link)
+        self.stalls = Stalls()
+        self.computed = self.computed_until = 0.0
+        self.device_bytes = self.device_peak = self.host_bytes = self.host_peak = 0
+        self._known: dict[int, _Memory] = {}
+        self._ready = self._read = 0.0  # what was waited for last: there on the device, there in host memory
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors have no bytes."""
+        return torch.device("meta")
+
+    def memory_of(self, tensor: Tensor) -> _Memory:
+        """Return what is known of the buffer that `tensor` is a part of."""
+        return self._known[tensor.untyped_storage()._cdata]
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return a buffer without memory, and count it for as long as it lives."""
+        self.host_bytes += nbytes
+        self.host_peak = max(self.host_peak, self.host_bytes)
+        return self._made(nbytes, self._free_host)
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return slots without memory, or the sources themselves where the device computes in host memory."""
+        if self.shared:
+            return _SharedSlots(self)
+        self.device_bytes += nbytes * count
+        self.device_peak = max(self.device_peak, self.device_bytes)
+        return _Slots(self, [self._made(nbytes, self._free_device) for _ in range(count)])
+
+    def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
+        """Queue computation, with the weights of `layer` in the slot `lease` where they are given."""
+        start = max(self.clock.now, self.computed_until)
+        if lease is not None:
+            known = self.memory_of(lease)
+            if known.content is not layer:
+                raise ScheduleError("a layer is computed with another layer's weights")
+            start = max(start, known.filled)
+            self._account(start)
+        self.computed += seconds
+        self.computed_until = start + seconds
+        if lease is not None:
+            known.in_use = max(known.in_use, self.computed_until)
+        if self.shared:
+            self.clock.wait_until(self.computed_until)
+
+    def wait_for(self, moment: float) -> None:
+        """Let what is computed next wait for boundary activations."""
+        start = max(self.clock.now, self.computed_until)
+        self.stalls.boundaries += max(0.0, moment - start)
+        self.computed_until = max(start, moment)
+        if self.shared:
+            self.clock.wait_until(moment)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:  # noqa: ARG002 - as in Backend
+        """Nothing is computed."""
+        return nullcontext()
+
+    def rng_state(self) -> Tensor:
+        """Nothing is drawn."""
+        return torch.empty(0, device="meta")
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Nothing is drawn."""
+
+    def end_step(self) -> None:
+        """Nothing is done lazily."""
+
+    def synchronize(self) -> None:
+        """Let the training thread wait until everything queued is done."""
+        self.clock.wait_until(max(self.computed_until, self.link.free, self.back.free))
+
+    def memory(self) -> MemoryStats:
+        """Return the bytes of slots and residents."""
+        return MemoryStats(self.device_bytes, self.device_peak, self.device_peak)
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+    def uploaded(self, ready: float, read: float) -> None:
+        """Note when the layer now leased is on the device, and when it was in host memory."""
+        self._ready, self._read = ready, read
+
+    def _account(self, start: float) -> None:
+        """Add the pause before `start` to what caused it: the disk until the bytes were read, then the link."""
+        pause = max(0.0, start - self.computed_until)
+        on_disk = min(pause, max(0.0, self._read - self.computed_until))
+        self.stalls.disk += on_disk
+        self.stalls.upload += min(pause - on_disk, max(0.0, self._ready - self._read))
+
+    def _made(self, nbytes: int, freed: Callable[[int], None]) -> Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self._known[tensor.untyped_storage()._cdata] = _Memory()
+        weakref.finalize(tensor, freed, nbytes)
+        return tensor
+
+    def _free_host(self, nbytes: int) -> None:
+        self.host_bytes -= nbytes
+
+    def _free_device(self, nbytes: int) -> None:
+        self.device_bytes -= nbytes
+
+
+class _Slots:
+    """Slots with memory of their own, which take turns."""
+
+    def __init__(self, device: VirtualDevice, slots: list[Tensor]) -> None:
+        self._device, self.free = device, slots
+
+    def upload(self, source: Tensor) -> Upload:
+        if not self.free:
+            raise ScheduleError("more layers are held than there are slots")
+        device, known = self._device, self._device.memory_of(source)
+        if known.content is None or known.filled > device.clock.now:
+            raise ScheduleError("a buffer was uploaded before it was filled")
+        slot = self.free.pop(0)
+        target = device.memory_of(slot)
+        _, done = device.link.do(source.numel(), max(device.clock.now, target.in_use))
+        known.in_use = max(known.in_use, done)
+        target.content, target.filled, target.in_use = known.content, done, done
+        return _Upload(self, slot, done, known.filled)
+
+
+@dataclass
+class _Upload:
+    """A copy in a slot; it may be leased more than once before the slot is refilled."""
+
+    slots: _Slots
+    slot: Tensor
+    done: float
+    read: float
+    _given: bool = field(default=False)
+
+    def wait(self) -> Tensor:
+        if self._given:  # leased again; nobody has refilled it
+            self.slots.free = [slot for slot in self.slots.free if slot is not self.slot]
+            self._given = False
+        self.slots._device.uploaded(self.done, self.read)
+        return self.slot
+
+    def release(self) -> None:
+        self.slots.free.append(self.slot)
+        self._given = True
+
+    def drained(self) -> None:
+        self.slots._device.clock.wait_until(self.done)
+
+
+class _SharedSlots:
+    """Slots that are the host buffers themselves."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+
+    def upload(self, source: Tensor) -> Upload:
+        known = self._device.memory_of(source)
+        if known.content is None or known.filled > self._device.clock.now:
+            raise ScheduleError("a buffer was leased before it was filled")
+        return _Alias(self._device, source)
+
+
+@dataclass
+class _Alias:
+    device: VirtualDevice
+    source: Tensor
+
+    def wait(self) -> Tensor:
+        known = self.device.memory_of(self.source)
+        known.leased = True
+        self.device.uploaded(known.filled, known.filled)
+        return self.source
+
+    def release(self) -> None:
+        self.device.memory_of(self.source).leased = False
+
+    def drained(self) -> None:
+        self.device.clock.wait_until(self.device.memory_of(self.source).in_use)
+
+
+class VirtualReader(LayerReader):
+    """A reader whose reads take as long as the disk needs.
+
+    Args:
+        device: whose host buffers it fills.
+    """
+
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__(threads=1)
+        self._on = device
+
+    def submit(
+        self,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None = None,
+        *,
+        name: str = "weights",  # noqa: ARG002 - as in LayerReader
+    ) -> Ticket:
+        """Queue the read of a layer."""
+        device, known = self._on, self._on.memory_of(buffer)
+        with device.clock.elsewhere():
+            if before is not None:
+                before()
+            begin = device.clock.now
+        if known.leased:
+            raise ScheduleError("a buffer was refilled while its layer was on lease")
+        start, done = device.disk.do(layer.read_bytes, begin)
+        if start < known.in_use:
+            raise ScheduleError("a buffer was refilled while it was copied or computed with")
+        known.content, known.filled = layer, done
+        self.bytes_read += layer.read_bytes
+        return _Read(device.clock, done)
+
+
+class _Read(Ticket):
+    def __init__(self, clock: Clock, end: float) -> None:
+        super().__init__([])
+        self._clock, self._end = clock, end
+
+    def done(self) -> bool:
+        return self._clock.now >= self._end
+
+    def wait(self) -> None:
+        self._clock.wait_until(self._end)
+
+    def settle(self) -> None:
+        self._clock.wait_until(self._end)

@@ -1,0 +1,293 @@
+"""What one micro-batch costs in each kind of layer and in the head: found by running them on tensors without values.
+
+No formula here knows an architecture. A layer of every kind runs forward and backward as the engine runs it, under
+`FakeTensorMode`, in which only shapes and dtypes are computed, and what is alive and what is multiplied is counted. No
+byte of a weight is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from lema.backend import load
+from lema.errors import LemaError, ModelError
+from lema.flow import tensors_in
+from lema.layercall import LayerCall
+from lema.plan.tally import Tally
+from lema.split import Split
+from lema.stream.placement import LayerBytes
+
+__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "kinds_of", "measure", "without_values"]
+
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are computed at once, all of one length."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens they have."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One micro-batch in one layer.
+
+    Attributes:
+        forward: floating-point operations of the forward.
+        recompute: of running it again, as far as the last tensor that the backward needs.
+        backward: of the backward alone.
+        saved_bytes: what the backward needs, weights and the layer's inputs excepted.
+        working_bytes: the most that is alive at once in forward and backward.
+        forward_bytes: what is alive after the forward, its output included.
+        gradient_bytes: the gradients of what trains in the layer.
+    """
+
+    forward: int
+    recompute: int
+    backward: int
+    saved_bytes: int
+    working_bytes: int
+    forward_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """The head and the loss, forward and backward, of one micro-batch.
+
+    Attributes:
+        flops: floating-point operations.
+        working_bytes: the most that is alive at once; logits are those of one chunk.
+    """
+
+    flops: int
+    working_bytes: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one micro-batch costs.
+
+    Attributes:
+        kinds: for each layer, which of `works` is its own.
+        works: of every kind of layer.
+        head: after the layers.
+        hidden_bytes: of the hidden state.
+        call_bytes: of what else the layers are given, such as masks and rotary tables.
+        prelude_bytes: the most that is alive at once before the layers.
+        state_bytes: of the generator's state, kept for each layer that is recomputed.
+        starts_below: whether something before the layers trains.
+    """
+
+    kinds: tuple[int, ...]
+    works: tuple[LayerWork, ...]
+    head: HeadWork
+    hidden_bytes: int
+    call_bytes: int
+    prelude_bytes: int
+    state_bytes: int
+    starts_below: bool
+
+    def of(self, layer: int) -> LayerWork:
+        """Return what a layer costs."""
+        return self.works[self.kinds[layer]]
+
+    @property
+    def working_bytes(self) -> int:
+        """The most that one micro-batch needs at once, be it before, in, or after the layers."""
+        top = self.of(len(self.kinds) - 1)
+        # The graph of the top layer, and the gradient of its output, wait while the head is computed.
+        turn = top.forward_bytes + self.hidden_bytes + self.head.working_bytes
+        return max(self.prelude_bytes, turn, *(work.working_bytes for work in self.works))
+
+
+def measure(
+    model: PreTrainedModel, layers: Sequence[LayerBytes], batch: MicroBatch, loss_chunk_tokens: int
+) -> Workload:
+    """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
+
+    Args:
+        model: adapters attached; the decoder layers' weights on `meta`. It is left as it was.
+        layers: its decoder layers as bytes.
+        batch: the micro-batch.
+        loss_chunk_tokens: logits exist for this many tokens at a time.
+
+    Raises:
+        ModelError: the model cannot be streamed, or what it computes depends on values.
+    """
+    split = Split(model, load("cpu"))
+    kinds = kinds_of(split, layers)
+    with without_values(model):
+        try:
+            return _measure(split, layers, kinds, batch, loss_chunk_tokens)
+        except (*VALUES_NEEDED, LemaError) as error:
+            if isinstance(error.__cause__ or error, VALUES_NEEDED):
+                raise ModelError(
+                    "what this model computes depends on values, so its memory cannot be told from its config",
+                    where=type(model).__name__,
+                    how="train a few steps and look at what they took; training needs no plan",
+                ) from error
+            raise
+
+
+def kinds_of(split: Split, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
+    """Number the kinds of layers: those made of the same modules, with tensors of the same shapes, are of one kind."""
+    known: dict[Any, int] = {}
+    found = []
+    for layer, stored in zip(split.layers, layers, strict=True):
+        modules = tuple((name, type(module)) for name, module in layer.named_modules())
+        trained = tuple((name, one.shape) for name, one in layer.named_parameters() if one.requires_grad)
+        tensors = tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in stored.tensors))
+        found.append(known.setdefault((modules, trained, str(tensors)), len(known)))
+    return tuple(found)
+
+
+def calls_of(
+    split: Split, layers: Sequence[LayerBytes], batch: MicroBatch
+) -> tuple[tuple[int, ...], tuple[LayerCall, ...], Tensor]:
+    """Return one layer of each kind, the call of each, and the hidden state: tensors without values."""
+    kinds = kinds_of(split, layers)
+    firsts = tuple(kinds.index(kind) for kind in range(max(kinds) + 1))
+    with without_values(split.model):
+        learn(split, layers)
+        prelude = split.prelude({"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}, {})
+    return firsts, tuple(prelude.calls[index] for index in firsts), prelude.hidden
+
+
+def fake_weights(layer: LayerBytes) -> dict[str, Tensor]:
+    """Return a layer's weights as its lease would, without values."""
+    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in layer.tensors}
+
+
+def _measure(
+    split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...], batch: MicroBatch, chunk_tokens: int
+) -> Workload:
+    tokens = torch.ones(batch.rows, batch.length, dtype=torch.long)
+    learn(split, layers)
+    with Tally() as tally:
+        tally.leave_out([tokens, *split.model.parameters(), *split.model.buffers()])
+        prelude = split.prelude({"input_ids": tokens}, {}, differentiate=_trains_outside(split))
+    given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in((call.args, call.kwargs))}
+    hidden = prelude.hidden.detach()
+    works = tuple(
+        _layer_work(split, kinds.index(kind), layers, prelude.calls, hidden) for kind in range(max(kinds) + 1)
+    )
+    return Workload(
+        kinds,
+        works,
+        _head_work(split, hidden, chunk_tokens),
+        hidden.nbytes,
+        sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
+        tally.peak,
+        load("cpu").rng_state().nbytes,
+        prelude.hidden.requires_grad,
+    )
+
+
+def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
+    """Let the split see what layers return, on a few tokens without values."""
+    with Tally():  # which knows more shapes
+        split.prelude({"input_ids": torch.ones(1, 8, dtype=torch.long)}, fake_weights(layers[0]))
+
+
+def _trains_outside(split: Split) -> bool:
+    inside = f"{split.layers_name}."
+    return any(one.requires_grad and not name.startswith(inside) for name, one in split.model.named_parameters())
+
+
+def _layer_work(
+    split: Split, index: int, layers: Sequence[LayerBytes], calls: Sequence[LayerCall], hidden: Tensor
+) -> LayerWork:
+    layer, call, weights = split.layers[index], calls[index], fake_weights(layers[index])
+    given, gradient = torch.empty_like(hidden).requires_grad_(), torch.empty_like(hidden)
+    parameters = list(layer.parameters())
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)  # counted with the adapters
+    saved: dict[int, int] = {}
+    needed = 0
+    with Tally() as tally:
+        tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.others()), *parameters, *layer.buffers()])
+        tally.leave_out([parameter.grad for parameter in parameters])
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal needed
+            if tally.counts(tensor):
+                needed = tally.flops
+                saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = split.run_layer(index, weights, call, given)
+        forward, forward_bytes = tally.flops, tally.live
+        torch.autograd.backward(output, gradient)
+    gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    for parameter in parameters:
+        parameter.grad = None
+    return LayerWork(forward, needed, tally.flops - forward, sum(saved.values()), tally.peak, forward_bytes, gradients)
+
+
+def _head_work(split: Split, hidden: Tensor, chunk_tokens: int) -> HeadWork:
+    """Run one chunk, cut as `lema.loss` cuts it, and take as many as there are."""
+    rows, length = hidden.shape[:2]
+    block = (min(rows, max(1, chunk_tokens // length)), min(length, chunk_tokens))
+    leaf = torch.empty_like(hidden[: block[0], : block[1]]).requires_grad_()
+    target = torch.zeros(block, dtype=torch.long)
+    with Tally() as tally:
+        tally.leave_out([leaf, target, *split.model.parameters(), *split.model.buffers()])
+        with torch.enable_grad():
+            logits = split.head(leaf)
+            value = cross_entropy(logits.float().view(-1, logits.shape[-1]), target.view(-1), reduction="sum")
+        torch.autograd.grad(value, leaf)
+    return HeadWork(tally.flops * rows * length // (block[0] * block[1]), tally.peak)
+
+
+@contextmanager
+def without_values(model: PreTrainedModel) -> Iterator[None]:
+    """Let what is in the model's memory, or belongs there, be tensors without values for the length of a `with` block.
+
+    Weights of the decoder layers stay on `meta`: they are given to each call.
+    """
+    training = model.training
+    owned = [(module, dict(module._parameters)) for module in model.modules()]
+    inside = {id(parameter) for name, parameter in _in_layers(model).items() if parameter.is_meta}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            model.train()
+            made: dict[int, nn.Parameter] = {}  # tied tensors stay one
+            for module, parameters in owned:
+                for name, parameter in parameters.items():
+                    if parameter is not None and id(parameter) not in inside:
+                        module._parameters[name] = made.setdefault(id(parameter), _like(parameter))
+            yield
+        finally:
+            model.train(training)
+            for module, parameters in owned:
+                module._parameters.update(parameters)
+
+
+def _in_layers(model: PreTrainedModel) -> Mapping[str, nn.Parameter]:
+    from lema.skeleton import find_layers
+
+    return dict(find_layers(model)[1].named_parameters())
+
+
+def _like(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)

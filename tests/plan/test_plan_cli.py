@@ -1,0 +1,127 @@
+"""`lema plan`: a table, lines, JSON or a picture; of any machine, before there is anything to run on it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clirun import assert_refused, config_writer, lema
+from hollow import large_config, write_hollow
+from rich.console import Console
+from smallrun import write_model
+
+from lema import LemaConfig
+from lema.cli import app
+from lema.plan.machine import PROFILES, profile
+from lema.plan.outlook import Plan, make_plan
+from lema.plan.show import rows, show
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hollow(tmp_path_factory.mktemp("models") / "8B", large_config("8B"))
+
+
+def planned(model: Path, machine: str = "4090", **settings: Any) -> Plan:
+    base: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": True, "batch_size": 8, "micro_batch_size": 1}
+    return make_plan(LemaConfig(str(model), **base | settings), profile(machine))[0]
+
+
+def test_a_plan_adds_up(eight: Path) -> None:
+    plan = planned(eight, gradient_accumulation_steps=4)
+    assert plan.tokens == 8 * 4 * 1024
+    assert sum(plan.device.values()) == plan.step.device_peak
+    assert plan.disk["model"] == pytest.approx(16.06e9, rel=0.01)
+    assert plan.step.bottleneck == "compute" and plan.crossover is not None and plan.tokens > plan.crossover
+    assert plan.tokens_per_second == pytest.approx(plan.tokens / plan.step.seconds)
+    assert plan.step.seconds <= 1.05 * plan.step.bound
+
+
+def test_too_few_tokens_are_told_and_what_would_help(eight: Path) -> None:
+    plan = planned(eight, batch_size=1)
+    assert plan.crossover is not None and plan.tokens < plan.crossover
+    assert plan.step.bottleneck == "disk" and plan.step.stall_disk > 0
+    assert plan.gigabyte_on_device > 0 and plan.gigabyte_in_host > 0
+    richer = planned(eight, batch_size=1, host_memory="14GB")
+    assert len(richer.allocation.host_cached) > 20
+    assert richer.step.seconds < plan.step.seconds
+
+
+def test_the_largest_step_and_micro_batch_fit_and_the_next_do_not(eight: Path) -> None:
+    config = {"device_memory": "8GB", "max_length": 512, "batch_size": 4}
+    plan = planned(eight, **config)
+    assert planned(eight, **config | {"batch_size": plan.largest_step // 512}).step.device_peak <= 8e9
+    largest = plan.largest_micro_batch
+    assert largest >= 1
+    found = planned(eight, **config | {"micro_batch_size": largest, "batch_size": max(4, largest)})
+    assert found.step.device_peak <= 8e9
+
+
+def test_limits_are_kept_and_memory_is_spent(eight: Path) -> None:
+    tight, ample = planned(eight, device_memory="7GB"), planned(eight, device_memory="20GB")
+    assert tight.step.device_peak <= 7e9 and ample.step.device_peak <= 20e9
+    assert ample.step.seconds < tight.step.seconds
+    assert ample.allocation.saved or ample.allocation.residents
+
+
+def test_every_profile_has_a_plan(eight: Path) -> None:
+    for name in PROFILES:
+        plan = planned(eight, name)
+        assert plan.step.seconds > 0 and plan.machine.name == name
+        assert plan.notes if PROFILES[name].note else True
+
+
+def test_an_epoch_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write = config_writer(write_model(tmp_path / "model"), tmp_path)
+    assert lema("plan", write(max_length=64), "--profile", "cpu", "--price", "2.5", "--json") == 0
+    epoch = json.loads(capsys.readouterr().out)["epoch"]
+    assert epoch["rows"] == 8 and epoch["steps"] == 2
+    assert epoch["cost"] == pytest.approx(2.5 * epoch["hours"])
+
+
+def test_this_machine_is_measured_where_no_profile_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write = config_writer(write_model(tmp_path / "model"), tmp_path)
+    assert lema("plan", write(max_length=64, train_data=None), "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["measured"] and plan["machine"]["name"] == "cpu"
+    assert plan["machine"]["speeds"]["disk"] > 0 and plan["machine"]["speeds"]["link"] is None
+    assert plan["step"]["compute"] > 0 and plan["host"]["process"] > 10e6
+    assert plan["host_peak"] > plan["device_peak"]
+
+
+def test_lines_are_tab_parted_and_a_terminal_gets_a_table(eight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(eight)
+    show(plan, Console(highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert [tuple(line.split("\t")) for line in lines] == list(rows(plan))
+    with Console(force_terminal=True, width=120, color_system=None).capture() as captured:
+        pass
+    console = Console(force_terminal=True, width=120, color_system=None)
+    with console.capture() as captured:
+        show(plan, console)
+    table = captured.get()
+    assert "tokens per second" in table and "\t" not in table
+    assert any("in all" in line and " of " in line for line in table.splitlines())
+
+
+def test_a_picture_is_drawn(eight: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model_name_or_path: {eight}\ndevice: cpu\ngradient_checkpointing: true\nbatch_size: 2\n")
+    assert lema("plan", config, "--profile", "t4", "--plot", tmp_path / "plan.png") == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_refusals(eight: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model_name_or_path: {eight}\ndevice: cpu\ngradient_checkpointing: true\nbatch_size: 1\n")
+    assert_refused(capfd, 2, ["h100", "t4", "measured"], "plan", config, "--profile", "h100")
+    assert_refused(
+        capfd, 4, ["device_memory", "allow"], "plan", config, "--profile", "t4", "--set", "device_memory=1GB"
+    )
+    assert_refused(capfd, 2, ["--plot", ".png"], "plan", config, "--profile", "t4", "--plot", tmp_path / "plan.what")
+
+
+def test_the_verb_is_listed() -> None:
+    assert "plan" in {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }

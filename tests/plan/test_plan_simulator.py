@@ -1,0 +1,252 @@
+"""The simulator: the real schedule in virtual time keeps its promises and moves the bytes of the formula."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lema.plan.machine import PROFILES, Machine
+from lema.plan.simulator import layers_like, simulate
+from lema.plan.virtual import Clock, ScheduleError, VirtualDevice, VirtualReader
+from lema.stream.cost import Allocation, Demand, LayerCost, Speeds, device_parts, fetches, host_parts, seconds
+from lema.stream.lease import LayerStream
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+LENGTHS = st.floats(0, 5)
+LAYERS = st.builds(
+    LayerCost,
+    slot_bytes=st.integers(1, 500),
+    read_bytes=st.integers(1, 500),
+    upload_bytes=st.integers(1, 500),
+    forward=LENGTHS,
+    recompute=LENGTHS,
+    backward=LENGTHS,
+)
+SPEEDS = st.builds(Speeds, disk=st.floats(1, 500), link=st.one_of(st.floats(1, 500), st.just(float("inf"))))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
+    layers = tuple(draw(st.lists(LAYERS, min_size=1, max_size=9)))
+    indices = st.sets(st.integers(0, len(layers) - 1))
+    speeds, lowest = draw(SPEEDS), draw(st.integers(0, len(layers) - 1))
+    demand = Demand(
+        tuple(LayerCost(**{**vars(layer), "upload_bytes": layer.slot_bytes}) for layer in layers),
+        lowest=lowest,
+        outside_bytes=70,
+        boundary_bytes=draw(st.integers(0, 300)),
+        micro_boundary_bytes=20,
+        turn=draw(LENGTHS),
+        rest=draw(LENGTHS),
+        shared=speeds.link == float("inf"),
+    )
+    residents = frozenset(draw(indices))
+    tier: Any = draw(st.sampled_from(["device", "host", "disk"]))
+    saved = frozenset(draw(indices)) & set(demand.visited_twice)
+    slots = draw(st.integers(2, 5))
+    return demand, Allocation(slots, residents, frozenset(draw(indices)) - residents, tier, saved), speeds
+
+
+@settings(max_examples=300)
+@given(steps())
+def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tuple[Demand, Allocation, Speeds]) -> None:
+    """No buffer is used before it is filled or refilled in use (`ScheduleError`), and every step ends."""
+    demand, allocation, speeds = step
+    found = simulate(demand, allocation, speeds)
+    assert found.seconds >= found.bound - 1e-6 * found.bound
+    busy = found.compute + found.link + found.disk + demand.boundary_bytes * len(demand.layers) / speeds.link
+    assert found.seconds <= busy * (1 + 1e-6)  # at worst one thing after the other
+    stalls = found.stall_disk + found.stall_upload + found.stall_boundaries
+    assert found.compute + stalls <= found.seconds * (1 + 1e-6) + 1e-6
+
+
+@settings(max_examples=200)
+@given(steps())
+def test_bytes_are_those_of_the_formula(step: tuple[Demand, Allocation, Speeds]) -> None:
+    demand, allocation, speeds = step
+    found, count = simulate(demand, allocation, speeds), len(demand.layers)
+    held = allocation.residents | allocation.host_cached
+    read = [index for way in fetches(count, allocation.slots, held, demand.lowest) for index in way]
+    expected = sum(demand.layers[index].read_bytes for index in read)
+    assert found.bytes_read == expected if demand.lowest == 0 else found.bytes_read <= expected
+    if not demand.shared:
+        uploaded = [
+            index for way in fetches(count, allocation.slots, allocation.residents, demand.lowest) for index in way
+        ]
+        expected = sum(demand.layers[index].slot_bytes for index in uploaded)
+        assert found.bytes_uploaded == expected if demand.lowest == 0 else found.bytes_uploaded <= expected
+
+
+@settings(max_examples=100)
+@given(steps())
+def test_the_peaks_are_those_the_solver_counts_with(step: tuple[Demand, Allocation, Speeds]) -> None:
+    demand, allocation, speeds = step
+    found = simulate(demand, allocation, speeds)
+    on_device, in_host = device_parts(demand, allocation), host_parts(demand, allocation)
+    if demand.shared:  # there is one memory, and the ring is the slots
+        in_host["residents"], on_device["cached"] = on_device["residents"], in_host["cached"]
+    assert found.device_peak == sum(on_device.values())
+    assert found.host_peak <= sum(in_host.values()) + 2 * max(layer.slot_bytes for layer in demand.layers)
+
+
+SHAPES = {"8B": (32, 218e6, 4096), "70B": (80, 856e6, 8192), "405B": (126, 3188e6, 16384)}
+VOCABULARY = 128256
+
+
+def step_of(size: str, machine: Machine, tokens: float) -> Demand:
+    layers, parameters, hidden = SHAPES[size]
+    once = 2 * parameters * tokens / machine.half
+    nbytes = int(2 * parameters) // 4096 * 4096
+    return Demand(
+        (LayerCost(nbytes, nbytes, nbytes, 0, once, once, once),) * layers,
+        turn=4 * hidden * VOCABULARY * tokens / machine.half,
+        shared=machine.shared,
+    )
+
+
+def break_even(machine: Machine, bytes_per_second: float) -> float:
+    """T* = w F / (3 B) tokens: three passes of arithmetic for two of weights."""
+    return 2 * machine.half / (3 * bytes_per_second)
+
+
+@pytest.mark.parametrize("times", [1.5, 2.0, 4.0])
+@pytest.mark.parametrize("from_disk", [True, False])
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("machine", PROFILES.values(), ids=PROFILES)
+def test_streaming_is_hidden_from_one_and_a_half_times_the_break_even_on(
+    machine: Machine, size: str, from_disk: bool, times: float
+) -> None:
+    speed = min(machine.speeds.disk, machine.speeds.link) if from_disk else machine.speeds.link
+    tokens = max(times * break_even(machine, speed), 1.0)
+    demand = step_of(size, machine, tokens)
+    cached = frozenset() if from_disk else frozenset(range(len(demand.layers)))
+    found = simulate(demand, Allocation(3, host_cached=cached), machine.speeds)
+    assert found.seconds <= 1.05 * found.bound
+    assert found.bottleneck == "compute"
+
+
+@pytest.mark.parametrize("machine", PROFILES.values(), ids=PROFILES)
+def test_below_the_break_even_the_stall_is_named(machine: Machine) -> None:
+    demand = step_of("8B", machine, 0.2 * break_even(machine, min(machine.speeds.disk, machine.speeds.link)))
+    found = simulate(demand, Allocation(3), machine.speeds)
+    assert found.bottleneck == "disk"
+    assert found.stall_disk > 0.3 * found.seconds
+    assert found.seconds <= 1.1 * seconds(demand, Allocation(3), machine.speeds)
+
+
+def test_boundaries_that_come_too_late_are_waited_for() -> None:
+    demand = Demand((LayerCost(1, 1, 1, 0, 1.0, 1.0, 1.0),) * 6, boundary_bytes=500, micro_boundary_bytes=5)
+    near = simulate(demand, Allocation(3), Speeds(1e9, 100.0))
+    away = simulate(demand, Allocation(3, boundaries="host"), Speeds(1e9, 100.0))
+    assert near.stall_boundaries == 0 and away.stall_boundaries > 5
+    assert away.seconds > near.seconds + 5
+
+
+# What is watched for
+
+
+def two_layers() -> Sequence[Any]:
+    return layers_like(Demand((LayerCost(10, 10, 10), LayerCost(10, 10, 10))))
+
+
+def test_a_buffer_used_before_it_is_filled_is_seen() -> None:
+    clock = Clock()
+    device = VirtualDevice(clock, Speeds(1.0, 1.0))
+    buffer = device.host_buffer(10)
+    VirtualReader(device).submit(two_layers()[0], buffer)
+    slots = device.device_slots(10, 1)
+    with pytest.raises(ScheduleError, match="before it was filled"):
+        slots.upload(buffer)
+    clock.wait_until(10)
+    slots.upload(buffer)
+
+
+def test_a_buffer_refilled_while_it_is_copied_is_seen() -> None:
+    clock = Clock()
+    device = VirtualDevice(clock, Speeds(1.0, 1.0))
+    reader, buffer = VirtualReader(device), device.host_buffer(10)
+    reader.submit(two_layers()[0], buffer).wait()
+    upload = device.device_slots(10, 1).upload(buffer)
+    with pytest.raises(ScheduleError, match="refilled"):
+        reader.submit(two_layers()[1], buffer)
+    reader.submit(two_layers()[1], buffer, upload.drained)
+
+
+def test_a_buffer_refilled_on_lease_is_seen_where_it_is_the_slot() -> None:
+    clock = Clock()
+    device = VirtualDevice(clock, Speeds(1.0))
+    reader, buffer = VirtualReader(device), device.host_buffer(10)
+    reader.submit(two_layers()[0], buffer).wait()
+    upload = device.device_slots(10, 1).upload(buffer)
+    upload.wait()
+    with pytest.raises(ScheduleError, match="on lease"):
+        reader.submit(two_layers()[1], buffer)
+    upload.release()
+    reader.submit(two_layers()[1], buffer)
+
+
+def test_another_layers_weights_are_seen() -> None:
+    clock = Clock()
+    device = VirtualDevice(clock, Speeds(1.0, 1.0))
+    one, other = two_layers()
+    buffer = device.host_buffer(10)
+    VirtualReader(device).submit(one, buffer).wait()
+    slot = device.device_slots(10, 1).upload(buffer).wait()
+    device.compute(1.0, slot, one)
+    with pytest.raises(ScheduleError, match="another layer"):
+        device.compute(1.0, slot, other)
+
+
+@given(
+    orders=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=8), min_size=1, max_size=4),
+    stray=st.lists(st.integers(0, 5), max_size=3),
+    depth=st.integers(1, 4),
+    residents=st.sets(st.integers(0, 5)),
+    cached=st.sets(st.integers(0, 5)),
+    speeds=SPEEDS,
+    length=LENGTHS,
+)
+def test_no_order_of_leases_breaks_a_promise(
+    orders: list[list[int]],
+    stray: list[int],
+    depth: int,
+    residents: set[int],
+    cached: set[int],
+    speeds: Speeds,
+    length: float,
+) -> None:
+    """Announced, jumped about in: what is computed has its own weights, or `ScheduleError` says otherwise."""
+    clock = Clock()
+    device = VirtualDevice(clock, speeds)
+    layers = layers_like(Demand(tuple(LayerCost(10 * size, 10 * size, 10 * size) for size in range(1, 7))))
+    stream = LayerStream(
+        layers,
+        device,
+        prefetch_depth=depth,
+        residents=residents,
+        host_cached=cached,
+        reader=VirtualReader(device),
+        clock=clock,
+    )
+    for order in orders:
+        stream.announce(order)
+        for layer in (*order, *stray):
+            with stream.lease(layer) as lease:
+                device.compute(length, lease.slot, layers[layer])
+    counters = stream.counters
+    on_disk = [layer for order in orders for layer in (*order, *stray) if layer not in residents | cached]
+    assert counters.layers_read >= len(set(on_disk))
+    assert counters.layers_kept <= len(on_disk)
+    device.synchronize()
+    assert clock.now >= device.computed - 1e-9
+    stream.close()
+
+
+def test_a_simulation_has_no_bytes() -> None:
+    device = VirtualDevice(Clock(), Speeds(1.0, 1.0))
+    assert device.host_buffer(10**15).device == torch.device("meta")

@@ -1,0 +1,206 @@
+"""What a step needs is told from shapes alone: it is what a real step takes, and no byte of a weight is read for it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hollow import large_config, write_hollow
+from smallrun import settings, write_model
+from transformers import MixtralConfig
+
+from lema import LemaConfig, LemaModel
+from lema.boundaries import NUM_BUFFERS
+from lema.errors import ConfigError, ModelError
+from lema.plan.allocate import allocate
+from lema.plan.blueprint import Blueprint, draw_up
+from lema.plan.step import StepShape, demand_of, step_shape
+from lema.plan.tally import Tally
+from lema.plan.workload import MicroBatch, Workload, measure
+from lema.stream.cost import STAGED, Allocation, device_parts
+from lema.stream.reader import LayerReader
+
+LENGTH = 96
+WIDE: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 128, "intermediate_size": 352},
+    "mistral": {"hidden_size": 128, "intermediate_size": 352},
+    "gpt2": {"n_embd": 128},
+}
+
+
+def work_of(blueprint: Blueprint, rows: int = 1, length: int = 64) -> Workload:
+    return measure(blueprint.model, blueprint.layers, MicroBatch(rows, length), 64)
+
+
+def hollow(tmp_path: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Blueprint:
+    directory = write_hollow(tmp_path / "model", config, dtype)
+    return draw_up(LemaConfig(str(directory), device="cpu", **changes))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WIDE)
+def test_a_real_step_takes_what_was_told(tmp_path: Path, name: str, dtype: torch.dtype, recompute: bool) -> None:
+    """Bytes of tensors alive at once in a real step on the CPU: within 10% of those told, and not 3% more."""
+    config = settings(
+        write_model(tmp_path / "model", name, dtype=dtype, **WIDE[name]),
+        tmp_path,
+        batch_size=6,
+        micro_batch_size=2,
+        max_length=LENGTH,
+        gradient_checkpointing=recompute,
+        loss_chunk_tokens=64,
+    )
+    real = peak_of_a_step(config)
+    blueprint = draw_up(config)
+    shape = step_shape(config, 128)
+    demand = demand_of(
+        blueprint.layers,
+        measure(blueprint.model, blueprint.layers, shape.micro_batch, config.loss_chunk_tokens),
+        None,
+        shape,
+        outside_bytes=0,
+        adapter_bytes=blueprint.adapter_bytes // 4,  # there is no optimizer: gradients alone are made in the step
+        lowest=blueprint.lowest_adapted,
+        shared=True,
+    )
+    saved = frozenset[int]() if recompute else frozenset(demand.visited_twice)
+    parts = device_parts(demand, Allocation(3, saved=saved))
+    told = sum(size for part, size in parts.items() if part not in ("slots", "residents"))
+    assert 0.97 * real <= told <= 1.1 * real
+
+
+def peak_of_a_step(config: LemaConfig) -> int:
+    model = LemaModel(config)
+    model.initialize_lora()
+    model.skeleton.train()
+    ids = torch.randint(1, 290, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    for _ in range(2):  # the first makes what later steps use again
+        for parameter in model.get_trainable_parameters():
+            parameter.grad = None
+        with Tally() as tally:
+            tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *batch.values()])
+            tally.leave_out([buffer.memory for buffer in model.memory._ring])
+            model.adapter.loss([batch] * 3).backward()
+    model.close()
+    return tally.peak
+
+
+def test_operations_are_those_of_the_matrices_and_of_attention(tmp_path: Path) -> None:
+    config = large_config("8B")
+    blueprint = hollow(tmp_path, config, lora_target_modules=["q_proj"], lora_rank=1, gradient_checkpointing=True)
+    work = work_of(blueprint, rows=2, length=256).of(0)
+    tokens, matrices = 512, sum(tensor.shape.numel() for tensor in blueprint.layers[0].tensors if len(tensor.shape) > 1)
+    attention = 4 * 256 * config.hidden_size  # scores, and values weighted by them; no mask makes it less
+    assert work.forward == pytest.approx(2 * tokens * matrices + tokens * attention, rel=0.001)
+    assert work.backward == pytest.approx(2 * tokens * matrices + 2.5 * tokens * attention, rel=0.001)
+    assert work_of(blueprint, rows=2, length=256).head.flops == 4 * tokens * config.hidden_size * config.vocab_size
+
+
+def test_of_experts_only_those_that_are_active_count(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=96, num_local_experts=8, num_experts_per_tok=2)
+    for dtype in (torch.bfloat16, torch.float32):
+        directory = write_hollow(tmp_path / str(dtype), config, dtype)
+        blueprint = draw_up(LemaConfig(str(directory), device="cpu", lora_target_modules=["q_proj"], lora_rank=1))
+        work, tokens = work_of(blueprint, length=32).of(0), 32
+        expert, attention = 3 * 64 * 128, 4 * 64 * 64
+        expected = 2 * tokens * (2 * expert + attention + 8 * 64) + tokens * 4 * 32 * 64
+        assert work.forward == pytest.approx(expected, rel=0.02)
+        stacked = 8 * expert * dtype.itemsize  # a view of the weights is no memory
+        assert work.saved_bytes < stacked
+
+
+@pytest.mark.parametrize("size", ["8B", "70B", "405B"])
+def test_large_models_are_told_from_headers(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(LayerReader, "submit", read)
+    blueprint = hollow(tmp_path, large_config(size))
+    before = bytes_read_by_this_process()
+    work = work_of(draw_up(LemaConfig(str(tmp_path / "model"), device="cpu")), length=1024)
+    assert bytes_read_by_this_process() - before < 10e6 < blueprint.stored_bytes / 1000
+    assert blueprint.stored_bytes == pytest.approx({"8B": 16.1e9, "70B": 141e9, "405B": 812e9}[size], rel=0.01)
+    hidden = large_config(size).hidden_size
+    assert work.kinds == (0,) * large_config(size).num_hidden_layers
+    assert work.hidden_bytes == 1024 * hidden * 2
+    assert 0 < work.works[0].saved_bytes < work.works[0].working_bytes
+
+
+def bytes_read_by_this_process() -> int:
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["rchar"])
+
+
+def test_layers_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
+    plain = work_of(hollow(tmp_path / "all", large_config("8B")))
+    some = work_of(hollow(tmp_path / "some", large_config("8B"), lora_layers_to_transform=[30, 31]))
+    assert set(plain.kinds) == {0}
+    assert some.kinds == (0,) * 30 + (1, 1)
+    assert some.works[0].saved_bytes < some.works[1].saved_bytes
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    blueprint = draw_up(settings(write_model(tmp_path / "model"), tmp_path))
+    before = {name: id(parameter) for name, parameter in blueprint.model.named_parameters()}
+    training = blueprint.model.training
+    work_of(blueprint)
+    assert {name: id(parameter) for name, parameter in blueprint.model.named_parameters()} == before
+    assert blueprint.model.training == training
+
+
+def test_a_step_is_cut_as_the_settings_say(tmp_path: Path) -> None:
+    config = LemaConfig("m", batch_size=6, micro_batch_size=2, gradient_accumulation_steps=4, max_length=100)
+    shape = step_shape(config, 128)
+    assert shape == StepShape(MicroBatch(2, 100), 24)
+    assert (shape.tokens, shape.num_micro_batches) == (2400, 12)
+    assert step_shape(LemaConfig("m"), None).micro_batch == MicroBatch(8, 1024)
+    assert step_shape(LemaConfig("m"), 64).micro_batch.length == 64
+    with pytest.raises(ConfigError, match="64 positions"):
+        step_shape(LemaConfig("m", max_length=65), 64)
+
+
+def test_what_depends_on_values_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = draw_up(settings(write_model(tmp_path / "model"), tmp_path))
+    layer = blueprint.model.get_decoder().layers[0]
+    forward = type(layer.mlp).forward
+
+    def looks(self: Any, states: torch.Tensor) -> torch.Tensor:
+        return forward(self, states) if float(states.sum()) > 0 else states
+
+    monkeypatch.setattr(type(layer.mlp), "forward", looks)
+    with pytest.raises(ModelError, match="depends on values"):
+        work_of(blueprint)
+
+
+# Allocation
+
+
+def allocation_of(model: LemaModel, shape: StepShape | None = None) -> Allocation:
+    return allocate(model.config, model.skeleton, model._layers, model.outside_bytes, model.backend, shape=shape)
+
+
+def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) -> None:
+    model = LemaModel(settings(write_model(tmp_path / "model"), tmp_path))
+    model.initialize_lora()
+    assert allocation_of(model) == Allocation(3)
+    model.close()
+
+
+def test_activations_count_towards_the_limit_where_the_step_is_given(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model")
+    config = settings(directory, tmp_path, device_memory="1300KB", max_length=64)
+    model = LemaModel(config)
+    model.initialize_lora()
+    weights = allocation_of(model)
+    whole = allocation_of(model, StepShape(MicroBatch(1, 64), 4))
+    assert len(whole.residents) < len(weights.residents)
+    model.close()
+
+
+def test_boundaries_take_as_many_buffers_as_the_engine_gives_them() -> None:
+    assert STAGED == NUM_BUFFERS
