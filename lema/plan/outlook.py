@@ -245,7 +245,6 @@ def make_plan(
     """
     backend = None if machine is not None else load(config.device)
     blueprint = draw_up(config, backend=backend, trust_remote_code=trust_remote_code)
-    process = process_bytes()
     shape = step_shape(config, getattr(blueprint.model.config, "max_position_embeddings", None))
     workload = measure(blueprint.model, blueprint.layers, shape.micro_batch, config.loss_chunk_tokens)
     notes = []
@@ -258,6 +257,7 @@ def make_plan(
         available, measured = machine.host_memory, False
         timings = by_arithmetic(workload, machine, blueprint.model.dtype.itemsize)
         notes += [machine.note] * bool(machine.note)
+    process = process_bytes() * measured  # with what computing a layer has left behind, as it does in training
     planner = Planner(config, blueprint, machine, workload, timings, shape, available)
     demand = planner.demand()
     allocation = planner.allocation(demand)

@@ -6,6 +6,7 @@ nothing about the time. Weights are read only to see how fast they come, and are
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -71,6 +72,7 @@ def probe(
 
 def process_bytes() -> int:
     """Return the memory that this process takes for itself: interpreter, libraries, module objects."""
+    gc.collect()
     status = Path("/proc/self/status")
     if not status.exists():
         resident: int = psutil.Process().memory_info().rss

@@ -94,8 +94,6 @@ def test_lines_are_tab_parted_and_a_terminal_gets_a_table(eight: Path, capsys: p
     show(plan, Console(highlight=False))
     lines = capsys.readouterr().out.splitlines()
     assert [tuple(line.split("\t")) for line in lines] == list(rows(plan))
-    with Console(force_terminal=True, width=120, color_system=None).capture() as captured:
-        pass
     console = Console(force_terminal=True, width=120, color_system=None)
     with console.capture() as captured:
         show(plan, console)
