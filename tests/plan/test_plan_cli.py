@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from clirun import assert_refused, config_writer, lema
-from hollow import large_config, write_hollow
+from hollowmodel import large_config, write_hollow
 from rich.console import Console
 from smallrun import write_model
 

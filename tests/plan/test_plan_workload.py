@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hollow import large_config, write_hollow
+from hollowmodel import large_config, write_hollow
 from smallrun import settings, write_model
 from transformers import MixtralConfig
 
