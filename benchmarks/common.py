@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import threading
+import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -131,8 +133,38 @@ class PeakAnonymous:
         self.peak = max(self.peak, memory_kinds()["anonymous"])
 
 
+class Meter:
+    """Measures a `with` block: `seconds`, this process's `cpu_seconds`, and how many cores `others` kept from it.
+
+    A machine is shared: beside a time stands what others did to it, those on the same host too (stolen time).
+    """
+
+    seconds = cpu_seconds = others = 0.0
+
+    def __enter__(self) -> Meter:
+        self._machine, self._cpu, self._began = _busy_seconds(), cpu_seconds(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._began
+        self.cpu_seconds = cpu_seconds() - self._cpu
+        self.others = max(0.0, _busy_seconds() - self._machine - self.cpu_seconds) / self.seconds
+
+
+def cpu_seconds() -> float:
+    """Return the processor time that all threads of this process have taken."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _busy_seconds() -> float:
+    """Return the processor time that was taken from the machine's cores since it started, by whomever."""
+    user, nice, system, _, _, hard, soft, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + hard + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
+
 def machine() -> dict[str, Any]:
-    """Return the machine in words: processor, cores, memory, versions."""
+    """Return the machine in words: processor, cores, memory, versions, how many processes wanted its cores lately."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -143,6 +175,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(total / 2**30, 1),
         "torch": torch.__version__,
+        "load": [round(load, 2) for load in os.getloadavg()],
         "date": datetime.now(UTC).date().isoformat(),
     }
 

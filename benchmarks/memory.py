@@ -19,16 +19,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from common import PeakAnonymous, Shape, memory_kinds, report, write_model
+from limits_group import Group, memory_group
 from rich.console import Console
 from rich.table import Table
 
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 ADAPTER_BYTES = 16  # per parameter: fp32 value, gradient, two moments of AdamW
 
@@ -74,47 +74,27 @@ def _run(directory: Path, limit: int | None, malloc: Mapping[str, str]) -> dict[
     command = [sys.executable, __file__, *sys.argv[1:], "--child", str(directory)]
     if limit is None:
         return {"limit": None, **_child(command, environment=malloc)}
-    with _cgroup(limit) as group:
-        if group is None:
+    with ExitStack() as stack:
+        try:
+            group = stack.enter_context(memory_group(limit))
+        except OSError:  # none can be made here
             row = _child(command)
             return {"limit": limit, "cgroup": False, "within": row["peak_anonymous"] <= limit, **row}
         row = _child(command, group)
-        peak = group / ("memory.max_usage_in_bytes" if V1 in group.parents else "memory.peak")
-        return {"limit": limit, "cgroup": True, "within": True, "cgroup_peak": int(peak.read_text()), **row}
+        return {"limit": limit, "cgroup": True, "within": True, "cgroup_peak": group.counters()["peak"], **row}
 
 
 def _child(
-    command: list[str], group: Path | None = None, environment: Mapping[str, str] | None = None
+    command: list[str], group: Group | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Run a child, inside `group` from before its first instruction, and read its last line."""
-
-    def join() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
+    join = None if group is None else group.join
     env = {**os.environ, **(environment or {})}
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join, env=env)
     if done.returncode:
         raise SystemExit(f"the child ended with {done.returncode}\n{done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return row
-
-
-@contextmanager
-def _cgroup(limit: int) -> Iterator[Path | None]:
-    """Make a memory cgroup of `limit` bytes, version 1 or 2; None where that is not allowed."""
-    parent, file = (V1, "memory.limit_in_bytes") if V1.is_dir() else (V2, "memory.max")
-    group = parent / f"lema-benchmark-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / file).write_text(str(limit))
-    except OSError:
-        yield None
-        return
-    try:
-        yield group
-    finally:
-        group.rmdir()
 
 
 def _train(arguments: argparse.Namespace) -> dict[str, Any]:

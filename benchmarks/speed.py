@@ -12,18 +12,17 @@ reaches on the layer's own matmuls, nor than its bytes at the speed a plain mult
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Shape, forget_pages, report, write_model
+from common import Meter, Shape, cpu_seconds, forget_pages, report, write_model
 from peft import get_peft_model
+from plainreader import PlainReader, Way
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -31,7 +30,10 @@ from transformers import AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.lora import lora_config
 from lema.loss import split_batch, trained_tokens
-from lema.stream.reader import LayerReader
+from lema.stream.lease import LayerStream
+from lema.stream.placement import LayerBytes
+from lema.stream.reader import SEGMENT, LayerReader
+from lema.stream.schedule import reads_per_step
 
 
 def main() -> None:
@@ -43,12 +45,12 @@ def main() -> None:
         directory = Path(name)
         write_model(directory, shape)
         ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
-        lema, counters = _lema_arm(directory, ids, arguments)
+        lema, stream = _lema_arm(directory, ids, arguments)
         arms = {"lema, from disk": lema, "peft, in memory": _peft_arm(directory, ids, arguments)}
         seconds, cpu, losses = _alternate(arms, directory, arguments.steps)
-        limits = _limits(directory, shape, arguments)
+        limits = _limits(stream, directory, shape, arguments)
         rows = _rows(seconds, cpu, losses, arguments.tokens, limits)
-        _show(rows, limits, counters())
+        _show(rows, limits, stream.counters)
         report(f"speed-{shape.dtype}-{arguments.micro_batches}x", {"arms": rows, "limits": limits}, shape)
 
 
@@ -69,7 +71,7 @@ def _arguments() -> argparse.Namespace:
 
 def _lema_arm(
     directory: Path, ids: torch.Tensor, arguments: argparse.Namespace
-) -> tuple[Callable[[], float], Callable[[], Any]]:
+) -> tuple[Callable[[], float], LayerStream]:
     config = LemaConfig(
         str(directory),
         device="cpu",
@@ -82,7 +84,7 @@ def _lema_arm(
     model.initialize_lora()
     trainer = model.get_trainer()
     micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
-    return lambda: trainer.accumulate(micro_batches).loss, lambda: model.memory.counters
+    return lambda: trainer.accumulate(micro_batches).loss, model.memory
 
 
 def _peft_arm(directory: Path, ids: torch.Tensor, arguments: argparse.Namespace) -> Callable[[], float]:
@@ -121,20 +123,15 @@ def _alternate(
     for round_number in range(steps + 1):
         for name in list(arms) if round_number % 2 else list(reversed(arms)):
             forget_pages(directory)
-            began, began_cpu = time.perf_counter(), _cpu_seconds()
+            began, began_cpu = time.perf_counter(), cpu_seconds()
             losses[name].append(arms[name]())
             if round_number:
                 seconds[name].append(time.perf_counter() - began)
-                cpu[name].append(_cpu_seconds() - began_cpu)
+                cpu[name].append(cpu_seconds() - began_cpu)
     return seconds, cpu, losses
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _limits(directory: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, float]:
+def _limits(stream: LayerStream, directory: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the least seconds a step can take by arithmetic alone and by reading alone."""
     rows = arguments.tokens // arguments.micro_batches
     dtype = getattr(torch, shape.dtype)
@@ -143,8 +140,8 @@ def _limits(directory: Path, shape: Shape, arguments: argparse.Namespace) -> dic
     rate = max(flops / _timed(lambda: x @ w.t(), 20) for _ in range(5))
     head = 4 * shape.vocabulary * shape.hidden
     work = (6 * shape.layers * shape.layer_parameters + head) * arguments.tokens
-    nbytes = (2 * shape.layers - 1) * shape.layer_bytes
-    speed = max(_read_speed(directory) for _ in range(2))
+    nbytes = reads_per_step(shape.layers, slots=stream.num_slots) * shape.layer_bytes
+    speed = max(_read_speed(stream.layers, directory) for _ in range(3))
     return {
         "flops_per_second": rate,
         "bytes_per_second": speed,
@@ -161,28 +158,12 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-def _read_speed(directory: Path) -> float:
-    """Read every file once from the disk, past the page cache, with as many threads as the streamed arm has."""
-    import mmap
-    import os
-
-    chunk = 4 << 20
-    files = sorted(directory.glob("*.safetensors"))
-    spans = [(file, start) for file in files for start in range(0, file.stat().st_size, chunk)]
+def _read_speed(layers: Sequence[LayerBytes], directory: Path) -> float:
+    """Read every layer once from the disk, past the page cache, with as many threads as the streamed arm has."""
     forget_pages(directory)
-
-    def read(span: tuple[Path, int]) -> int:
-        descriptor = os.open(span[0], os.O_RDONLY | os.O_DIRECT)
-        try:
-            with mmap.mmap(-1, chunk) as buffer:
-                return os.preadv(descriptor, [buffer], span[1])
-        finally:
-            os.close(descriptor)
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(LayerReader.THREADS) as pool:
-        nbytes = sum(pool.map(read, spans))
-    return nbytes / (time.perf_counter() - began)
+    with PlainReader(layers, Way(LayerReader.THREADS, SEGMENT)) as reader, Meter() as meter:
+        reader.read()
+    return sum(layer.read_bytes for layer in layers) / meter.seconds
 
 
 def _rows(

@@ -36,11 +36,15 @@ GROUP = "lema.backends"
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes of the device's memory: in use by this process, the most ever in use by it, and the device's total."""
+    """Bytes of the device's memory: in use by this process, the most ever in use by it, and the device's total.
+
+    `shared`: the device computes in host memory, so that a host buffer is a slot, and nothing is uploaded.
+    """
 
     used: int
     peak: int
     total: int
+    shared: bool = False
 
 
 class Upload(Protocol):

@@ -211,6 +211,10 @@ def prepare(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(metavar="int8|fp8|nf4", help="Store the layers' linear weights quantised.", show_default=False),
+    ] = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -225,9 +229,17 @@ def prepare(
     directory = resolve_model(model, revision=revision, trust_remote_code=trust_remote_code)
     with contextlib.closing(ByteProgress()) as display:
         weights, dtype = own_weights(model, directory), checked.dtype
-        prepared = prepare_model(weights, out, dtype, trust_remote_code=trust_remote_code, progress=display)
+        prepared = prepare_model(
+            weights, out, dtype, quantize=quantize, trust_remote_code=trust_remote_code, progress=display
+        )
     for note in prepared.notes():
         typer.echo(note)
+    if prepared.precision:
+        from rich.console import Console
+
+        from lema.quantize import show
+
+        show(prepared.precision, Console(highlight=False))
     typer.echo(f"wrote {out}: {display.summary()}")
 
 

@@ -105,9 +105,9 @@ class LemaConfig(BaseModel):
     prefetch_depth: Count = 2
     """Layers read ahead of the one being computed."""
     device_memory: Memory | None = None
-    """Device memory for weights: "8GB", "512MiB", a fraction, bytes, "auto"; None: only what streaming needs."""
+    """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: only what streaming needs is used."""
     host_memory: Memory | None = None
-    """Host memory for weights, likewise."""
+    """Limit of host memory for weights and boundary activations, likewise."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of adapters, shuffling and dropout."""
     loss_chunk_tokens: Count = 1024

@@ -91,8 +91,13 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits are those expected, but for rounding; without bytes, whether they have their shape."""
+    """Whether logits are those expected, but for the rounding of their dtype; without bytes, whether they have their
+    shape."""
     if found.shape != expected.shape:
         return False
-    without_values = found.is_meta or isinstance(found, FakeTensor)
-    return without_values or torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    if found.is_meta or isinstance(found, FakeTensor):
+        return True
+    # A matmul over fewer rows may add in another order, which half precision shows as a whole last place.
+    places = 4 * torch.finfo(expected.dtype).eps
+    usual = 2 * places * float(expected.abs().median())
+    return torch.allclose(found, expected, rtol=max(1e-3, places), atol=max(1e-3, usual))

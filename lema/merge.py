@@ -30,10 +30,11 @@ from lema.lora import configured_lora, inject_lora_params
 from lema.merged import MergedTensors, check_mergeable, untied
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.prepare import visit_order
+from lema.quantized.records import Stored
 from lema.rewrite import METADATA, copy_companions, stored_name, write_config
 from lema.skeleton import find_layers, meta_model, read_config
 from lema.tensorfile import TensorFile, TensorSpec, disk_error
-from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex, TensorRecord
+from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex
 
 __all__ = ["merge_adapter"]
 
@@ -50,7 +51,7 @@ def merge_adapter(
     """Write the model an adapter belongs to, with the adapter merged into its weights, in the hub's format.
 
     The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. Tensors
-    have the names `transformers` uses in memory.
+    have the names `transformers` uses in memory. Of a quantised base the weights are expanded, and stay so.
 
     Args:
         adapter_dir: a saved adapter; it names its base model.
@@ -79,6 +80,7 @@ def merge_adapter(
     load_weights(model, adapter, layers_name)
     check_mergeable(base.skeleton)
     changes: dict[str, Any] = {"dtype": base.dtype} if base.dtype_was_chosen else {}
+    changes["quantization_config"] = None  # what was quantised is merged into expanded
     if untied(base.skeleton):
         changes["tie_word_embeddings"] = False
     else:
@@ -97,7 +99,7 @@ class _Base:
 
     directory: Path
     skeleton: PreTrainedModel
-    records: Mapping[str, TensorRecord]
+    records: Mapping[str, Stored]
     dtypes: Mapping[str, torch.dtype]
     dtype: torch.dtype
     dtype_was_chosen: bool

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.errors import AdapterError
+from lema.quantized.records import Stored
 from lema.rewrite import bytes_of, cast_pieces, read_tensor
-from lema.weights import TensorRecord
 
 __all__ = ["MergedTensors", "check_mergeable", "untied"]
 
@@ -35,7 +35,7 @@ class MergedTensors:
     """
 
     def __init__(
-        self, model: PreTrainedModel, records: Mapping[str, TensorRecord], dtypes: Mapping[str, torch.dtype]
+        self, model: PreTrainedModel, records: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]
     ) -> None:
         self._records, self._dtypes = records, dtypes
         self._wrapped = dict(_wrapped(model))

@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import psutil
 import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
@@ -16,17 +15,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lema.adapter import load_weights, read_settings, save_adapter
 from lema.backend import Backend, load
-from lema.config import LemaConfig, MemoryStrategy, parse_memory
-from lema.errors import ConfigError, DataError, MemoryLimitError
+from lema.config import LemaConfig
+from lema.errors import ConfigError, DataError
 from lema.generation import generate
 from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
-from lema.optim import training_bytes
 from lema.outside import StoredTensors, layer_bytes, load_outside
+from lema.plan.allocate import allocate
+from lema.plan.step import step_shape
 from lema.skeleton import meta_model, read_config
 from lema.split import Split
-from lema.stream.budget import choose_residents
+from lema.stream.cost import Allocation
 from lema.stream.lease import LayerStream
 from lema.stream.reader import LayerReader
 from lema.streamed import StreamedModel
@@ -177,29 +177,34 @@ class LemaModel:
             self.memory,
             self.backend,
             recompute=self.config.gradient_checkpointing,
+            saved=self.allocation.saved,
             loss_chunk_tokens=self.config.loss_chunk_tokens,
-            boundaries="device" if self.config.boundary_activations == "auto" else self.config.boundary_activations,
+            boundaries=self.allocation.boundaries,
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
         )
 
     @cached_property
+    def allocation(self) -> Allocation:
+        """What memory is spent on, within the limits of the settings. Made at first use, adapters attached.
+
+        It may be set, before that, to what one knows better.
+
+        Raises:
+            MemoryLimitError: the limits are too small.
+        """
+        positions = getattr(self.skeleton.config, "max_position_embeddings", None)
+        shape = None if self.lora_manager is None else step_shape(self.config, positions)
+        return allocate(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, shape=shape)
+
+    @cached_property
     def memory(self) -> LayerStream:
-        """The stream of layers, with the residents that the budget allows. Made at first use, adapters attached."""
-        config, sizes = self.config, [layer.nbytes for layer in self._layers]
-        fixed = self.outside_bytes + training_bytes(self.skeleton, self.split.layers_name)
-        total = self.backend.memory().total
-        budget = None if config.device_memory is None else parse_memory(config.device_memory, total)
-        residents = choose_residents(sizes, budget, fixed, config.prefetch_depth + 1)
-        in_host_memory = config.strategy is MemoryStrategy.RESIDENT
-        streamed = [size for index, size in enumerate(sizes) if index not in residents]
-        needed = sum(streamed) if in_host_memory else (config.prefetch_depth + 1) * max(streamed, default=0)
-        self._check_host_memory(needed, in_host_memory)
+        """The stream of layers, as `allocation` has it."""
         return LayerStream(
             self._layers,
             self.backend,
-            prefetch_depth=config.prefetch_depth,
-            residents=residents,
-            host_cached=range(len(sizes)) if in_host_memory else (),
+            prefetch_depth=self.allocation.slots - 1,
+            residents=self.allocation.residents,
+            host_cached=self.allocation.host_cached,
             reader=self._reader,
             trace=self._trace,
         )
@@ -252,7 +257,8 @@ class LemaModel:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
         self.split.adapters_changed()
-        if (stream := self.__dict__.pop("memory", None)) is not None:  # a budget must leave room for the adapter
+        self.__dict__.pop("allocation", None)  # limits must leave room for the adapter
+        if (stream := self.__dict__.pop("memory", None)) is not None:
             stream.cancel()
         if (adapter := self.__dict__.pop("adapter", None)) is not None:
             adapter.close()
@@ -261,14 +267,3 @@ class LemaModel:
         if self.lora_manager is None:
             raise ConfigError("the model has no adapter yet", how="call initialize_lora() first")
         return self.lora_manager
-
-    def _check_host_memory(self, needed: int, in_host_memory: bool) -> None:
-        limit = self.config.host_memory
-        available = psutil.virtual_memory().available
-        allowed = available if limit is None else parse_memory(limit, psutil.virtual_memory().total)
-        if needed > allowed:
-            raise MemoryLimitError(
-                f"{needed:,} bytes of host memory are needed for weights, {allowed:,} are allowed",
-                where="host_memory" if limit is not None else "memory available on this machine",
-                how="use strategy: streaming" if in_host_memory else "lower prefetch_depth",
-            )

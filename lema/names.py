@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from lema.errors import ModelError, WeightsError
+from lema.quantized.records import QuantizedRecord, Stored, fold
 from lema.stream.placement import DTYPES
 from lema.weights import GlobalBinaryIndex, TensorRecord
 
@@ -100,15 +101,20 @@ class NameMap:
         unused: further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
     """
 
-    direct: dict[str, TensorRecord] = field(default_factory=dict)
+    direct: dict[str, Stored] = field(default_factory=dict)
     conversions: list[Conversion] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
-    ignored: list[TensorRecord] = field(default_factory=list)
-    unused: list[TensorRecord] = field(default_factory=list)
+    ignored: list[Stored] = field(default_factory=list)
+    unused: list[Stored] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[str]:
+        """The in-memory names of what is stored quantised."""
+        return [name for name, record in self.direct.items() if isinstance(record, QuantizedRecord)]
 
 
-def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, TensorRecord]:
+def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, Stored]:
     """Find the tensor on disk for every tensor of the model that is stored as it is in memory.
 
     Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
@@ -149,17 +155,19 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     that the model has no place for is not: published checkpoints carry towers and prediction layers of other uses.
 
     Raises:
-        ModelError: the checkpoint is quantised.
+        ModelError: the checkpoint is quantised in a form that is not read here.
         WeightsError: tensors are missing, stored twice or of another shape; all are named, with those not used.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
+    stored = fold(index)
+    quantized = any(isinstance(record, QuantizedRecord) for record in stored.values())
+    if not quantized and (settings := getattr(model.config, "quantization_config", None)) is not None:
         raise ModelError(
-            "the checkpoint is quantised, and quantised weights cannot be streamed",
+            f"the checkpoint is quantised by the method {_method(settings)!r}, and such weights cannot be streamed",
             where=f"{index.path}: quantization_config",
-            how="use the unquantised model",
+            how="use the unquantised model; `lema prepare --quantize` makes of it what streams",
         )
     state: dict[str, Tensor] = model.state_dict()
-    names, twice = _assign(model, index, state)
+    names, twice = _assign(model, index, stored, state)
     misshapen = [
         f"{name}: {list(state[name].shape)} in the model, {list(record.shape)} in {record.file.name} as {record.name}"
         for name, record in names.direct.items()
@@ -226,7 +234,14 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
 
 
-def _assign(model: PreTrainedModel, index: GlobalBinaryIndex, state: dict[str, Tensor]) -> tuple[NameMap, list[str]]:
+def _method(settings: Any) -> str:
+    found = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(getattr(found, "value", found))
+
+
+def _assign(
+    model: PreTrainedModel, index: GlobalBinaryIndex, stored: dict[str, Stored], state: dict[str, Tensor]
+) -> tuple[NameMap, list[str]]:
     """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does.
 
     Returns the map and the names that two tensors claim.
@@ -238,8 +253,8 @@ def _assign(model: PreTrainedModel, index: GlobalBinaryIndex, state: dict[str, T
     ignorable = _ignorable_unexpected(model)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
-    for name in sorted(index, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
-        record, prefix = index[name], model.base_model_prefix
+    for name in sorted(stored, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
+        record, prefix = stored[name], model.base_model_prefix
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
@@ -251,6 +266,12 @@ def _assign(model: PreTrainedModel, index: GlobalBinaryIndex, state: dict[str, T
             twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
         elif pattern is None:
             names.direct[target] = record
+        elif isinstance(record, QuantizedRecord):
+            raise ModelError(
+                f"{name} is quantised, and must be rearranged with others into {target}",
+                where=str(record.file),
+                how="prepare the unquantised model with --quantize",
+            )
         else:
             conversions.setdefault(target, Conversion(target, by_pattern[pattern])).sources.append((pattern, record))
     names.conversions = list(conversions.values())

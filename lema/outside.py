@@ -10,18 +10,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.backend import Backend
-from lema.stream.placement import LayerBytes, place, views
+from lema.quantized.records import Stored
+from lema.stream.expand import expand_into, weights_in
+from lema.stream.placement import LayerBytes, place
 from lema.stream.reader import LayerReader
-from lema.weights import TensorRecord
 
 __all__ = ["StoredTensors", "layer_bytes", "load_outside", "place_outside"]
 
 
 def layer_bytes(
-    records: Mapping[str, TensorRecord], dtypes: Mapping[str, torch.dtype], layers_name: str, num_layers: int
+    records: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype], layers_name: str, num_layers: int
 ) -> list[LayerBytes]:
     """Return each decoder layer as bytes, its tensors named relative to the layer."""
-    layers: list[dict[str, tuple[TensorRecord, torch.dtype]]] = [{} for _ in range(num_layers)]
+    layers: list[dict[str, tuple[Stored, torch.dtype]]] = [{} for _ in range(num_layers)]
     for name, record in records.items():
         if name.startswith(f"{layers_name}."):
             index, _, inner = name.removeprefix(f"{layers_name}.").partition(".")
@@ -30,7 +31,7 @@ def layer_bytes(
 
 
 class StoredTensors:
-    """A model's tensors where they are stored, to be read by name.
+    """A model's tensors where they are stored, to be read by name; quantised ones are expanded.
 
     Args:
         records: where each is, by its name in the model without adapters.
@@ -41,7 +42,7 @@ class StoredTensors:
 
     def __init__(
         self,
-        records: Mapping[str, TensorRecord],
+        records: Mapping[str, Stored],
         dtypes: Mapping[str, torch.dtype],
         backend: Backend,
         reader: LayerReader,
@@ -50,7 +51,7 @@ class StoredTensors:
         self._backend, self._reader = backend, reader
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return those of `names` that are stored, on the device: views of one allocation that is the caller's."""
+        """Return those of `names` that are stored, on the device: views of memory that is the caller's."""
         return self.load(self.place(names))
 
     def place(self, names: Collection[str]) -> LayerBytes:
@@ -62,8 +63,12 @@ class StoredTensors:
         buffer = self._backend.host_buffer(placed.nbytes)
         self._reader.submit(placed, buffer).wait()
         on_device = self._backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
+        expanded = None
+        if placed.expansions:
+            expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=self._backend.device)
+            expand_into(expanded, on_device, placed)
         self._backend.synchronize()  # the buffer goes here, and the copy may still be reading it
-        return views(on_device, placed)
+        return weights_in(on_device, placed, expanded)
 
 
 def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str) -> int:
@@ -76,7 +81,7 @@ def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
         _replace(model, name, real[tied.get(name, name)])
-    return placed.nbytes
+    return placed.nbytes + placed.expanded_bytes
 
 
 def place_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str) -> tuple[list[str], LayerBytes]:

@@ -1,8 +1,7 @@
 """A graph without its tensors: what a layer's backward needs is dropped in the forward, and computed again when needed.
 
 The graph is built once, in the forward. In the backward, its first look at a dropped tensor runs the layer again, only
-as far as the last tensor that was dropped: what comes after, a last matrix product without an adapter for one, is not
-recomputed.
+as far as the last tensor that was dropped, and without the matrix products that reach none of them (`lema.needless`).
 This is the non-reentrant checkpoint of `torch.utils.checkpoint` (Chen et al. 2016, https://arxiv.org/abs/1604.06174),
 with one promise more: weights are packed as references, and found in the lease under which the backward runs.
 """
@@ -12,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lema.needless import Needless
+from lema.reach import Reach
 from lema.stream.lease import Lease, WeightReference
 
 __all__ = ["Graph"]
@@ -26,7 +27,10 @@ __all__ = ["Graph"]
 class _Dropped:
     """Stands in the graph for a tensor that was dropped; gone when autograd needs it no more."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None  # while it is back
 
 
 class _Enough(Exception):
@@ -38,12 +42,14 @@ class Graph:
 
     Args:
         again: runs the layer once more, from the generator state of the first run; None: tensors are kept.
+        needless: what to leave out then; None: nothing.
     """
 
-    def __init__(self, again: Callable[[Lease], Any] | None = None) -> None:
-        self._again = again
+    def __init__(self, again: Callable[[Lease], Any] | None = None, needless: Needless | None = None) -> None:
+        self._again, self._needless = again, needless
         self._dropped: list[ref[_Dropped]] = []
-        self._found: WeakKeyDictionary[_Dropped, Tensor] = WeakKeyDictionary()
+        self._kinds = bytearray()  # of what was dropped
+        self._count = 0  # of these, how many the recomputation under way has come to
         self._lease: Lease | None = None
 
     @contextmanager
@@ -59,6 +65,8 @@ class Graph:
                 return tensor
             dropped = _Dropped()
             self._dropped.append(ref(dropped))
+            if self._needless is not None:
+                self._kinds.append(self._needless.kinds.of(tensor))
             return dropped
 
         self._lease = lease
@@ -76,7 +84,9 @@ class Graph:
             yield
         finally:
             self._lease = None
-            self._found.clear()
+            for one in self._dropped:
+                if (dropped := one()) is not None:
+                    dropped.tensor = None
 
     def _unpack(self, packed: Any) -> Tensor:
         assert self._lease is not None, "a leased weight was read outside its layer's backward"
@@ -84,22 +94,69 @@ class Graph:
             return self._lease.resolve(packed)
         if isinstance(packed, Tensor):
             return packed
-        if packed not in self._found:
+        if packed.tensor is None:
             self._recompute(self._lease)
-        return self._found[packed]
+        assert packed.tensor is not None, "a tensor did not come back"
+        tensor: Tensor = packed.tensor
+        return tensor
 
     def _recompute(self, lease: Lease) -> None:
+        """Bring back what was dropped."""
+        needless = self._needless
+        if needless is None:
+            self._run(lease, self._bring_back)
+        elif not needless.learnt:
+            self._recompute_and_learn(lease, needless)
+        else:
+            with needless.left_out(self._kinds, self._to_come):
+                self._run(lease, self._bring_back)
+
+    def _recompute_and_learn(self, lease: Lease, needless: Needless) -> None:
+        """Recompute everything; see what was needless for that; then try to leave it out."""
+        reach, spoilt = Reach(needless.layer), False
+
+        def follow(dropped: _Dropped | None, tensor: Tensor) -> None:
+            reach.save(tensor)
+            self._bring_back(dropped, tensor)
+
+        def compare(dropped: _Dropped | None, tensor: Tensor) -> None:
+            nonlocal spoilt
+            if dropped is not None and dropped.tensor is not None:
+                spoilt |= not torch.equal(tensor.isnan(), dropped.tensor.isnan())
+
+        with reach.followed():
+            self._run(lease, follow)
+        needless.learn(reach.needless(), self._kinds)
+        with needless.left_out(self._kinds, self._to_come) as any_left_out:
+            if any_left_out:
+                self._run(lease, compare)
+        if spoilt:
+            needless.learn((), self._kinds)
+
+    def _bring_back(self, dropped: _Dropped | None, tensor: Tensor) -> None:
+        if dropped is not None:
+            dropped.tensor = tensor.detach()
+
+    def _to_come(self) -> int:
+        """Return how many dropped tensors the recomputation under way has still to bring back."""
+        return len(self._dropped) - self._count
+
+    def _run(self, lease: Lease, take: Callable[[_Dropped | None, Tensor], None]) -> None:
+        """Run the layer again, as far as the last dropped tensor.
+
+        Args:
+            lease: of the layer's weights.
+            take: what is done with each tensor, given what stands for it if autograd still wants it.
+        """
         assert self._again is not None
-        count = 0
+        self._count = 0
 
         def pack(tensor: Tensor) -> None:
-            nonlocal count
             if lease.refer(tensor) is not None:
                 return
-            if (dropped := self._dropped[count]()) is not None:
-                self._found[dropped] = tensor.detach()
-            count += 1
-            if count == len(self._dropped):
+            take(self._dropped[self._count](), tensor)
+            self._count += 1
+            if self._count == len(self._dropped):
                 raise _Enough
 
         def unpack(_: None) -> Tensor:
@@ -110,4 +167,4 @@ class Graph:
                 self._again(lease)
         except _Enough:
             return
-        raise AssertionError(f"{count} of {len(self._dropped)} tensors came back: the layer ran another way")
+        raise AssertionError(f"{self._count} of {len(self._dropped)} tensors came back: the layer ran another way")

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lema.errors import ModelError
 from lema.partial import open_partial
+from lema.quantized import formats
+from lema.quantized.records import QuantizedRecord, Stored
 from lema.scratch import Scratch
 from lema.stream.placement import DTYPES
 from lema.tensorfile import TensorFile, disk_error, read_into, read_pieces
@@ -39,13 +41,18 @@ COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenize
 CODE = ("*.py",)
 
 
-def read_tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:
-    """Return the whole tensor in memory, as `dtype`.
+def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
+    """Return the whole tensor in memory, as `dtype`; expanded, where it is quantised.
 
     Raises:
         ReadError: its bytes could not be read.
         ModelError: it is stored in a form no model computes with.
     """
+    if isinstance(record, QuantizedRecord):
+        parts = {part: read_tensor(stored, _torch_dtype(stored)) for part, stored in record.parts.items()}
+        expanded = torch.empty(record.shape, dtype=dtype)
+        formats.expand(record.library, parts, record.about, expanded)
+        return expanded
     return next(read_tensors([record], dtype, Scratch()))
 
 
@@ -66,12 +73,17 @@ def read_tensors(records: list[TensorRecord], dtype: torch.dtype, memory: Scratc
         start += size
 
 
-def cast_pieces(record: TensorRecord, dtype: torch.dtype) -> Iterator[memoryview]:
+def cast_pieces(record: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield the tensor's bytes as `dtype`, a bounded piece at a time; each is valid until the next is asked for.
+
+    A quantised tensor comes in one piece, expanded.
 
     Raises:
         ReadError, ModelError: as `read_tensor`.
     """
+    if isinstance(record, QuantizedRecord):
+        yield bytes_of(read_tensor(record, dtype))
+        return
     stored = _torch_dtype(record)
     cast = torch.empty(0, dtype=dtype)
     for piece in read_pieces(record):
@@ -136,7 +148,7 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
 
 
 def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
-    """Copy a `config.json` into the directory `out`, with `changes`; dtypes are written by name."""
+    """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a key away."""
     config = json.loads(source.read_text(encoding="utf-8"))
     plain = {
         key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
@@ -144,7 +156,8 @@ def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
     }
     if "dtype" in plain:
         config.pop("torch_dtype", None)  # the older name of the same key
-    replace_file(out / "config.json", (json.dumps(config | plain, indent=2) + "\n").encode())
+    changed = {key: value for key, value in (config | plain).items() if value is not None or key not in plain}
+    replace_file(out / "config.json", (json.dumps(changed, indent=2) + "\n").encode())
 
 
 def replace_file(file: Path, content: bytes) -> None:

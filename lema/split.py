@@ -21,9 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.backend import Backend
+from lema.casts import without_casts
 from lema.errors import ModelError
 from lema.flow import alike, as_leaf, depends_on, same_structure, structure, tensors_in, without_dropout
 from lema.layercall import HandedOn, LayerCall
+from lema.needless import Needless
 from lema.skeleton import find_layers
 
 __all__ = ["Prelude", "Split"]
@@ -52,6 +54,9 @@ class Split:
     Args:
         model: the model, adapters attached or not; every parameter outside the decoder layers is real.
         backend: for the generator state and autocast.
+
+    Attributes:
+        needless: what a recomputation of each layer leaves out.
     """
 
     def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
@@ -67,6 +72,8 @@ class Split:
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self._learnt: set[bool] = set()  # in training, in evaluation: some models do other things between layers
         self._watched: set[int] = set()  # layers seen to leave their arguments alone
+        self.needless: list[Needless] = []
+        self.adapters_changed()
 
     @property
     def num_layers(self) -> int:
@@ -269,8 +276,11 @@ class Split:
         }
 
     def adapters_changed(self) -> None:
-        """Forget the layers' names: adapters were attached or taken off."""
+        """Forget the layers' names, and what their recomputations leave out: adapters were attached or taken off."""
         self._names.clear()
+        self.needless = [Needless(layer) for layer in self.layers]
+        for layer in self.layers:
+            without_casts(layer)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which weights of this model's dtype compute."""

@@ -1,169 +1,33 @@
-"""One layer visit as one autograd function, and the layer-major pass built of visits.
+"""The layer-major pass: every micro-batch of a step goes through a layer before the next layer is leased.
 
-Every micro-batch of a step goes through a layer before the next layer is leased, so weights cross the link twice per
-optimizer step however many micro-batches it has. The forward of a visit keeps only each micro-batch's input to the
-layer (its boundary activation); the backward leases the layer again and recomputes (Chen et al. 2016,
-https://arxiv.org/abs/1604.06174), one micro-batch at a time. The top layer, the head and the loss are one visit: the
-graph is formed, used and freed while the layer is on lease.
+So weights cross the link twice per optimizer step however many micro-batches it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lema.activations import BoundaryArena, StepBoundaries, graph_input
+from lema.activations import BoundaryArena, StepBoundaries
 from lema.backend import Backend
 from lema.boundaries import TierName
 from lema.ends import Ends
-from lema.flow import tensors_in
 from lema.layercall import LayerCall
 from lema.loss import LossChunks, targets_of
 from lema.prefix import PrefixCache
-from lema.recompute import Graph
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease
 from lema.stream.schedule import forward_order, training_order
+from lema.visit import Engine, turn, visit
 
 __all__ = ["StreamedModel"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
-
-
-class _LayerVisit:
-    """One layer, forward and backward, over all micro-batches of a step."""
-
-    def __init__(
-        self, model: StreamedModel, layer: int, calls: Sequence[LayerCall], boundaries: StepBoundaries | None
-    ) -> None:
-        self._model, self._layer, self._calls, self._boundaries = model, layer, calls, boundaries
-        self._graphs: list[tuple[Graph, GradientEdge]] = []
-        self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
-        self._found: dict[int, Tensor] = {}  # gradients of the inputs
-
-    def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
-        model, outputs = self._model, []
-        with model.stream.lease(self._layer) as lease, model.stream.trace.span("forward", f"layer {self._layer}"):
-            for index, (call, state, needs) in enumerate(zip(self._calls, hidden, needs_grad, strict=True)):
-                given = state.detach() if self._boundaries is None else self._boundaries.keep(self._layer, index, state)
-                graph = Graph(None if self._boundaries is None else self._runner(call, needs))
-                with graph.built(lease):
-                    if needs:
-                        given = graph_input(model.anchor, given, self._found, index)
-                    output = model.split.run_layer(self._layer, lease.weights, call, given)
-                # The edge, not the output: that is the next layer's input, and kept as such.
-                self._graphs.append((graph, get_gradient_edge(output)))
-                outputs.append(output.detach())
-        return tuple(outputs)
-
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
-        model = self._model
-        after = model.backend.rng_state()
-        with model.stream.lease(self._layer) as lease, model.stream.trace.span("backward", f"layer {self._layer}"):
-            for index, gradient in enumerate(gradients):
-                graph, edge = self._graphs[index]
-                with graph.differentiated(lease), self._fetched(index):
-                    torch.autograd.backward(edge, gradient)
-                self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
-        model.backend.set_rng_state(after)
-        found = [self._found.get(index) for index in range(len(gradients))]
-        self._found, self._graphs, self._boundaries = {}, [], None
-        return found
-
-    @contextmanager
-    def _fetched(self, index: int) -> Iterator[None]:
-        """Have micro-batch `index`'s boundary on the device for the length of a `with` block."""
-        if self._boundaries is None:
-            yield
-            return
-        with self._boundaries.kept(self._layer, index) as boundary:
-            self._boundary.append(boundary)
-            try:
-                yield
-            finally:
-                self._boundary.clear()
-
-    def _runner(self, call: LayerCall, needs: bool) -> Callable[[Lease], Tensor]:
-        """Return what runs a micro-batch through the layer again, from the generator state there is now.
-
-        It does not hold the visit: the visit holds the graph that holds it, and what nobody wants any more would stay.
-        """
-        model, layer, boundary, state = self._model, self._layer, self._boundary, self._model.generator_state()
-
-        def run(lease: Lease) -> Tensor:
-            model.backend.set_rng_state(state)
-            given = boundary[0].detach().requires_grad_(needs)
-            return model.split.run_layer(layer, lease.weights, call, given)
-
-        return run
-
-
-class _Visit(torch.autograd.Function):
-    """`_LayerVisit` as autograd sees it. `anchor` requires grad, so that the visit is differentiated even when the
-    lowest hidden state does not."""
-
-    @staticmethod
-    def forward(ctx: Any, visit: _LayerVisit, anchor: Tensor, *hidden: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd does
-        ctx.visit = visit
-        return visit.forward(hidden, ctx.needs_input_grad[2:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.visit.backward(gradients)
-
-
-class _Turn(torch.autograd.Function):
-    """The top layer, the head and the loss: gradients are formed in the forward, handed on in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        model: StreamedModel,
-        calls: Sequence[LayerCall],
-        ends: Ends,
-        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
-        *hidden: Tensor,
-    ) -> Tensor:
-        top = model.split.num_layers - 1
-        adapters, trace = model.adapters_of(top), model.stream.trace
-        ctx.ends, ctx.inputs, ctx.gradients = ends, [], []
-        total = torch.zeros((), dtype=torch.float32, device=model.backend.device)
-        with model.stream.lease(top) as lease:
-            for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
-                needs = ctx.needs_input_grad[4 + index]
-                leaf = state.detach().requires_grad_(needs)
-                with torch.enable_grad(), trace.span("forward", f"layer {top}"):
-                    output = model.split.run_layer(top, lease.weights, call, leaf)
-                with trace.span("forward", "head and loss"):
-                    value, gradient = ends.turn(index, output.detach())
-                total = total + value
-                given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
-                wanted = [leaf] * needs + adapters + given
-                with trace.span("backward", f"layer {top}"):
-                    found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
-                ctx.inputs.append(found[0] if needs else None)
-                ctx.gradients.append(list(zip(wanted[needs:], found[needs:], strict=True)))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        factor = gradients[0] / ctx.ends.loss.scale
-        ctx.ends.head_backward(factor)
-        for found in ctx.gradients:
-            pairs = [(leaf, gradient * factor) for leaf, gradient in found if gradient is not None]
-            if pairs:
-                torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])  # adds to .grad, in order
-        scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
-        ctx.gradients = ctx.inputs = ctx.ends = None
-        return None, None, None, None, *scaled
 
 
 class StreamedModel:
@@ -175,6 +39,7 @@ class StreamedModel:
         backend: the device.
         recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
             which weights are references that pin nothing.
+        saved: layers whose graph is kept all the same.
         loss_chunk_tokens: logits exist for this many tokens at a time.
         boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
         offload_dir: where the last of these has its file; None: where the system keeps temporary files.
@@ -190,36 +55,22 @@ class StreamedModel:
         backend: Backend,
         *,
         recompute: bool = True,
+        saved: Collection[int] = (),
         loss_chunk_tokens: int = 1024,
         boundaries: TierName = "device",
         offload_dir: Path | None = None,
     ) -> None:
         self.split, self.stream, self.backend = split, stream, backend
-        self.recompute = recompute
+        self.recompute, self.saved = recompute, frozenset(saved)
         self._loss_chunk_tokens = loss_chunk_tokens
         self.arena = BoundaryArena(backend, boundaries, offload_dir, stream.trace)
-        self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
+        self._engine = Engine(split, stream, backend)
         self.prefix: PrefixCache | None = None
-        self._state: Tensor | None = None  # of the generator
         self._starts_below = False  # whether something before the layers trains; learnt from a step
 
     def close(self) -> None:
         """Give back where boundary activations wait."""
         self.arena.close()
-
-    def generator_state(self) -> Tensor:
-        """Return the generator's state; where nothing was drawn since it was last asked for, the tensor of that time.
-
-        Without dropout every layer and micro-batch has the same, and it takes kilobytes.
-        """
-        state = self.backend.rng_state()
-        if self._state is None or not torch.equal(state, self._state):
-            self._state = state
-        return self._state
-
-    def adapters_of(self, layer: int) -> list[nn.Parameter]:
-        """Return the trainable parameters of one layer."""
-        return [p for p in self.split.layers[layer].parameters() if p.requires_grad]
 
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
@@ -232,7 +83,7 @@ class StreamedModel:
         """The lowest layer that gradients reach: nothing below it is visited by the backward."""
         if self._starts_below:
             return 0
-        trained = (layer for layer in range(self.split.num_layers) if self.adapters_of(layer))
+        trained = (layer for layer in range(self.split.num_layers) if self._engine.adapters_of(layer))
         return next(trained, self.split.num_layers - 1)
 
     def announce_step(self, micro_batches: Sequence[Mapping[str, Tensor]] | None = None) -> None:
@@ -270,13 +121,14 @@ class StreamedModel:
         if not self.stream.announced:
             self.announce_step(micro_batches)
         top, outside = self.split.num_layers - 1, self.trained_outside()
-        start, before = self._first_layer(micro_batches), self.generator_state()
+        start, before = self._first_layer(micro_batches), self._engine.generator_state()
         with nullcontext() if start else self.stream.lease(0) as first:
             hidden, calls = self._prelude(micro_batches, first, differentiate=bool(outside))
             ends = Ends(self.backend, chunks, hidden, calls, outside)
-            self._starts_below, hidden = ends.reach_below, ends.start(self.anchor)
+            self._starts_below, hidden = ends.reach_below, ends.start(self._engine.anchor)
             lowest = self.lowest_trained
-            boundaries = self.arena.step(hidden, range(lowest, top)) if self.recompute else None
+            again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
+            boundaries = self.arena.step(hidden, again) if again else None
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(micro_batches)
             elif top > 0:
@@ -289,8 +141,7 @@ class StreamedModel:
                 self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
             if layer < top:
                 hidden = self._visit(layer, calls[layer], hidden, boundaries, differentiate=lowest <= layer)
-        loss: Tensor = _Turn.apply(self, calls[top], ends, self.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
-        return loss
+        return turn(self._engine, calls[top], hidden, ends)
 
     @torch.no_grad()
     def evaluate(
@@ -350,10 +201,7 @@ class StreamedModel:
         differentiate: bool,
     ) -> tuple[Tensor, ...]:
         if differentiate:
-            visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
-                _LayerVisit(self, layer, calls, boundaries), self.anchor, *hidden
-            )
-            return visited
+            return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries)
         with torch.no_grad(), self.stream.lease(layer) as lease, self.stream.trace.span("forward", f"layer {layer}"):
             return tuple(
                 self.split.run_layer(layer, lease.weights, call, state)

@@ -58,9 +58,8 @@ def train(
             out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
         trained = sum(parameter.numel() for parameter in model.get_trainable_parameters())
-        stream = model.memory
         out(
-            f"{len(stream.layers)} layers ({len(stream.residents)} resident), "
+            f"{model.split.num_layers} layers ({model.allocation.summary()}), "
             f"{human_bytes(model.gbi.nbytes)} of weights; {trained:,} adapter parameters"
         )
         with StopOnSignal() as stop:

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.names import Conversion, NameMap
+from lema.quantize import Quantizer
 from lema.readahead import ReadAhead
-from lema.rewrite import bytes_of, read_tensors, write_cast
+from lema.rewrite import bytes_of, read_tensor, read_tensors, write_cast
 from lema.scratch import LargeInScratch, Scratch
 from lema.skeleton import find_layers
 from lema.tensorfile import TensorFile
@@ -29,16 +30,22 @@ Origin = TensorRecord | Conversion | Tensor  # on disk as it is, to be made, or 
 
 
 def transfer(
-    out: TensorFile, order: list[str], model: PreTrainedModel, names: NameMap, dtypes: Mapping[str, torch.dtype]
+    out: TensorFile,
+    order: list[str],
+    model: PreTrainedModel,
+    names: NameMap,
+    dtypes: Mapping[str, torch.dtype],
+    quantizer: Quantizer | None = None,
 ) -> None:
     """Write every tensor of a model.
 
     Args:
-        out: announced every name of `order`.
+        out: announced every name of `order`, or what `quantizer` makes of it.
         order: the names of the model's state dict, in the order to write them.
         model: without weights, but with its buffers.
         names: where each tensor comes from.
         dtypes: what each is written as.
+        quantizer: writes those that are quantised; None: none is.
 
     Raises:
         ReadError, ModelError: a tensor could not be read, or is stored in a form no model computes with.
@@ -65,10 +72,13 @@ def transfer(
     with ReadAhead(sources) as ahead, closing(_made_ahead(conversions, make, both_fit)) as made:
         for name, origin in plan:
             if isinstance(origin, TensorRecord):
-                write_cast(out, name, origin, dtypes[name])
+                if quantizer is not None and name in quantizer.chosen:
+                    quantizer.write(out, name, read_tensor(origin, dtypes[name]))
+                else:
+                    write_cast(out, name, origin, dtypes[name])
                 ahead.advance(origin.nbytes)
             elif isinstance(origin, Conversion):
-                _write_made(out, next(made), names, dtypes)
+                _write_made(out, next(made), names, dtypes, quantizer)
             else:
                 out.write(name, [bytes_of(origin)])
 
@@ -80,7 +90,9 @@ def _plan(order: list[str], names: NameMap, state: Mapping[str, Tensor]) -> list
     for name in order:
         stored = names.tied.get(name, name)
         if stored in names.direct:
-            plan.append((name, names.direct[stored]))
+            origin = names.direct[stored]
+            assert isinstance(origin, TensorRecord), f"{name} is quantised, and would be written as it is"
+            plan.append((name, origin))
         elif stored in names.kept:
             plan.append((name, state[stored]))
         elif name in converted:
@@ -94,12 +106,21 @@ def _records(origin: Origin) -> list[TensorRecord]:
     return [origin] if isinstance(origin, TensorRecord) else []
 
 
-def _write_made(out: TensorFile, made: dict[str, Tensor], names: NameMap, dtypes: Mapping[str, torch.dtype]) -> None:
+def _write_made(
+    out: TensorFile,
+    made: dict[str, Tensor],
+    names: NameMap,
+    dtypes: Mapping[str, torch.dtype],
+    quantizer: Quantizer | None,
+) -> None:
     """Write what came out of a conversion, each also under the names that share its weights, letting go of it then."""
     for key in list(made):
         tensor = made.pop(key)
         for target in (key, *(other for other, stored in names.tied.items() if stored == key)):
-            out.write(target, [bytes_of(tensor.to(dtypes[target]))])
+            if quantizer is not None and target in quantizer.chosen:
+                quantizer.write(out, target, tensor.to(dtypes[target]))
+            else:
+                out.write(target, [bytes_of(tensor.to(dtypes[target]))])
 
 
 def _made_ahead(

@@ -16,6 +16,7 @@ __all__ = ["INDEX_NAME", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "T
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it
+MARKED = ("true", "yes")  # transformers takes metadata of torchao's files that is JSON, as "true" is, for theirs
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
 
@@ -71,7 +72,7 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
     @property
     def in_memory_names(self) -> bool:
         """Whether the files were prepared, so names and shapes are those `transformers` uses in memory."""
-        return all(metadata.get(PREPARED_MARK) == "true" for metadata in self.metadata.values())
+        return all(metadata.get(PREPARED_MARK) in MARKED for metadata in self.metadata.values())
 
     @property
     def nbytes(self) -> int:

@@ -47,23 +47,3 @@ def outcome_of(checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., Outcom
         return whole_step(model, micro_batches(count, padding=padding), layer_major=layers)
 
     return take
-
-
-@pytest.fixture(scope="session")
-def device_memory(checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., int]:
-    """Find the `device_memory` that holds exactly `num_residents` layers: `(name, tied, num_residents, prefetch_depth,
-    targets=None)`."""
-    from parity import sizes_of
-
-    sizes = cache(lambda name, tied, targets: sizes_of(checkpoint_of(name, tied), targets))
-
-    def find(
-        name: str, tied: bool, num_residents: int, prefetch_depth: int, targets: tuple[str, ...] | None = None
-    ) -> int:
-        fixed, layers = sizes(name, tied, targets)
-        if num_residents == len(layers):
-            return fixed + sum(layers)
-        chosen = [(2 * index + 1) * len(layers) // (2 * num_residents) for index in range(num_residents)]
-        return fixed + (prefetch_depth + 1) * max(layers) + sum(layers[layer] for layer in chosen)
-
-    return find

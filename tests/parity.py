@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,13 +60,16 @@ def whole_model(
 
 
 @contextmanager
-def streamed_model(checkpoint: Checkpoint, *, poison: bool = True, **settings: Any) -> Iterator[LemaModel]:
-    """Open the model for streaming, with a fresh adapter, in training mode."""
+def streamed_model(
+    checkpoint: Checkpoint, *, poison: bool = True, spent: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[LemaModel]:
+    """Open the model for streaming, with a fresh adapter, in training mode; `spent` says what memory is spent on."""
     settings = {"device": "cpu", "lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "save_steps": 0, **settings}
     model = LemaModel(LemaConfig(str(checkpoint.streamed), **settings), backend=CpuBackend(poison=poison))
     try:
         model.initialize_lora()
         model.lora_manager.train()
+        model.allocation = replace(model.allocation, **spent or {})
         yield model
     finally:
         model.close()
@@ -204,14 +207,6 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two gradients are there, in fp32, not zero, and bitwise equal."""
     assert other is None or other.dtype == torch.float32
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other) and one.any()
-
-
-def sizes_of(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> tuple[int, list[int]]:
-    """Return the bytes of what is on the device beside the layers (fp32 adapters with gradient and two moments among
-    it), and the bytes of each layer."""
-    with streamed_model(checkpoint, lora_target_modules=targets) as model:
-        adapters = sum(parameter.numel() for parameter in model.get_trainable_parameters())
-        return model.outside_bytes + 16 * adapters, [layer.nbytes for layer in model.memory.layers]
 
 
 def all_gradients(outcome: Outcome) -> Tensor:

@@ -8,7 +8,7 @@ from lema.backend import Backend, available, load
 from lema.errors import BackendUnavailable
 from lema.stream.placement import PAGE
 from lema_cpu import CpuBackend
-from lema_cpu.backend import NAN_BYTE
+from lema_cpu.backend import HUGE_PAGE, NAN_BYTE
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -49,6 +49,17 @@ def test_a_host_buffer_takes_no_memory_until_it_is_written() -> None:
     assert process.memory_info().rss - before < size // 4
     buffer[: size // 2] = 1
     assert process.memory_info().rss - before > size // 4
+
+
+@pytest.mark.parametrize("size", [HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + PAGE + 17])
+def test_a_host_buffer_begins_where_a_huge_page_could_and_ends_where_it_should(size: int) -> None:
+    """What does not fill a huge page takes small ones: memory is what was asked for."""
+    buffer = CpuBackend().host_buffer(size)
+    assert buffer.numel() == buffer.untyped_storage().nbytes() == size
+    assert buffer.data_ptr() % (HUGE_PAGE if size >= HUGE_PAGE else PAGE) == 0
+    before = psutil.Process().memory_info().rss
+    buffer.fill_(1)
+    assert psutil.Process().memory_info().rss - before < size + HUGE_PAGE // 2
 
 
 def test_a_host_buffer_outlives_the_backend_that_made_it() -> None:

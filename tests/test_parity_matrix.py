@@ -8,13 +8,14 @@ import pytest
 from parity import assert_same, draw_b, streamed_model, streamed_step
 from tiny import ARCHITECTURES, NUM_LAYERS, micro_batches
 
+from lema.stream.budget import spread
 from lema.stream.schedule import fetched, training_order
 
 OPENED = {  # how a model is opened
-    "prefetch_depth": (1, 2, 3, 4),
+    "prefetch_depth": (1, 2, 4),
     "strategy": ("streaming", "resident"),
     "residents": (0, NUM_LAYERS // 2, NUM_LAYERS),
-    "recompute": (True, False),
+    "recompute": ("all", "some", "none"),
     "tied": (False, True),
     "dropout": (0.0, 0.1),
 }
@@ -22,6 +23,7 @@ STEPPED = {  # what one step is given
     "count": (1, 4),
     "padding": (False, True),
 }
+SOME = frozenset({0, 3, 4, NUM_LAYERS - 2})  # layers that are not recomputed
 TARGETS = ("q_proj", "down_proj")  # of the full product: how a layer begins and how it ends
 Case = dict[str, Any]
 
@@ -48,7 +50,7 @@ def label(case: Case) -> str:
 
 
 @pytest.fixture
-def compare(checkpoint_of: Any, outcome_of: Any, device_memory: Any) -> Callable[..., None]:
+def compare(checkpoint_of: Any, outcome_of: Any) -> Callable[..., None]:
     def open_and_compare(name: str, opened: Case, steps: list[Case], targets: tuple[str, ...] | None = None) -> None:
         tied, dropout, depth = opened["tied"], opened["dropout"], opened["prefetch_depth"]
         everything = OPENED | STEPPED
@@ -59,9 +61,12 @@ def compare(checkpoint_of: Any, outcome_of: Any, device_memory: Any) -> Callable
             lora_dropout=dropout,
             prefetch_depth=depth,
             strategy=opened["strategy"],
-            gradient_checkpointing=opened["recompute"],
-            device_memory=device_memory(name, tied, opened["residents"], depth, targets),
+            gradient_checkpointing=opened["recompute"] != "none",
             lora_target_modules=targets,
+            spent={
+                "residents": frozenset(spread(opened["residents"], NUM_LAYERS)),
+                "saved": SOME if opened["recompute"] == "some" else frozenset(),
+            },
         ) as model:
             draw_b(model.lora_manager)
             memory = model.memory

@@ -8,6 +8,7 @@ from parity import assert_same, draw_b, streamed_model, streamed_step
 from safetensors import safe_open
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 
+from lema.stream.budget import spread
 from lema.stream.schedule import fetched_per_step
 
 CheckpointOf = Callable[..., Checkpoint]
@@ -16,12 +17,12 @@ CheckpointOf = Callable[..., Checkpoint]
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("num_residents", [0, NUM_LAYERS // 2, NUM_LAYERS])
 def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_keep(
-    checkpoint_of: CheckpointOf, device_memory: Callable[..., int], num_residents: int, count: int
+    checkpoint_of: CheckpointOf, num_residents: int, count: int
 ) -> None:
     checkpoint, batches = checkpoint_of("llama"), micro_batches(count)
     layers, _ = bytes_on_disk(checkpoint)
-    budget = device_memory("llama", False, num_residents, 2)
-    with streamed_model(checkpoint, gradient_checkpointing=True, device_memory=budget) as model:
+    spent = {"residents": frozenset(spread(num_residents, NUM_LAYERS))}
+    with streamed_model(checkpoint, gradient_checkpointing=True, spent=spent) as model:
         residents, slots = model.memory.residents, model.memory.num_slots
         streamed_step(model, batches)  # the first step finds nothing kept from a step before
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import psutil
@@ -9,10 +10,11 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend
 from lema.config import LemaConfig, MemoryStrategy, parse_memory
-from lema.errors import MemoryLimitError
+from lema.errors import MemoryLimitError, ModelError
 from lema.optim import training_bytes
+from lema.plan.probe import calibrate
 from lema.plan.step import StepShape, demand_of
-from lema.plan.workload import measure
+from lema.plan.workload import Workload, measure
 from lema.skeleton import find_layers
 from lema.stream.budget import solve
 from lema.stream.cost import Allocation, Demand, Speeds
@@ -35,7 +37,9 @@ def allocate(
 ) -> Allocation:
     """Return what the memory of a run is to be spent on.
 
-    Without limits in the settings it is what streaming needs, and nothing is measured for it.
+    Without limits in the settings it is what streaming needs, and nothing is measured for it. Where a device memory
+    limit leaves a choice between layers that stay and layers that are not recomputed, disk, link and one layer of each
+    kind are measured, which takes a few seconds.
 
     Args:
         config: of the run.
@@ -43,32 +47,45 @@ def allocate(
         layers: its decoder layers as bytes.
         outside_bytes: of what lies outside them, on the device.
         backend: the device.
-        shape: of a step, whose activations count towards the limits; None: weights and what trains alone.
+        shape: of a step, whose activations count towards the limits; None: weights and what trains alone. Of a model
+            whose activations cannot be told ahead these alone count too, with a warning.
 
     Raises:
         MemoryLimitError: the limits are too small.
     """
     name, stack = find_layers(model)
     limited = config.device_memory is not None or config.host_memory is not None
-    workload = (
-        measure(model, layers, shape.micro_batch, config.loss_chunk_tokens) if shape is not None and limited else None
-    )
-    shared = backend.device.type == "cpu"
+    workload = _workload(config, model, layers, shape) if shape is not None and limited else None
+    memory, speeds, timings = backend.memory(), Speeds(UNKNOWN_DISK, UNKNOWN_LINK), None
+    if memory.shared:
+        speeds = Speeds(UNKNOWN_DISK)
+    to_choose = config.device_memory is not None and config.gradient_checkpointing
+    if to_choose and workload is not None and shape is not None:
+        speeds, timings = calibrate(model, layers, workload, shape, backend)
     trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
     demand = demand_of(
         layers,
         workload,
-        None,
-        shape,
+        timings,
+        None if workload is None else shape,
         outside_bytes=outside_bytes,
         adapter_bytes=training_bytes(model, name),
         lowest=next(trained, len(layers) - 1),
-        shared=shared,
+        shared=memory.shared,
     )
-    speeds = Speeds(UNKNOWN_DISK) if shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
-    return allocated(
-        config, demand, speeds, backend.memory().total, psutil.virtual_memory().total, psutil.virtual_memory().available
-    )
+    host = psutil.virtual_memory()
+    return allocated(config, demand, speeds, memory.total, host.total, host.available)
+
+
+def _workload(
+    config: LemaConfig, model: PreTrainedModel, layers: Sequence[LayerBytes], shape: StepShape
+) -> Workload | None:
+    """Return what a micro-batch costs; None: it cannot be told."""
+    try:
+        return measure(model, layers, shape.micro_batch, config.loss_chunk_tokens)
+    except ModelError as error:
+        warnings.warn(f"{error.what}: the memory limits are spent on weights alone", stacklevel=2)
+        return None
 
 
 def allocated(

@@ -87,14 +87,14 @@ def draw_up(config: LemaConfig, *, backend: Backend | None = None, trust_remote_
     dtypes, device = target_dtypes(model), backend or load("cpu")
     layers = layer_bytes(records, dtypes, name, len(stack))
     reader = LayerReader(threads=1)  # which is never asked
-    outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name)[1].nbytes
+    outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name)[1]
     reader.close()
     inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
     return Blueprint(
         directory,
         model,
         layers,
-        outside,
+        outside.nbytes + outside.expanded_bytes,
         training_bytes(model, name),
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         index.nbytes,

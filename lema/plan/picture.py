@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lema.errors import ConfigError, DiskError
-from lema.plan.outlook import Plan, Planner
+from lema.plan.outlook import Plan
+from lema.plan.planner import Planner
 
 __all__ = ["draw"]
 
@@ -26,7 +27,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib", where="--plot", how="pip install lema[plot]") from error
-    points = list(planner.curve(plan.allocation, plan.crossover or plan.tokens))
+    points = list(planner.curve(plan.allocation, plan.room.crossover or plan.tokens))
     tokens = [count for count, _ in points]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(
@@ -36,10 +37,10 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     axes.plot(tokens, [step.compute for _, step in points], linestyle="--", label="computing alone")
     moved = [max(step.link, step.disk) for _, step in points]
     axes.plot(tokens, moved, linestyle="--", label="reading and copying alone")
-    if plan.crossover is not None:
-        axes.axvline(plan.crossover, color="gray", linestyle=":")
+    if plan.room.crossover is not None:
+        axes.axvline(plan.room.crossover, color="gray", linestyle=":")
         axes.annotate(
-            f" hidden from {plan.crossover:,.0f} tokens on", (plan.crossover, axes.get_ylim()[0]), va="bottom"
+            f" hidden from {plan.room.crossover:,.0f} tokens on", (plan.room.crossover, axes.get_ylim()[0]), va="bottom"
         )
     if tokens[0] <= plan.tokens <= tokens[-1]:
         axes.plot([plan.tokens], [plan.step.seconds], marker="o", color="black", label="this run")

@@ -19,6 +19,7 @@ PARTS = {
     "adapters": "adapter, gradients, optimizer",
     "working": "one micro-batch in one layer",
     "flight": "hidden states between layers",
+    "expanded": "weights of one layer, expanded",
     "boundaries": "inputs of layers, kept",
     "saved": "activations not recomputed",
     "ring": "layers passing through",
@@ -33,9 +34,11 @@ Row = tuple[str, str, str]
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield what a plan says, as (section, what, how much)."""
-    yield from _memory("device memory", plan.device, plan.step.device_peak, plan.device_limit)
-    yield from _memory("host memory", plan.host, plan.host_peak, plan.host_limit)
-    yield from ((f"disk: {PARTS.get(part, part)}", "", human_bytes(size)) for part, size in plan.disk.items() if size)
+    yield from _memory("device memory", plan.memory.device, plan.step.device_peak, plan.memory.device_limit)
+    yield from _memory("host memory", plan.memory.host, plan.host_peak, plan.memory.host_limit)
+    yield from (
+        (f"disk: {PARTS.get(part, part)}", "", human_bytes(size)) for part, size in plan.memory.disk.items() if size
+    )
     yield from _step(plan)
     yield from _more(plan)
     for note in plan.notes:
@@ -89,12 +92,12 @@ def _step(plan: Plan) -> Iterator[Row]:
 
 
 def _more(plan: Plan) -> Iterator[Row]:
-    if plan.crossover is not None:
-        yield "room", "weights' way hidden from, tokens per step", human_count(plan.crossover)
-    yield "room", "largest micro_batch_size", str(plan.largest_micro_batch)
-    yield "room", "most tokens per step", human_count(plan.largest_step)
-    yield "room", "1 GB more on the device saves, per step", f"{plan.gigabyte_on_device:.3g} s"
-    yield "room", "1 GB more in host memory saves, per step", f"{plan.gigabyte_in_host:.3g} s"
+    if plan.room.crossover is not None:
+        yield "room", "weights' way hidden from, tokens per step", human_count(plan.room.crossover)
+    yield "room", "largest micro_batch_size", str(plan.room.largest_micro_batch)
+    yield "room", "most tokens per step", human_count(plan.room.largest_step)
+    yield "room", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
+    yield "room", "1 GB more in host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
     machine = plan.machine
     yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"

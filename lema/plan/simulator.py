@@ -5,17 +5,21 @@ What comes out depends on the speeds given and on nothing else: no byte is read,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
-from lema.plan.virtual import Clock, Stalls, VirtualDevice, VirtualReader
-from lema.stream.cost import Allocation, Demand, Speeds, device_parts, host_parts
+from lema.plan.clock import Clock
+from lema.plan.disk import VirtualReader
+from lema.plan.virtual import VirtualDevice
+from lema.stream.cost import STAGED, Allocation, Demand, Speeds, device_parts, down_seconds, host_parts
 from lema.stream.lease import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.schedule import training_order
 
 __all__ = ["Simulated", "layers_like", "simulate"]
 
+AHEAD = STAGED - 1  # boundaries on their way while one is in use
 STEPS = 3  # the first begins with nothing read; the last is what a run is made of
 
 
@@ -62,8 +66,8 @@ class Simulated:
 
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
-    """Return layers of the sizes that a demand names, for a simulation without a model."""
-    return [_SizesOnly((), (), (), layer.slot_bytes, layer.read_bytes) for layer in demand.layers]
+    """Return layers of the sizes that a demand names, of which nothing else is known."""
+    return [_SizesOnly((), (), (), layer.slot_bytes, stored_bytes=layer.read_bytes) for layer in demand.layers]
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,13 @@ class _SizesOnly(LayerBytes):
         return self.stored_bytes
 
 
-def simulate(
-    demand: Demand, allocation: Allocation, speeds: Speeds, layers: Sequence[LayerBytes] | None = None
-) -> Simulated:
+def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:
     """Let a few steps pass in virtual time and return what the last of them was like.
 
     Args:
         demand: what a step needs.
         allocation: what memory is spent on.
         speeds: of disk and link.
-        layers: those of the model; None: layers of the sizes in `demand`.
 
     Raises:
         ScheduleError: a buffer was used before it was filled, or refilled while it was in use.
@@ -93,7 +94,7 @@ def simulate(
     device = VirtualDevice(clock, speeds)
     reader = VirtualReader(device)
     stream = LayerStream(
-        layers_like(demand) if layers is None else layers,
+        layers_like(demand),
         device,
         prefetch_depth=allocation.slots - 1,
         residents=allocation.residents,
@@ -103,67 +104,21 @@ def simulate(
     )
     device.synchronize()
     run = _Run(demand, allocation, stream, device)
-    stream.announce(training_order(len(demand.layers), demand.lowest))
+    stream.announce(run.order)
     for _ in range(STEPS - 1):
         run.step()
-    before = _Totals.of(run)
+    before = run.totals()
     run.step()
-    spent = _Totals.of(run).less(before)
-    fixed = {name: nbytes for name, nbytes in device_parts(demand, allocation).items() if name not in _OF_THE_STREAM}
-    in_host = host_parts(demand, allocation)["boundaries"]
-    held = device.host_peak + sum(fixed.values()) if device.shared else device.device_peak + sum(fixed.values())
+    spent = {name: total - before[name] for name, total in run.totals().items()}
     stream.close()
-    return Simulated(*spent.numbers(), held, device.host_peak + in_host)
-
-
-_OF_THE_STREAM = {"slots", "residents"}
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """What has passed since the beginning."""
-
-    seconds: float
-    compute: float
-    link: float
-    disk: float
-    stall_disk: float
-    stall_upload: float
-    stall_boundaries: float
-    bytes_read: int
-    bytes_uploaded: int
-
-    @classmethod
-    def of(cls, run: _Run) -> _Totals:
-        device, counters = run.device, run.stream.counters
-        stalls: Stalls = device.stalls
-        return cls(
-            device.clock.now,
-            device.computed,
-            device.link.busy,
-            device.disk.busy,
-            stalls.disk,
-            stalls.upload,
-            stalls.boundaries,
-            counters.bytes_read,
-            0 if device.shared else counters.bytes_uploaded,
-        )
-
-    def numbers(self) -> tuple[float, float, float, float, float, float, float, int, int]:
-        return (
-            self.seconds,
-            self.compute,
-            self.link,
-            self.disk,
-            self.stall_disk,
-            self.stall_upload,
-            self.stall_boundaries,
-            self.bytes_read,
-            self.bytes_uploaded,
-        )
-
-    def less(self, before: _Totals) -> _Totals:
-        return _Totals(*(after - earlier for after, earlier in zip(self.numbers(), before.numbers(), strict=True)))  # type: ignore[arg-type] # in the fields' order
+    apart = device_parts(demand, allocation)  # what is not the stream's
+    beside = sum(size for part, size in apart.items() if part not in ("slots", "residents"))
+    in_host = host_parts(demand, allocation)
+    return Simulated(
+        **spent,
+        device_peak=(device.host_peak - in_host["cached"] if device.shared else device.device_peak) + beside,
+        host_peak=device.host_peak + in_host["boundaries"],
+    )
 
 
 class _Run:
@@ -171,48 +126,65 @@ class _Run:
 
     def __init__(self, demand: Demand, allocation: Allocation, stream: LayerStream, device: VirtualDevice) -> None:
         self.demand, self.allocation, self.stream, self.device = demand, allocation, stream, device
+        self.order = training_order(len(demand.layers), demand.lowest)
+        away = allocation.boundaries != "device"
+        self.boundaries_kept = frozenset(demand.visited_twice) - allocation.saved if away else frozenset[int]()
         self._fetched: dict[int, float] = {}  # when a layer's boundaries are back on the device
 
     def step(self) -> None:
+        """Let one step pass, its leases those of `training_order`."""
         demand, device = self.demand, self.device
         device.compute(demand.rest)
-        for index in range(demand.top):
+        for index in self.order[: demand.top]:
             self._visit(index, demand.layers[index].forward)
-            if index in demand.visited_twice:
+            if index in self.boundaries_kept:
                 self._send_away()
         top = demand.layers[demand.top]
         self._visit(demand.top, top.forward + top.backward + demand.turn)
         device.synchronize()  # the loss is looked at
-        self.stream.announce(training_order(len(demand.layers), demand.lowest))
-        below = list(reversed(demand.visited_twice))
-        for index in below[:2]:
-            self._bring_back(index)
-        for place, index in enumerate(below):
-            layer = demand.layers[index]
-            if index in self._fetched:
+        self.stream.announce(self.order)
+        below = self.order[demand.top + 1 :]
+        kept = deque(index for index in below if index in self.boundaries_kept)
+        for _ in range(min(AHEAD, len(kept))):
+            self._bring_back(kept.popleft())
+        for index in below:
+            waited = index in self._fetched
+            if waited:
                 device.wait_for(self._fetched.pop(index))
-            self._visit(index, layer.backward + (index not in self.allocation.saved) * layer.recompute)
-            for following in below[place + 2 : place + 3]:
-                self._bring_back(following)
+            self._visit(index, down_seconds(demand, self.allocation, index) - demand.layers[index].expand)
+            if waited and kept:
+                self._bring_back(kept.popleft())
         device.synchronize()
+
+    def totals(self) -> dict[str, Any]:
+        """Return what has passed since the beginning: seconds, and bytes of weights."""
+        device, counters = self.device, self.stream.counters
+        return {
+            "seconds": device.clock.now,
+            "compute": device.computed,
+            "link": device.link.busy,
+            "disk": device.disk.busy,
+            "stall_disk": device.stalls.disk,
+            "stall_upload": device.stalls.upload,
+            "stall_boundaries": device.stalls.boundaries,
+            "bytes_read": counters.bytes_read,
+            "bytes_uploaded": 0 if device.shared else counters.bytes_uploaded,
+        }
 
     def _visit(self, index: int, seconds: float) -> None:
         with self.stream.lease(index) as lease:
-            self.device.compute(seconds, lease.slot, self.stream.layers[index])
+            self.device.compute(self.demand.layers[index].expand + seconds, lease.slot, self.stream.layers[index])
 
     def _send_away(self) -> None:
         """Write boundary activations behind the forward: over the link's other direction, then to the disk."""
         device, nbytes = self.device, self.demand.boundary_bytes
-        if self.allocation.boundaries != "device":
-            _, there = device.back.do(nbytes, device.computed_until)
-            if self.allocation.boundaries == "disk":
-                device.disk.do(nbytes, there)
+        _, there = device.back.do(nbytes, device.computed_until)
+        if self.allocation.boundaries == "disk":
+            device.disk.do(nbytes, there)
 
     def _bring_back(self, index: int) -> None:
         """Fetch boundary activations ahead of the backward."""
-        device, nbytes = self.device, self.demand.boundary_bytes
-        if self.allocation.boundaries != "device":
-            here = device.clock.now
-            if self.allocation.boundaries == "disk":
-                _, here = device.disk.do(nbytes, here)
-            _, self._fetched[index] = device.link.do(nbytes, here)
+        device, nbytes, here = self.device, self.demand.boundary_bytes, self.device.clock.now
+        if self.allocation.boundaries == "disk":
+            _, here = device.disk.do(nbytes, here)
+        _, self._fetched[index] = device.link.do(nbytes, here)

@@ -12,7 +12,7 @@ from lema.plan.workload import MicroBatch, Workload
 from lema.stream.cost import Demand, LayerCost
 from lema.stream.placement import LayerBytes
 
-__all__ = ["StepShape", "Timings", "by_arithmetic", "demand_of", "step_shape"]
+__all__ = ["StepShape", "Timings", "by_arithmetic", "demand_of", "step_shape", "untimed"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Timings:
         recompute: likewise, as far as the backward needs it.
         backward: likewise, without that.
         head: head and loss, forward and backward.
+        expand: by kind of layer, once in each lease; empty: nothing is stored quantised.
         prelude: before the layers.
         optimizer: once in a step.
     """
@@ -55,6 +56,7 @@ class Timings:
     recompute: tuple[float, ...]
     backward: tuple[float, ...]
     head: float
+    expand: tuple[float, ...] = ()
     prelude: float = 0.0
     optimizer: float = 0.0
 
@@ -69,6 +71,7 @@ class Timings:
             scaled(self.recompute),
             scaled(self.backward),
             factor * self.head,
+            self.expand,
             factor * self.prelude,
             self.optimizer,
         )
@@ -89,9 +92,19 @@ def step_shape(config: LemaConfig, positions: int | None) -> StepShape:
     return StepShape(MicroBatch(rows, length), config.batch_size * config.gradient_accumulation_steps)
 
 
-def by_arithmetic(workload: Workload, machine: Machine, itemsize: int) -> Timings:
-    """Return the seconds that operations take at a machine's speed; a layer takes at least what launching it takes."""
+def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int) -> Timings:
+    """Return the seconds that operations take at a machine's speed; a layer takes at least what launching it takes.
+
+    Expanding quantised weights takes what reading them in the device's memory takes, and writing them there.
+
+    Args:
+        workload: of one micro-batch.
+        layers: the decoder layers as bytes.
+        machine: whose speed.
+        itemsize: bytes of one element of the weights as they are used.
+    """
     speed = machine.flops(itemsize)
+    firsts = [layers[workload.kinds.index(kind)] for kind in range(len(workload.works))]
 
     def seconds(flops: int) -> float:
         return max(flops / speed, machine.launch)
@@ -101,6 +114,7 @@ def by_arithmetic(workload: Workload, machine: Machine, itemsize: int) -> Timing
         tuple(seconds(work.recompute) for work in workload.works),
         tuple(seconds(work.backward) for work in workload.works),
         workload.head.flops / speed,
+        tuple((one.nbytes + one.expanded_bytes) / machine.memory * bool(one.expansions) for one in firsts),
     )
 
 
@@ -134,9 +148,24 @@ def demand_of(
         spent = (0.0,) * 3 if timings is None else (timings.forward, timings.recompute, timings.backward)
         forward, recompute, backward = (one if isinstance(one, float) else times * one[kind] for one in spent)
         saved = 0 if workload is None else round(times * workload.works[kind].saved_bytes)
-        costs.append(LayerCost(layer.nbytes, layer.read_bytes, layer.nbytes, saved, forward, recompute, backward))
-    known = Demand(tuple(costs), lowest=lowest, outside_bytes=outside_bytes, adapter_bytes=adapter_bytes, shared=shared)
+        expand = timings.expand[kind] if timings is not None and timings.expand else 0.0
+        sizes = (layer.nbytes, layer.read_bytes, layer.nbytes, saved)
+        costs.append(LayerCost(*sizes, expand, forward, recompute, backward))
+    known = Demand(
+        tuple(costs),
+        lowest=lowest,
+        outside_bytes=outside_bytes,
+        adapter_bytes=adapter_bytes,
+        expanded_bytes=max(layer.expanded_bytes for layer in layers),
+        shared=shared,
+    )
     return known if workload is None else _with_activations(known, workload, timings, times)
+
+
+def untimed(demand: Demand) -> Demand:
+    """Return a demand of which only the bytes are known."""
+    layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
+    return replace(demand, layers=layers, turn=0.0, rest=0.0)
 
 
 def _with_activations(known: Demand, workload: Workload, timings: Timings | None, times: float) -> Demand:
@@ -146,11 +175,8 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
     # state after the top layer, the gradients of its adapters.
     states = len(known.visited_twice) * workload.state_bytes * known.shared
     beside = workload.call_bytes + workload.of(known.top).gradient_bytes + states
-    return Demand(
-        known.layers,
-        lowest=known.lowest,
-        outside_bytes=known.outside_bytes,
-        adapter_bytes=known.adapter_bytes,
+    return replace(
+        known,
         working_bytes=workload.working_bytes,
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in working_bytes.
         flight_bytes=2 * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
@@ -158,5 +184,4 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
         micro_boundary_bytes=min(hidden, workload.hidden_bytes),
         turn=0.0 if timings is None else times * timings.head,
         rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
-        shared=known.shared,
     )

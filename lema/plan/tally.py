@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 __all__ = ["Tally"]
 
 aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 PICKS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
@@ -30,6 +32,10 @@ class Tally(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
         self.flops = 0
         self.peak = 0
+        self._saved: set[int] = set()
+        self._steps: list[_Step] = []
+        self._steps_to_saved = 0
+        self._numbered: list[StorageWeakRef] = []  # whose numbers nothing else may get while they tell steps apart
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._left_out: dict[int, Tensor] = {}
 
@@ -47,25 +53,56 @@ class Tally(TorchDispatchMode):
         """Whether a tensor is one that was made here."""
         return _storage(tensor) not in self._left_out
 
+    def save(self, tensor: Tensor) -> None:
+        """Take note that the backward needs a tensor."""
+        self._saved.add(_storage(tensor))
+        self._steps_to_saved = len(self._steps)
+
+    def flops_to_saved(self) -> int:
+        """Return the operations that make what was saved: all as far as the last of it, but for matrix products that
+        reach none of it."""
+        wanted, flops = set(self._saved), 0
+        for step in reversed(self._steps[: self._steps_to_saved]):
+            if step.made & wanted or not step.product:
+                wanted |= step.given
+                flops += step.flops
+        return flops
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         run = _grouped if func is aten._grouped_mm.default else func
         result = run(*args, **kwargs)
-        if (formula := FORMULAS.get(func._overloadpacket)) is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=result))
+        formula = FORMULAS.get(func._overloadpacket)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        self.flops += flops
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         if func in PICKS and not self.counts(args[0]):
             self.leave_out(made)
         for tensor in made:
             if self.counts(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._numbered.append(self._alive[storage._cdata][0])
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        product = func._overloadpacket in PRODUCTS or formula is None
+        self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
         self.peak = max(self.peak, self.live)
         return result
 
     def _forget_freed(self) -> None:
         for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
             del self._alive[key]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation; `product`: a matrix product, or what is nothing beside one."""
+
+    flops: int
+    product: bool
+    given: frozenset[int]
+    made: frozenset[int]
 
 
 def _storage(tensor: Tensor) -> int:

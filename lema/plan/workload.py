@@ -51,7 +51,7 @@ class LayerWork:
 
     Attributes:
         forward: floating-point operations of the forward.
-        recompute: of running it again, as far as the last tensor that the backward needs.
+        recompute: of running it again, as far as the backward needs it.
         backward: of the backward alone.
         saved_bytes: what the backward needs, weights and the layer's inputs excepted.
         working_bytes: the most that is alive at once in forward and backward.
@@ -154,8 +154,9 @@ def kinds_of(split: Split, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
     for layer, stored in zip(split.layers, layers, strict=True):
         modules = tuple((name, type(module)) for name, module in layer.named_modules())
         trained = tuple((name, one.shape) for name, one in layer.named_parameters() if one.requires_grad)
-        tensors = tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in stored.tensors))
-        found.append(known.setdefault((modules, trained, str(tensors)), len(known)))
+        tensors = sorted(str((tensor.name, tensor.dtype, tensor.shape)) for tensor in stored.tensors)
+        expanded = sorted(str((one.library, one.placed.name, one.placed.shape)) for one in stored.expansions)
+        found.append(known.setdefault((modules, trained, tuple(tensors), tuple(expanded)), len(known)))
     return tuple(found)
 
 
@@ -173,7 +174,8 @@ def calls_of(
 
 def fake_weights(layer: LayerBytes) -> dict[str, Tensor]:
     """Return a layer's weights as its lease would, without values."""
-    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in layer.tensors}
+    placed = (*layer.tensors, *(expansion.placed for expansion in layer.expansions))
+    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in placed}
 
 
 def _measure(
@@ -222,15 +224,13 @@ def _layer_work(
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # counted with the adapters
     saved: dict[int, int] = {}
-    needed = 0
     with Tally() as tally:
         tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.others()), *parameters, *layer.buffers()])
         tally.leave_out([parameter.grad for parameter in parameters])
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal needed
             if tally.counts(tensor):
-                needed = tally.flops
+                tally.save(tensor)
                 saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             return tensor
 
@@ -241,7 +241,15 @@ def _layer_work(
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     for parameter in parameters:
         parameter.grad = None
-    return LayerWork(forward, needed, tally.flops - forward, sum(saved.values()), tally.peak, forward_bytes, gradients)
+    return LayerWork(
+        forward,
+        tally.flops_to_saved(),
+        tally.flops - forward,
+        sum(saved.values()),
+        tally.peak,
+        forward_bytes,
+        gradients,
+    )
 
 
 def _head_work(split: Split, hidden: Tensor, chunk_tokens: int) -> HeadWork:

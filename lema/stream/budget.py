@@ -14,7 +14,7 @@ from typing import Literal
 from lema.errors import MemoryLimitError
 from lema.stream.cost import Allocation, Demand, Speeds, Tier, device_parts, host_parts, seconds
 
-__all__ = ["Allocation", "choose_residents", "scattered", "solve", "spread"]
+__all__ = ["Allocation", "scattered", "solve", "spread"]
 
 MARGIN = 1.1  # speeds are measured once and vary: what is just hidden by them might show
 _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -25,39 +25,6 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
     if not 0 <= count <= num_layers:
         raise ValueError(f"{count} residents out of {num_layers} layers")
     return tuple((2 * index + 1) * num_layers // (2 * count) for index in range(count))
-
-
-def choose_residents(layer_bytes: Sequence[int], budget: int | None, fixed: int, num_slots: int) -> frozenset[int]:
-    """Choose the layers that stay on the device within `budget` bytes.
-
-    Args:
-        layer_bytes: size of each layer, in bytes.
-        budget: device memory allowed, in bytes; None: slots only, nothing stays.
-        fixed: bytes taken before any layer: embeddings, head, adapters and their optimizer state.
-        num_slots: slots of the ring, each as large as the largest streamed layer.
-
-    Raises:
-        MemoryLimitError: not even the slots fit.
-    """
-    num_layers = len(layer_bytes)
-    if budget is None:
-        return frozenset()
-    if fixed + sum(layer_bytes) <= budget:
-        return frozenset(range(num_layers))
-    slots = num_slots * max(layer_bytes)
-    if fixed + slots > budget:
-        enough = fixed + min(slots, sum(layer_bytes))  # a model of few layers may be smaller than its slots
-        raise MemoryLimitError(
-            f"{budget:,} bytes of device memory cannot hold {slots:,} bytes of layer slots beside "
-            f"{fixed:,} bytes of embeddings, head, adapters and optimizer state",
-            where="device_memory",
-            how=f"allow at least {enough:,} bytes, or lower prefetch_depth (each slot is {max(layer_bytes):,})",
-        )
-    for count in range(num_layers - 1, 0, -1):
-        chosen = spread(count, num_layers)
-        if fixed + slots + sum(layer_bytes[layer] for layer in chosen) <= budget:
-            return frozenset(chosen)
-    return frozenset()
 
 
 def scattered(num_layers: int) -> tuple[int, ...]:
@@ -99,7 +66,8 @@ def solve(
         MemoryLimitError: nothing fits.
     """
     limited = device_limit is not None
-    tiers = (boundaries,) if boundaries is not None else _TIERS if limited and recompute else _TIERS[:1]
+    places = tuple(tier for tier in _TIERS if tier != "host" or not demand.shared)  # where that is the same memory
+    tiers = (boundaries,) if boundaries is not None else places if limited and recompute else places[:1]
     cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
     fitting: list[tuple[tuple[float, int, int], Allocation]] = []
     refused: list[Allocation] = []
@@ -114,7 +82,7 @@ def solve(
         if host_cache == "fill":
             bare = replace(bare, host_cached=frozenset(_cacheable(demand, bare, host_limit)))
         if recompute and device_limit is not None:
-            bare = replace(bare, saved=frozenset(_savable(demand, room)))
+            bare = replace(bare, saved=frozenset(_savable(demand, bare, room)))
         key = (seconds(demand, bare, cautious), _TIERS.index(bare.boundaries), len(bare.residents))
         fitting.append((key, bare))
     if not fitting:
@@ -141,11 +109,12 @@ def _left(limit: int | None, parts: dict[str, int]) -> float:
     return math.inf if limit is None else limit - sum(parts.values())
 
 
-def _savable(demand: Demand, room: float) -> Iterator[int]:
+def _savable(demand: Demand, bare: Allocation, room: float) -> Iterator[int]:
     """Yield the layers whose activations fit, taken in an order that does not depend on the room."""
+    inputs = 0 if bare.boundaries == "device" else demand.boundary_bytes  # they stay with the activations
     for index in scattered(len(demand.layers)):
         if index in demand.visited_twice:
-            room -= demand.layers[index].saved_bytes
+            room -= demand.layers[index].saved_bytes + inputs
             if room < 0:
                 return
             yield index

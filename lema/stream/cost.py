@@ -21,6 +21,7 @@ __all__ = [
     "Phase",
     "Speeds",
     "device_parts",
+    "down_seconds",
     "fetches",
     "host_parts",
     "phases",
@@ -48,6 +49,17 @@ class Allocation:
     boundaries: Tier = "device"
     saved: frozenset[int] = frozenset()
 
+    def summary(self) -> str:
+        """Say it in a few words."""
+        kept = {
+            "resident": len(self.residents),
+            "cached in host memory": len(self.host_cached),
+            "not recomputed": len(self.saved),
+        }
+        parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
+        waiting = {"device": [], "host": ["boundaries in host memory"], "disk": ["boundaries on disk"]}
+        return ", ".join(parts + waiting[self.boundaries])
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -58,6 +70,7 @@ class LayerCost:
         read_bytes: from disk, at each read.
         upload_bytes: over the link, at each upload.
         saved_bytes: its activations, where they are kept for the backward.
+        expand: seconds of expanding its weights, at each lease; 0: they are stored as they are used.
         forward: seconds.
         recompute: seconds of running it again in the backward.
         backward: seconds, without that.
@@ -67,6 +80,7 @@ class LayerCost:
     read_bytes: int
     upload_bytes: int
     saved_bytes: int = 0
+    expand: float = 0.0
     forward: float = 0.0
     recompute: float = 0.0
     backward: float = 0.0
@@ -83,6 +97,7 @@ class Demand:
         adapter_bytes: what trains, with gradients and optimizer state.
         working_bytes: one micro-batch in one layer, or in the head, where that is more.
         flight_bytes: hidden states between two layers, and the layers' other arguments.
+        expanded_bytes: the weights of one layer as they are used, where they are stored smaller.
         boundary_bytes: the inputs of one layer, of all micro-batches.
         micro_boundary_bytes: the inputs of one layer, of the largest micro-batch.
         turn: seconds of the head and the loss, forward and backward.
@@ -96,6 +111,7 @@ class Demand:
     adapter_bytes: int = 0
     working_bytes: int = 0
     flight_bytes: int = 0
+    expanded_bytes: int = 0
     boundary_bytes: int = 0
     micro_boundary_bytes: int = 0
     turn: float = 0.0
@@ -115,7 +131,7 @@ class Demand:
     @property
     def fixed_bytes(self) -> int:
         """Device memory that no allocation changes."""
-        return self.outside_bytes + self.adapter_bytes + self.working_bytes + self.flight_bytes
+        return self.outside_bytes + self.adapter_bytes + self.working_bytes + self.flight_bytes + self.expanded_bytes
 
 
 @dataclass(frozen=True)
@@ -150,8 +166,8 @@ STAGED = 3  # boundaries between where they wait and their layer: one in use, th
 
 def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of device memory by part, in bytes."""
-    kept = len(demand.visited_twice) * demand.boundary_bytes
-    staged = min(kept, STAGED * demand.micro_boundary_bytes)
+    away = _away(demand, allocation)
+    staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
     through = _streamed(demand, allocation, in_place=demand.shared)
     return {
         "slots": _ring(demand, allocation, through),
@@ -160,20 +176,28 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "adapters": demand.adapter_bytes,
         "working": demand.working_bytes,
         "flight": demand.flight_bytes,
-        "boundaries": kept if allocation.boundaries == "device" else staged,
+        "expanded": demand.expanded_bytes,
+        "boundaries": (len(demand.visited_twice) - away) * demand.boundary_bytes + staged,
         "saved": sum(demand.layers[index].saved_bytes for index in allocation.saved),
     }
 
 
 def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of host memory by part, in bytes. Where the device computes in it, the ring is its slots."""
-    kept = len(demand.visited_twice) * demand.boundary_bytes
-    staged = min(kept, STAGED * demand.micro_boundary_bytes)
+    away = _away(demand, allocation) * demand.boundary_bytes
+    staged = min(away, STAGED * demand.micro_boundary_bytes)
     return {
         "ring": _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
         "cached": sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
-        "boundaries": {"device": 0, "host": kept, "disk": staged}[allocation.boundaries],
+        "boundaries": {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
     }
+
+
+def _away(demand: Demand, allocation: Allocation) -> int:
+    """Return how many layers' inputs leave the device; that of a layer whose activations are kept stays with them."""
+    if allocation.boundaries == "device":
+        return 0
+    return len(demand.visited_twice) - len(allocation.saved.intersection(demand.visited_twice))
 
 
 def _streamed(demand: Demand, allocation: Allocation, *, in_place: bool) -> list[int]:
@@ -190,9 +214,9 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     """Return the way up, the turn with it, and the way down."""
     layers, twice = demand.layers, demand.visited_twice
     top = layers[demand.top]
-    up = sum(layer.forward for layer in layers) + top.backward + demand.turn
-    down = sum(layers[index].backward + (index not in allocation.saved) * layers[index].recompute for index in twice)
-    moved = len(twice) * demand.boundary_bytes * (allocation.boundaries != "device")
+    up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.turn
+    down = sum(down_seconds(demand, allocation, index) for index in twice)
+    moved = _away(demand, allocation) * demand.boundary_bytes
     spilled = moved * (allocation.boundaries == "disk")
     # On the way up boundaries go against the stream of weights, which the link carries both ways at once.
     loads_up, loads_down = fetches(len(layers), allocation.slots, allocation.residents, demand.lowest)
@@ -204,6 +228,12 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     disk_up = (sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
     disk_down = (sum(layers[index].read_bytes for index in reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
+
+
+def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
+    """Return the seconds that a layer computes on the way down."""
+    layer = demand.layers[index]
+    return layer.expand + layer.backward + (0.0 if index in allocation.saved else layer.recompute)
 
 
 @lru_cache(maxsize=4096)

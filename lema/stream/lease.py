@@ -3,7 +3,8 @@
 A lease is a promise: its weights are views into one device slot, and the slot is refilled only after every computation
 queued under the lease has finished. Until it is refilled, a slot keeps its layer, and a lease of it costs nothing: that
 is how a training pass turns without reading again what it has just left. Residents are uploaded once and leased for
-nothing; layers cached in host memory are read once.
+nothing; layers cached in host memory are read once. What is stored quantised stays so in every buffer and slot, and is
+expanded when a lease begins.
 """
 
 from __future__ import annotations
@@ -11,80 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from lema.backend import Backend
+from lema.stream.counters import StreamCounters
+from lema.stream.expand import ExpandedBuffers, expand_into, weights_in
+from lema.stream.leased import Lease, WeightReference
 from lema.stream.order import Order, place_to_refill
-from lema.stream.placement import LayerBytes, views
+from lema.stream.placement import LayerBytes
 from lema.stream.places import DeviceSlot, HostBuffer
 from lema.stream.reader import LayerReader
 from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["LayerStream", "Lease", "StreamCounters", "WeightReference"]
-
-
-@dataclass(frozen=True)
-class StreamCounters:
-    """What streaming has cost so far.
-
-    Attributes:
-        layers_read: layers read from disk on the way to a lease.
-        layers_kept: leases of layers on disk that cost no read, for the layer was still there.
-        bytes_read: bytes read from disk, those of residents and of host memory among them.
-        bytes_uploaded: bytes handed to device slots.
-        leases: leases begun.
-        seconds_blocked_disk: how long leases waited for reads.
-        seconds_blocked_upload: how long leases waited for the device to take their bytes.
-    """
-
-    layers_read: int = 0
-    layers_kept: int = 0
-    bytes_read: int = 0
-    bytes_uploaded: int = 0
-    leases: int = 0
-    seconds_blocked_disk: float = 0.0
-    seconds_blocked_upload: float = 0.0
-
-
-@dataclass(frozen=True)
-class WeightReference:
-    """A view of a leased weight as data: where it lies in its layer's slot. It pins nothing."""
-
-    layer: int
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Lease:
-    """One layer's weights, by parameter name, valid until the lease ends."""
-
-    layer: int
-    slot: Tensor
-    weights: dict[str, Tensor]
-
-    def refer(self, tensor: Tensor) -> WeightReference | None:
-        """Return where `tensor` lies in the slot; None: it lies elsewhere, or has no elements and so no place."""
-        if tensor.untyped_storage().data_ptr() != self.slot.untyped_storage().data_ptr():
-            return None
-        start = tensor.data_ptr() - self.slot.data_ptr()
-        if not 0 <= start < self.slot.numel():  # slots may share one storage; a tensor without elements is at 0
-            return None
-        return WeightReference(self.layer, start, tensor.dtype, tensor.shape, tensor.stride())
-
-    def resolve(self, reference: WeightReference) -> Tensor:
-        """Return the view that `reference` names, in this lease's slot."""
-        assert reference.layer == self.layer, "a weight reference was resolved against another layer's lease"
-        spans = zip(reference.shape, reference.stride, strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in spans)
-        nbytes = extent * reference.dtype.itemsize
-        flat = self.slot[reference.offset : reference.offset + nbytes].view(reference.dtype)
-        return flat.as_strided(reference.shape, reference.stride, flat.storage_offset())
 
 
 class LayerStream:
@@ -131,6 +73,7 @@ class LayerStream:
         self._slots = [
             DeviceSlot(backend.device_slots(self._slot_bytes, 1)) for _ in range(min(self.num_slots, len(streamed)))
         ]
+        self._expanded = ExpandedBuffers(self.layers, backend)
         self._host: dict[int, Tensor] = {}
         self._resident: dict[int, Tensor] = {}
         self._fill(self.residents, keep_in_host=False)
@@ -178,12 +121,8 @@ class LayerStream:
         self._raise_failures()
         self._count(leases=1)
         if layer in self.residents:
-            slot = self._resident[layer]
-            self._held[layer] = Lease(layer, slot, views(slot, self.layers[layer]))
-            try:
-                yield self._held[layer]
-            finally:
-                del self._held[layer]
+            with self._open(layer, self._resident[layer]) as lease:
+                yield lease
             return
         place = self._next(layer)
         try:
@@ -192,12 +131,31 @@ class LayerStream:
             with self.trace.span("stall: upload", f"layer {layer}"):
                 slot = place.lease()
             self._count(seconds_blocked_upload=self._clock() - began)
-            self._held[layer] = Lease(layer, slot, views(slot, self.layers[layer]))
+            with self._open(layer, slot) as lease:
+                yield lease
+        finally:
+            place.release()
+            # Of empty slots the first is refilled: the one that was computed with longest ago.
+            self._slots.sort(key=lambda other: other is place)
+            self._pump()
+
+    @contextmanager
+    def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
+        """Hold a layer that is in `slot`, what is quantised in it expanded."""
+        stored = self.layers[layer]
+        expanded = self._expanded.take() if stored.expansions else None
+        try:
+            if expanded is not None:
+                began = self._clock()
+                with self.trace.span("expand", f"layer {layer}", nbytes=stored.expanded_bytes):
+                    expand_into(expanded, slot, stored)
+                self._count(seconds_expanding=self._clock() - began)
+            self._held[layer] = Lease(layer, slot, weights_in(slot, stored, expanded), expanded)
             yield self._held[layer]
         finally:
             self._held.pop(layer, None)
-            place.release()
-            self._pump()
+            if expanded is not None:
+                self._expanded.give_back(expanded)
 
     def cancel(self) -> None:
         """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
@@ -215,6 +173,7 @@ class LayerStream:
         if self._slots:
             self._backend.synchronize()  # no copy may still be reading a buffer that goes
         self._slots, self._ring = [], []
+        self._expanded.clear()
         self._host.clear()
         self._resident.clear()
 
@@ -288,8 +247,7 @@ class LayerStream:
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
-        buffer, place, nbytes = self._buffer_of(layer), self._slots.pop(number), self.layers[layer].nbytes
-        self._slots.append(place)  # of empty slots the first is refilled: the one whose computation is longest over
+        buffer, place, nbytes = self._buffer_of(layer), self._slots[number], self.layers[layer].nbytes
         if buffer is not None:
             buffer.arrive()
         source = self._host[layer] if buffer is None else buffer.memory

@@ -3,7 +3,8 @@
 A layer's bytes that follow each other in one file are one *run*. A run is placed so that its bytes keep their offset
 modulo a page: then one read of whole pages, past the page cache, puts every tensor where it belongs, and the tensors
 are views of the slot. A tensor whose bytes cannot be used in place (another dtype than the model's, or an offset that
-its dtype cannot be viewed at) is read aside and cast into its place.
+its dtype cannot be viewed at) is read aside and cast into its place. A quantised parameter has its stored tensors in
+the slot, and a place in a second buffer, which it is expanded into.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lema.quantized.records import QuantizedRecord, Stored
 from lema.weights import TensorRecord
 
-__all__ = ["DTYPES", "PAGE", "LayerBytes", "Placed", "Run", "place", "views"]
+__all__ = ["DTYPES", "PAGE", "Expansion", "LayerBytes", "Placed", "Run", "place", "view", "views"]
 
 PAGE = 4096
+CACHE_LINE = 64  # what memory for a tensor of its own begins at, and kernels are fastest at
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -71,13 +75,44 @@ class Cast:
 
 
 @dataclass(frozen=True)
+class Expansion:
+    """A quantised parameter: its stored tensors in the slot, and the place it is expanded into, in a buffer beside it.
+
+    Attributes:
+        library: whose format it is.
+        parts: what the library calls each stored tensor -> its place in the slot.
+        about: what the library says of the parameter beside its tensors.
+        placed: the parameter's place in the buffer of expanded weights.
+    """
+
+    library: str
+    parts: Mapping[str, Placed]
+    about: Mapping[str, Any]
+    placed: Placed
+
+
+@dataclass(frozen=True)
 class LayerBytes:
-    """One layer as bytes: its tensors' places, the runs to read, the casts to make, the slot it needs."""
+    """One layer as bytes: its tensors' places, the runs to read, the casts to make, the slot it needs.
+
+    Attributes:
+        tensors: the parameters that are used where they lie in the slot.
+        runs: what is read straight into the slot.
+        casts: what is read aside, then cast into its place.
+        nbytes: of the slot.
+        expansions: the parameters that lie in the slot quantised.
+    """
 
     tensors: tuple[Placed, ...]
     runs: tuple[Run, ...]
     casts: tuple[Cast, ...]
     nbytes: int
+    expansions: tuple[Expansion, ...] = ()
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of the device buffer that quantised weights are expanded into; 0: none is quantised."""
+        return max((_round_up(e.placed.offset + e.placed.nbytes) for e in self.expansions), default=0)
 
     @property
     def read_bytes(self) -> int:
@@ -85,8 +120,33 @@ class LayerBytes:
         return sum(run.nbytes for run in self.runs) + sum(cast.record.nbytes for cast in self.casts)
 
 
-def place(tensors: Mapping[str, tuple[TensorRecord, torch.dtype]]) -> LayerBytes:
+def place(tensors: Mapping[str, tuple[Stored, torch.dtype]]) -> LayerBytes:
     """Lay out a layer: parameter name -> (where it is on disk, the dtype the model wants it in)."""
+    plain: dict[str, tuple[TensorRecord, torch.dtype]] = {}
+    quantized: dict[str, tuple[QuantizedRecord, torch.dtype]] = {}
+    for name, (record, dtype) in tensors.items():
+        if isinstance(record, QuantizedRecord):
+            quantized[name] = (record, dtype)
+        else:
+            plain[name] = (record, dtype)
+    parts = {
+        f"{name}: {part}": (stored, DTYPES[stored.dtype])
+        for name, (record, _) in quantized.items()
+        for part, stored in record.parts.items()
+    }
+    placed, runs, casts, end = _place_plain(plain | parts)
+    expansions, size = [], 0
+    for name, (record, dtype) in quantized.items():
+        places = {part: placed[f"{name}: {part}"] for part in record.parts}
+        expanded = Placed(name, _round_up(size, CACHE_LINE), dtype, torch.Size(record.shape))
+        expansions.append(Expansion(record.library, places, record.about, expanded))
+        size = expanded.offset + expanded.nbytes
+    return LayerBytes(tuple(placed[name] for name in plain), runs, casts, end, tuple(expansions))
+
+
+def _place_plain(
+    tensors: Mapping[str, tuple[TensorRecord, torch.dtype]],
+) -> tuple[dict[str, Placed], tuple[Run, ...], tuple[Cast, ...], int]:
     placed: dict[str, Placed] = {}
     runs: list[Run] = []
     casts: list[Cast] = []
@@ -107,15 +167,17 @@ def place(tensors: Mapping[str, tuple[TensorRecord, torch.dtype]]) -> LayerBytes
         placed[name] = Placed(name, _round_up(end), dtype, torch.Size(record.shape))
         casts.append(Cast(record, placed[name]))
         end = placed[name].offset + placed[name].nbytes
-    return LayerBytes(tuple(placed[name] for name in tensors), tuple(runs), tuple(casts), _round_up(end))
+    return placed, tuple(runs), tuple(casts), _round_up(end)
 
 
 def views(slot: Tensor, layer: LayerBytes) -> dict[str, Tensor]:
-    """Return the layer's tensors as views of `slot`, uint8 `[at least layer.nbytes]`."""
-    return {
-        tensor.name: slot[tensor.offset : tensor.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for tensor in layer.tensors
-    }
+    """Return the layer's tensors, but for quantised ones, as views of `slot`, uint8 `[at least layer.nbytes]`."""
+    return {tensor.name: view(slot, tensor) for tensor in layer.tensors}
+
+
+def view(buffer: Tensor, placed: Placed) -> Tensor:
+    """Return one tensor as a view of the buffer, uint8, that it is placed in."""
+    return buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype).view(placed.shape)
 
 
 def _in_place(record: TensorRecord, dtype: torch.dtype) -> bool:
@@ -138,5 +200,5 @@ def _consecutive(
         yield group
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+def _round_up(nbytes: int, to: int = PAGE) -> int:
+    return -(-nbytes // to) * to

@@ -8,49 +8,22 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lema.errors import ReadError
-from lema.stream.placement import DTYPES, PAGE, LayerBytes
+from lema.stream.placement import DTYPES, PAGE, Cast, LayerBytes
+from lema.stream.ticket import Ticket, Workers
 from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["LayerReader", "Ticket"]
 
-SEGMENT = 4 << 20  # bytes of one read: large enough for any disk, small enough for several threads to share a layer
-
-
-class Ticket:
-    """The reads of one layer into one buffer, under way."""
-
-    def __init__(self, futures: list[Future[None]]) -> None:
-        self._futures = futures
-
-    def done(self) -> bool:
-        """Whether every read has ended, well or badly."""
-        return all(future.done() for future in self._futures)
-
-    def failed(self) -> BaseException | None:
-        """Return the first failure among the reads that have ended; None: none so far."""
-        for future in self._futures:
-            if future.done() and not future.cancelled() and (error := future.exception()) is not None:
-                return error
-        return None
-
-    def wait(self) -> None:
-        """Block until the buffer is filled; raise what a read raised."""
-        for future in self._futures:
-            future.result()
-
-    def settle(self) -> None:
-        """Block until no read touches the buffer any more, however the reads end; what has not begun never will."""
-        # A cancelled future counts as ended only when a thread comes by it, which may be busy with other layers.
-        wait_for([future for future in self._futures if not future.cancel()])
+SEGMENT = 16 << 20  # bytes of one read: a few fill any disk's queue, and between two of them there is little to do
 
 
 class _File:
@@ -70,17 +43,17 @@ class _File:
                     self.close()
                     raise
 
-    def read(self, buffer: Tensor, start: int, offset: int, nbytes: int) -> None:
-        """Fill `buffer[start : start + nbytes]` from `offset` on; `start` and `offset` are equal modulo a page."""
-        if self.direct is not None and self._read_pages(self.direct, buffer, start, offset, nbytes):
+    def read(self, memory: memoryview, start: int, offset: int, nbytes: int) -> None:
+        """Fill `memory[start : start + nbytes]` from `offset` on; `start` and `offset` are equal modulo a page."""
+        if self.direct is not None and self._read_pages(self.direct, memory, start, offset, nbytes):
             return
-        _read_fully(self.descriptor, _bytes(buffer[start : start + nbytes]), offset, nbytes, self.path)
+        _read_fully(self.descriptor, memory[start : start + nbytes], offset, nbytes, self.path)
 
-    def _read_pages(self, descriptor: int, buffer: Tensor, start: int, offset: int, nbytes: int) -> bool:
+    def _read_pages(self, descriptor: int, memory: memoryview, start: int, offset: int, nbytes: int) -> bool:
         """Read whole pages around the bytes wanted; False: this file system refuses after all."""
         lead = offset % PAGE
         span = -(-(lead + nbytes) // PAGE) * PAGE
-        view = _bytes(buffer[start - lead : start - lead + span])
+        view = memory[start - lead : start - lead + span]
         try:
             _read_fully(descriptor, view, offset - lead, lead + nbytes, self.path)
         except OSError as error:
@@ -104,15 +77,16 @@ class LayerReader:
         trace: records every read.
     """
 
-    THREADS = 4
+    THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
 
     def __init__(self, threads: int = THREADS, direct: bool = True, trace: NoTrace = NO_TRACE) -> None:
         self._trace = trace
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lema-read")
+        self._workers = Workers(threads, "lema-read")
         self._direct = direct
         self._files: dict[Path, _File] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
+        weakref.finalize(self, self._workers.stop).atexit = False  # of a reader that nobody closed
 
     def submit(
         self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
@@ -122,22 +96,20 @@ class LayerReader:
         `before` is called in a reader thread ahead of the first byte; it blocks until the buffer may be overwritten.
         `name` is what a trace calls the reads.
         """
-        gate = self._pool.submit(before) if before else None
-        futures: list[Future[None]] = [gate] if gate else []
-        for file, start, offset, nbytes in _segments(layer):
-            futures.append(self._pool.submit(self._read, gate, name, file, buffer, start, offset, nbytes))
-        casts = range(len(layer.casts))
-        futures.extend(self._pool.submit(self._cast, gate, name, layer, buffer, index) for index in casts)
-        return Ticket(futures)
+        memory = _bytes(buffer)
+        parts: list[Callable[[], None]] = [
+            partial(self._read, name, file, memory, start, offset, nbytes)
+            for file, start, offset, nbytes in _segments(layer)
+        ]
+        parts += [partial(self._cast, name, cast, buffer) for cast in layer.casts]
+        ticket = Ticket(parts, before)
+        self._workers.submit(ticket)
+        return ticket
 
-    def _read(
-        self, gate: Future[None] | None, name: str, path: Path, buffer: Tensor, start: int, offset: int, nbytes: int
-    ) -> None:
-        if gate is not None:
-            gate.result()
+    def _read(self, name: str, path: Path, memory: memoryview, start: int, offset: int, nbytes: int) -> None:
         try:
             with self._trace.span("read", name, nbytes=nbytes):
-                self._file(path).read(buffer, start, offset, nbytes)
+                self._file(path).read(memory, start, offset, nbytes)
         except OSError as error:
             raise ReadError(
                 f"reading {nbytes:,} bytes at {offset:,} failed: {error.strerror or error}",
@@ -147,16 +119,14 @@ class LayerReader:
         with self._lock:
             self.bytes_read += nbytes
 
-    def _cast(self, gate: Future[None] | None, name: str, layer: LayerBytes, buffer: Tensor, index: int) -> None:
-        record, placed = layer.casts[index].record, layer.casts[index].placed
+    def _cast(self, name: str, cast: Cast, buffer: Tensor) -> None:
+        record, placed = cast.record, cast.placed
         aside = torch.empty(record.nbytes, dtype=torch.uint8)
-        self._read_aside(gate, name, record.file, aside, record.offset)
+        self._read_aside(name, record.file, aside, record.offset)
         target = buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype)
         target.copy_(aside.view(DTYPES[record.dtype]))
 
-    def _read_aside(self, gate: Future[None] | None, name: str, path: Path, aside: Tensor, offset: int) -> None:
-        if gate is not None:
-            gate.result()
+    def _read_aside(self, name: str, path: Path, aside: Tensor, offset: int) -> None:
         try:
             descriptor = self._file(path).descriptor
             with self._trace.span("read", name, nbytes=aside.numel()):
@@ -176,7 +146,7 @@ class LayerReader:
 
     def close(self) -> None:
         """Wait for the reads under way and close the files."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._workers.close()
         for file in self._files.values():
             file.close()
         self._files.clear()

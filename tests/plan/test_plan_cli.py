@@ -1,6 +1,9 @@
 """`lema plan`: a table, lines, JSON or a picture; of any machine, before there is anything to run on it."""
 
 import json
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,13 @@ from smallrun import write_model
 
 from lema import LemaConfig
 from lema.cli import app
+from lema.errors import MemoryLimitError
 from lema.plan.machine import PROFILES, profile
-from lema.plan.outlook import Plan, make_plan
+from lema.plan.outlook import Plan, make_plan, plan_with
+from lema.plan.planner import Planner, planner_of
 from lema.plan.show import rows, show
+from lema.plan.step import by_arithmetic, step_shape
+from lema.stream.reader import LayerReader
 
 
 @pytest.fixture(scope="module")
@@ -22,26 +29,37 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hollow(tmp_path_factory.mktemp("models") / "8B", large_config("8B"))
 
 
-def planned(model: Path, machine: str = "4090", **settings: Any) -> Plan:
-    base: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": True, "batch_size": 8, "micro_batch_size": 1}
-    return make_plan(LemaConfig(str(model), **base | settings), profile(machine))[0]
+@cache
+def _known(model: Path, length: int, rows: int) -> Planner:
+    base: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": True, "batch_size": rows}
+    return planner_of(LemaConfig(str(model), max_length=length, **base), profile("4090"))
+
+
+def planned(model: Path, machine: str = "4090", **changes: Any) -> Plan:
+    """Plan, with a model that is looked at once for all tests."""
+    settings = {"batch_size": 8, "micro_batch_size": 1, "max_length": 1024, **changes}
+    known, found = _known(model, settings["max_length"], settings["micro_batch_size"]), profile(machine)
+    config = LemaConfig(**known.config.model_dump() | settings)
+    timings = by_arithmetic(known.workload, known.blueprint.layers, found, known.blueprint.model.dtype.itemsize)
+    shape, here = step_shape(config, None), {"machine": found, "host_available": found.host_memory}
+    return plan_with(replace(known, config=config, timings=timings, shape=shape, **here))
 
 
 def test_a_plan_adds_up(eight: Path) -> None:
     plan = planned(eight, gradient_accumulation_steps=4)
     assert plan.tokens == 8 * 4 * 1024
-    assert sum(plan.device.values()) == plan.step.device_peak
-    assert plan.disk["model"] == pytest.approx(16.06e9, rel=0.01)
-    assert plan.step.bottleneck == "compute" and plan.crossover is not None and plan.tokens > plan.crossover
+    assert sum(plan.memory.device.values()) == plan.step.device_peak
+    assert plan.memory.disk["model"] == pytest.approx(16.06e9, rel=0.01)
+    assert plan.step.bottleneck == "compute" and plan.room.crossover is not None and plan.tokens > plan.room.crossover
     assert plan.tokens_per_second == pytest.approx(plan.tokens / plan.step.seconds)
     assert plan.step.seconds <= 1.05 * plan.step.bound
 
 
 def test_too_few_tokens_are_told_and_what_would_help(eight: Path) -> None:
     plan = planned(eight, batch_size=1)
-    assert plan.crossover is not None and plan.tokens < plan.crossover
+    assert plan.room.crossover is not None and plan.tokens < plan.room.crossover
     assert plan.step.bottleneck == "disk" and plan.step.stall_disk > 0
-    assert plan.gigabyte_on_device > 0 and plan.gigabyte_in_host > 0
+    assert plan.room.gigabyte_on_device > 0 and plan.room.gigabyte_in_host > 0
     richer = planned(eight, batch_size=1, host_memory="14GB")
     assert len(richer.allocation.host_cached) > 20
     assert richer.step.seconds < plan.step.seconds
@@ -50,11 +68,46 @@ def test_too_few_tokens_are_told_and_what_would_help(eight: Path) -> None:
 def test_the_largest_step_and_micro_batch_fit_and_the_next_do_not(eight: Path) -> None:
     config = {"device_memory": "8GB", "max_length": 512, "batch_size": 4}
     plan = planned(eight, **config)
-    assert planned(eight, **config | {"batch_size": plan.largest_step // 512}).step.device_peak <= 8e9
-    largest = plan.largest_micro_batch
-    assert largest >= 1
-    found = planned(eight, **config | {"micro_batch_size": largest, "batch_size": max(4, largest)})
+    assert planned(eight, **config | {"batch_size": plan.room.largest_step // 512}).step.device_peak <= 8e9
+    with pytest.raises(MemoryLimitError):
+        planned(eight, **config | {"batch_size": plan.room.largest_step // 512 + 1})
+    largest = plan.room.largest_micro_batch
+    assert largest >= 4
+    found = planned(eight, **config | {"micro_batch_size": largest, "batch_size": largest})
     assert found.step.device_peak <= 8e9
+    with pytest.raises(MemoryLimitError):
+        planned(eight, **config | {"micro_batch_size": largest + 1, "batch_size": largest + 1})
+
+
+def test_more_memory_gives_more_room_and_no_slower_a_step(eight: Path) -> None:
+    plans = [planned(eight, device_memory=f"{size}GB", host_memory="3GB", batch_size=2) for size in (7, 8, 12, 20)]
+    for less, more in pairwise(plans):
+        assert less.room.largest_micro_batch <= more.room.largest_micro_batch
+        assert less.room.largest_step <= more.room.largest_step
+        assert less.step.seconds >= more.step.seconds
+    assert plans[0].room.largest_step < plans[-1].room.largest_step
+    # What a GB saves is what it is found to save when it is given.
+    richer = planned(eight, device_memory="8GB", host_memory="3GB", batch_size=2)
+    saved = plans[0].step.seconds - richer.step.seconds
+    assert plans[0].room.gigabyte_on_device == pytest.approx(saved) and saved > 0
+    richer = planned(eight, device_memory="7GB", host_memory="4GB", batch_size=2)
+    saved = plans[0].step.seconds - richer.step.seconds
+    assert plans[0].room.gigabyte_in_host == pytest.approx(saved) and saved > 0
+
+
+def test_no_weight_is_read(eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(LayerReader, "submit", read)
+    before = bytes_read_by_this_process()
+    make_plan(LemaConfig(str(eight), device="cpu", batch_size=1), profile("t4"))
+    assert bytes_read_by_this_process() - before < 10e6 < (eight / "model.safetensors").stat().st_size
+
+
+def bytes_read_by_this_process() -> int:
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["rchar"])
 
 
 def test_limits_are_kept_and_memory_is_spent(eight: Path) -> None:
@@ -71,6 +124,16 @@ def test_every_profile_has_a_plan(eight: Path) -> None:
         assert plan.notes if PROFILES[name].note else True
 
 
+@pytest.mark.parametrize("changes", [{}, {"host_memory": "12GB"}, {"boundary_activations": "host"}], ids=str)
+def test_where_the_device_is_the_host_each_part_counts_once(eight: Path, changes: dict[str, Any]) -> None:
+    plan = planned(eight, "cpu", **changes)
+    assert sum(plan.memory.device.values()) == plan.step.device_peak
+    once = {**plan.memory.host, **{f"device {part}": size for part, size in plan.memory.device.items()}}
+    assert plan.memory.host["ring"] == once.pop("device slots")  # the ring is the slots
+    assert plan.host_peak == sum(once.values())
+    assert plan.memory.host["cached"] or "host_memory" not in changes
+
+
 def test_an_epoch_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write = config_writer(write_model(tmp_path / "model"), tmp_path)
     assert lema("plan", write(max_length=64), "--profile", "cpu", "--price", "2.5", "--json") == 0
@@ -85,7 +148,7 @@ def test_this_machine_is_measured_where_no_profile_is_named(tmp_path: Path, caps
     plan = json.loads(capsys.readouterr().out)
     assert plan["measured"] and plan["machine"]["name"] == "cpu"
     assert plan["machine"]["speeds"]["disk"] > 0 and plan["machine"]["speeds"]["link"] is None
-    assert plan["step"]["compute"] > 0 and plan["host"]["process"] > 10e6
+    assert plan["step"]["compute"] > 0 and plan["memory"]["host"]["process"] > 10e6
     assert plan["host_peak"] > plan["device_peak"]
 
 
@@ -116,6 +179,7 @@ def test_refusals(eight: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert_refused(
         capfd, 4, ["device_memory", "allow"], "plan", config, "--profile", "t4", "--set", "device_memory=1GB"
     )
+    assert lema("plan", config, "--profile", "t4", "--price", "-1") == 2
     assert_refused(capfd, 2, ["--plot", ".png"], "plan", config, "--profile", "t4", "--plot", tmp_path / "plan.what")
 
 

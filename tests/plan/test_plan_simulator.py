@@ -1,17 +1,24 @@
 """The simulator: the real schedule in virtual time keeps its promises and moves the bytes of the formula."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from smallrun import settings as run_settings
+from smallrun import write_model
 
+from lema import LemaModel
+from lema.plan.clock import Clock, ScheduleError
+from lema.plan.disk import VirtualReader
 from lema.plan.machine import PROFILES, Machine
-from lema.plan.simulator import layers_like, simulate
-from lema.plan.virtual import Clock, ScheduleError, VirtualDevice, VirtualReader
-from lema.stream.cost import Allocation, Demand, LayerCost, Speeds, device_parts, fetches, host_parts, seconds
+from lema.plan.simulator import STEPS, layers_like, simulate
+from lema.plan.virtual import VirtualDevice
+from lema.stream.cost import Allocation, Demand, LayerCost, Speeds, device_parts, fetches, host_parts, phases, seconds
 from lema.stream.lease import LayerStream
 
 settings.register_profile("untimed", deadline=None)
@@ -23,6 +30,7 @@ LAYERS = st.builds(
     slot_bytes=st.integers(1, 500),
     read_bytes=st.integers(1, 500),
     upload_bytes=st.integers(1, 500),
+    expand=LENGTHS,
     forward=LENGTHS,
     recompute=LENGTHS,
     backward=LENGTHS,
@@ -39,6 +47,7 @@ def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
         tuple(LayerCost(**{**vars(layer), "upload_bytes": layer.slot_bytes}) for layer in layers),
         lowest=lowest,
         outside_bytes=70,
+        expanded_bytes=draw(st.integers(0, 300)),
         boundary_bytes=draw(st.integers(0, 300)),
         micro_boundary_bytes=20,
         turn=draw(LENGTHS),
@@ -59,6 +68,8 @@ def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tupl
     demand, allocation, speeds = step
     found = simulate(demand, allocation, speeds)
     assert found.seconds >= found.bound - 1e-6 * found.bound
+    computed = sum(phase.compute for phase in phases(demand, allocation, speeds)) + demand.rest
+    assert found.compute == pytest.approx(computed, rel=1e-6, abs=1e-6)
     busy = found.compute + found.link + found.disk + demand.boundary_bytes * len(demand.layers) / speeds.link
     assert found.seconds <= busy * (1 + 1e-6)  # at worst one thing after the other
     stalls = found.stall_disk + found.stall_upload + found.stall_boundaries
@@ -89,7 +100,7 @@ def test_the_peaks_are_those_the_solver_counts_with(step: tuple[Demand, Allocati
     found = simulate(demand, allocation, speeds)
     on_device, in_host = device_parts(demand, allocation), host_parts(demand, allocation)
     if demand.shared:  # there is one memory, and the ring is the slots
-        in_host["residents"], on_device["cached"] = on_device["residents"], in_host["cached"]
+        in_host["residents"] = on_device["residents"]
     assert found.device_peak == sum(on_device.values())
     assert found.host_peak <= sum(in_host.values()) + 2 * max(layer.slot_bytes for layer in demand.layers)
 
@@ -250,3 +261,54 @@ def test_no_order_of_leases_breaks_a_promise(
 def test_a_simulation_has_no_bytes() -> None:
     device = VirtualDevice(Clock(), Speeds(1.0, 1.0))
     assert device.host_buffer(10**15).device == torch.device("meta")
+
+
+@contextmanager
+def events_recorded() -> Iterator[list[tuple[str, int]]]:
+    """Record which layers are leased, those on lease already excepted, and which are read into the ring."""
+    found, lease, read = list[tuple[str, int]](), LayerStream.lease, LayerStream._read
+
+    def record_lease(self: LayerStream, layer: int) -> Any:
+        if layer not in self._held:
+            found.append(("lease", layer))
+        return lease(self, layer)
+
+    def record_read(self: LayerStream, layer: int, *rest: Any) -> None:
+        found.append(("read", layer))
+        read(self, layer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerStream, "lease", record_lease)
+        patch.setattr(LayerStream, "_read", record_read)
+        yield found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefetch_depth": 4},
+        {"strategy": "resident"},
+        {"device_memory": "1MB", "batch_size": 1, "max_length": 16},
+        {"gradient_checkpointing": False},
+        {"lora_target_modules": ["q_proj"], "lora_layers_to_transform": [3, 5]},
+    ],
+    ids=str,
+)
+def test_the_engine_leases_and_reads_what_the_simulator_does(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Layer by layer, over some steps of a real run: what is simulated is what runs."""
+    model = LemaModel(run_settings(write_model(tmp_path / "model"), tmp_path, **changes))
+    model.initialize_lora()
+    trainer, memory = model.get_trainer(), model.memory
+    ids = torch.randint(1, 290, (2, 16))
+    with events_recorded() as real:
+        for _ in range(STEPS):
+            trainer.accumulate([{"input_ids": ids, "labels": ids}] * 2, more=True)
+    sizes = [LayerCost(layer.nbytes, layer.read_bytes, layer.nbytes, 0, 0, 1, 1, 1) for layer in memory.layers]
+    demand = Demand(tuple(sizes), lowest=model.adapter.lowest_trained, shared=True)
+    allocation = Allocation(memory.num_slots, memory.residents, memory.host_cached)
+    with events_recorded() as simulated:
+        simulate(demand, allocation, Speeds(1e6))
+    assert ("read", 7) in real or memory.host_cached
+    assert simulated == real
+    model.close()

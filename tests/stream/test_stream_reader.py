@@ -1,6 +1,7 @@
 """The reader: the right bytes by whatever way the file system allows, every failure carried to whoever waits."""
 
 import errno
+import gc
 import os
 import threading
 from pathlib import Path
@@ -175,6 +176,36 @@ def test_a_settled_ticket_reads_no_more(stored: Stored) -> None:
     reader.close()
     assert same(views(first, stored.layers[0]), stored.contents[0])
     assert bool((second == RUBBISH).all())
+
+
+def test_layers_whose_buffers_are_in_use_hold_up_no_other(stored: Stored) -> None:
+    reader, free = LayerReader(threads=2), threading.Event()
+    buffers = [buffer_for(layer) for layer in stored.layers]
+    in_use = [reader.submit(stored.layers[index], buffers[index], free.wait) for index in range(4)]
+    for index in (4, 5):
+        reader.submit(stored.layers[index], buffers[index]).wait()
+        assert same(views(buffers[index], stored.layers[index]), stored.contents[index])
+    assert all(
+        not ticket.done() and bool((buffer == RUBBISH).all())
+        for ticket, buffer in zip(in_use, buffers[:4], strict=True)
+    )
+    free.set()
+    for index, ticket in enumerate(in_use):
+        ticket.wait()
+        assert same(views(buffers[index], stored.layers[index]), stored.contents[index])
+    reader.close()
+
+
+def test_the_threads_of_a_reader_that_nobody_closed_end_with_it(stored: Stored) -> None:
+    reader = LayerReader(threads=2)
+    reader.submit(stored.layers[0], buffer_for(stored.layers[0])).wait()
+    threads = list(reader._workers._threads)
+    assert threads
+    del reader
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_settling_waits_for_the_read_that_has_begun(stored: Stored, reader: LayerReader) -> None:

@@ -1,13 +1,14 @@
 """The solver: within both limits, never slower with more memory, and nothing taken that helps nobody."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lema.errors import MemoryLimitError
-from lema.stream.budget import Allocation, scattered, solve, spread
+from lema.stream.budget import MARGIN, Allocation, scattered, solve, spread
 from lema.stream.cost import Demand, LayerCost, Speeds, device_parts, host_parts, phases, seconds
 
 LAYERS = st.builds(
@@ -16,6 +17,7 @@ LAYERS = st.builds(
     read_bytes=st.integers(1, 500),
     upload_bytes=st.integers(1, 500),
     saved_bytes=st.integers(0, 800),
+    expand=st.floats(0, 3),
     forward=st.floats(0, 9),
     recompute=st.floats(0, 9),
     backward=st.floats(0, 9),
@@ -33,6 +35,7 @@ def demands(draw: st.DrawFn) -> Demand:
         adapter_bytes=draw(BYTES),
         working_bytes=draw(BYTES),
         flight_bytes=draw(BYTES),
+        expanded_bytes=draw(BYTES),
         boundary_bytes=draw(BYTES),
         micro_boundary_bytes=draw(BYTES),
         turn=draw(st.floats(0, 9)),
@@ -64,6 +67,7 @@ def test_both_limits_hold(
     assert within(demand, found, device, host)
     assert found.slots == slots
     assert not found.residents & found.host_cached
+    assert found.residents == set(spread(len(found.residents), len(demand.layers)))
     assert found.saved <= set(demand.visited_twice)
 
 
@@ -86,8 +90,36 @@ def test_more_memory_is_never_predicted_to_be_slower(
     try:
         less = best(device, host)
     except MemoryLimitError:
-        assume(False)
+        return
     assert best(device + more_device, host + more_host) <= less
+
+
+@given(demands(), SPEEDS, st.integers(2, 4), st.integers(0, 9000), st.sampled_from(["device", "host", None]))
+def test_activations_are_kept_only_where_computing_takes_the_time(
+    demand: Demand, speeds: Speeds, slots: int, room: int, tier: Any
+) -> None:
+    needed = sum(device_parts(demand, Allocation(slots, boundaries=tier or "device")).values())
+    found = solve(demand, speeds, slots, device_limit=needed + room, boundaries=tier)
+    if not found.saved:
+        return
+    cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
+    without = replace(found, saved=frozenset())
+    assert seconds(demand, found, cautious) < seconds(demand, without, cautious)
+    down = phases(demand, without, cautious)[1]
+    if found.boundaries == "device":  # else keeping them spares the way of the layer's input, too
+        assert down.compute > max(down.link, down.disk)
+
+
+@given(demands(), st.integers(2, 4), st.sampled_from(["device", "host", "disk"]))
+def test_the_input_of_a_layer_whose_activations_are_kept_stays_with_them(demand: Demand, slots: int, tier: Any) -> None:
+    none, every = frozenset[int](), frozenset(demand.visited_twice)
+    away, kept = (Allocation(slots, boundaries=tier, saved=saved) for saved in (none, every))
+    activations = sum(demand.layers[index].saved_bytes for index in every)
+    inputs = len(every) * demand.boundary_bytes
+    parts = device_parts(demand, kept)
+    assert (parts["saved"], parts["boundaries"]) == (activations, inputs)
+    assert host_parts(demand, kept)["boundaries"] == 0
+    assert host_parts(demand, away)["boundaries"] <= inputs
 
 
 @given(demands(), SPEEDS, st.integers(2, 4), st.booleans())

@@ -1,0 +1,273 @@
+"""One arm of `peers.py`: a process that loads the model, then takes one optimizer step whenever it is told to.
+
+Every arm trains the same adapters (LoRA of rank 16 on every linear, PEFT's draw for one seed, fp32) on the same frozen
+weights and tokens, recomputes each layer in the backward pass, computes under the same autocast, and steps torch's
+AdamW with the same settings. All are one process on the CPU, a world of one. What each does with the weights:
+
+- `lema`: reads them from the disk, layer by layer, past the page cache, with default settings: 3 layers are in memory.
+- `peft`: has them in memory, where `from_pretrained` maps the files; non-reentrant checkpointing.
+- `fsdp2`: holds a copy of its own in memory and gathers each layer from it for each micro-batch, in the forward and in
+  the backward pass (`CPUOffloadPolicy`, resharded after both). The adapters are left out of the sharding
+  (`ignored_params`) and gradients are synchronised with the last micro-batch only: in a world of one that changes no
+  number, and saves it the adapters' traffic and an optimizer over distributed tensors. Arms `fsdp2-sharded` (adapters
+  sharded as well, the textbook's way) and `fsdp2-kept` (layers stay gathered from one micro-batch of a step to the
+  next, a second copy of the weights) are there for comparison.
+- `deepspeed`: ZeRO-3 with `offload_param` on the CPU, gradient accumulation over the micro-batches, `torch_autocast`.
+  It holds a copy of its own in memory; on the CPU a gather in a world of one is a view. Decoder layers are its leaf
+  modules: by default it runs hooks around each of the hundreds of modules that PEFT makes, at twice the CPU time.
+  Clipping, which is on by default, is off as in the other arms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import memory_kinds
+from torch import Tensor, nn
+
+from lema.loss import split_batch, trained_tokens
+
+__all__ = ["ARMS", "Task"]
+
+Step = Callable[[], float]
+SEED, RANK, ALPHA, RATE = 42, 16, 32, 1e-4
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "lema")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every arm is given; `tokens` are those of one micro-batch, which is one row."""
+
+    directory: str
+    scratch: str
+    dtype: str
+    vocabulary: int
+    micro_batches: int
+    tokens: int
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Return the micro-batches of every step."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocabulary, (self.micro_batches, self.tokens), generator=generator)
+        return split_batch({"input_ids": ids, "labels": ids}, 1)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which a layer is computed, as LEMA's own."""
+        dtype = getattr(torch, self.dtype)
+        return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+
+
+def _lema(task: Task) -> Step:
+    from lema import LemaConfig, LemaModel
+
+    model = LemaModel(
+        LemaConfig(
+            task.directory,
+            device="cpu",
+            gradient_checkpointing=True,
+            micro_batch_size=1,
+            lora_rank=RANK,
+            lora_alpha=ALPHA,
+            learning_rate=RATE,
+            seed=SEED,
+            save_steps=0,
+            output_dir=task.scratch,
+        )
+    )
+    model.initialize_lora()
+    trainer = model.get_trainer()
+    batches = task.batches()
+    return lambda: trainer.accumulate(batches).loss
+
+
+def _peft(task: Task) -> Step:
+    model = _peft_model(task)
+    return _plain_step(task, model, _optimizer(model))
+
+
+def _fsdp2(task: Task, *, shard_adapters: bool = False, keep: bool = False) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+
+    _world_of_one(task)
+    model = _peft_model(task)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "ignored_params": None if shard_adapters else {one for one in model.parameters() if one.requires_grad},
+    }
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, reshard_after_forward=True, **options)
+    sharded = fully_shard(model, **options)
+    assert isinstance(sharded, FSDPModule)
+
+    def before(last: bool) -> None:
+        sharded.set_requires_gradient_sync(last)
+        sharded.set_is_last_backward(last)
+        if keep:
+            sharded.set_reshard_after_backward(last)
+
+    return _plain_step(task, model, _optimizer(model), before)
+
+
+def _deepspeed(task: Task) -> Step:
+    deepspeed: Any = import_module("deepspeed")
+    _world_of_one(task)
+    model = _peft_model(task)
+    deepspeed.utils.set_z3_leaf_modules(model, [type(model.get_base_model().model.layers[0])])
+    adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": task.micro_batches,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # its default is 1
+        "steps_per_print": 1 << 30,
+        "torch_autocast": {
+            "enabled": task.dtype != "float32",
+            "dtype": task.dtype,
+            "lower_precision_safe_modules": [],  # the adapters' gradients stay fp32, as in the other arms
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": False},
+            "memory_efficient_linear": False,  # torch's own linear, as in the other arms
+            "reduce_bucket_size": adapters,  # its default of 5e8 elements would be a buffer of 2 GB
+        },
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_optimizer(model), config=settings, dist_init_required=False
+    )
+    engine.train()
+    batches = task.batches()
+    total = trained_tokens(batches)
+
+    def step() -> float:
+        value = 0.0
+        for batch in batches:
+            loss = engine(**batch, use_cache=False, num_items_in_batch=total).loss
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+            value += float(loss.detach())
+        return value
+
+    return step
+
+
+def _peft_model(task: Task) -> Any:
+    """Return PEFT's model with gradient checkpointing, its weights where `from_pretrained` leaves them."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from lema.lora import lora_config
+
+    model = AutoModelForCausalLM.from_pretrained(task.directory, dtype=getattr(torch, task.dtype))
+    torch.manual_seed(SEED)
+    peft_model: Any = get_peft_model(model, lora_config(model, rank=RANK, alpha=ALPHA, dropout=0.0, targets=None))
+    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    peft_model.enable_input_require_grads()
+    return peft_model.train()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=RATE, weight_decay=0.0)
+
+
+def _plain_step(
+    task: Task,
+    model: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[bool], None] = lambda _: None,
+) -> Step:
+    """Return one step of torch's plain loop; `before` is told of each micro-batch whether it is the last."""
+    batches = task.batches()
+    total = trained_tokens(batches)
+
+    def step() -> float:
+        value = 0.0
+        for index, batch in enumerate(batches):
+            before(index == len(batches) - 1)
+            with task.autocast():
+                loss = model(**batch, use_cache=False, num_items_in_batch=total).loss
+            loss.backward()
+            value += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value
+
+    return step
+
+
+def _world_of_one(task: Task) -> None:
+    from torch.distributed import init_process_group
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    init_process_group("gloo", init_method=f"file://{task.scratch}/{os.getpid()}", rank=0, world_size=1)
+
+
+ARMS: dict[str, Callable[[Task], Step]] = {
+    "lema": _lema,
+    "peft": _peft,
+    "fsdp2": _fsdp2,
+    "deepspeed": _deepspeed,
+    "fsdp2-sharded": lambda task: _fsdp2(task, shard_adapters=True),
+    "fsdp2-kept": lambda task: _fsdp2(task, keep=True),
+}
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What this process has spent so far."""
+
+    seconds: float
+    cpu_seconds: float
+    bytes_read: int
+
+    @classmethod
+    def now(cls) -> Spent:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return cls(time.perf_counter(), usage.ru_utime + usage.ru_stime, int(counted["read_bytes"]))
+
+    def since(self, began: Spent) -> dict[str, float]:
+        earlier = asdict(began)
+        return {name: value - earlier[name] for name, value in asdict(self).items()}
+
+
+def _serve(name: str, task: Task, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield that the arm is ready, then for each line one step: its loss, and what it took."""
+    before = memory_kinds()["anonymous"]
+    step = ARMS[name](task)
+    yield {
+        "anonymous_before": before,
+        "threads": torch.get_num_threads(),
+        "versions": {one: version(one) for one in PACKAGES},
+    }
+    for _ in lines:
+        began = Spent.now()
+        loss = step()
+        yield {"loss": loss, **Spent.now().since(began), "file": memory_kinds()["file"]}
+
+
+def main() -> None:
+    """Talk to `peers.py`: lines in on stdin, JSON out on stdout; whatever libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    name, task = sys.argv[1], Task(**json.loads(sys.argv[2]))
+    for answer in _serve(name, task, sys.stdin):
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""A model and a machine, of which steps of any shape can be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import psutil
+
+from lema.backend import Backend, load
+from lema.config import LemaConfig
+from lema.errors import MemoryLimitError
+from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
+from lema.plan.blueprint import Blueprint, draw_up
+from lema.plan.machine import Machine
+from lema.plan.probe import probe, process_bytes
+from lema.plan.rows import of_rows
+from lema.plan.simulator import Simulated, simulate
+from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, step_shape, untimed
+from lema.plan.workload import MicroBatch, Workload, measure
+from lema.stream.cost import Allocation, Demand, Speeds, device_parts, phases
+
+__all__ = ["Planner", "planner_of"]
+
+MOST_TOKENS = 1 << 24  # per step; what would fit beyond is not looked for
+CURVE = 33  # points
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A model and a machine, of which steps of any shape can be planned.
+
+    Attributes:
+        config: of the run.
+        blueprint: its model.
+        machine: it runs on.
+        workload: of one micro-batch of `shape`.
+        timings: likewise.
+        shape: of a step.
+        host_available: bytes of host memory that are free.
+        process_bytes: of interpreter and libraries; 0: unknown, for the machine is another.
+        measured: whether the machine is this one, measured; else it is a profile.
+    """
+
+    config: LemaConfig
+    blueprint: Blueprint
+    machine: Machine
+    workload: Workload
+    timings: Timings
+    shape: StepShape
+    host_available: int
+    process_bytes: int = 0
+    measured: bool = False
+
+    def demand(self, shape: StepShape | None = None, workload: Workload | None = None, scale: float = 1.0) -> Demand:
+        """Return what a step needs.
+
+        Args:
+            shape: of the step; None: the run's own.
+            workload: of one of its micro-batches; None: that of the run's own.
+            scale: by which computing takes more, or less, than for full rows.
+        """
+        return demand_of(
+            self.blueprint.layers,
+            workload or self.workload,
+            self.timings.times(scale),
+            shape or self.shape,
+            outside_bytes=self.blueprint.outside_bytes,
+            adapter_bytes=self.blueprint.adapter_bytes,
+            lowest=self.blueprint.lowest_adapted,
+            shared=self.machine.shared,
+        )
+
+    def allocation(self, demand: Demand, **changes: Any) -> Allocation:
+        """Return what a run spends memory on, with some settings changed.
+
+        A run measures, and so do we for it, where a limit leaves it a choice; else bytes moved are what counts.
+
+        Raises:
+            MemoryLimitError: it does not fit.
+        """
+        config, machine = self.config.model_copy(update=changes), self.machine
+        speeds = machine.speeds
+        if config.device_memory is None or not config.gradient_checkpointing:
+            demand = untimed(demand)
+            speeds = Speeds(UNKNOWN_DISK) if machine.shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
+        return allocated(config, demand, speeds, machine.device_memory, machine.host_memory, self.host_available)
+
+    def measured_again(self, backend: Backend, clock: Callable[[], float]) -> Planner:
+        """Return the planner with this machine measured once more.
+
+        Args:
+            backend: the device.
+            clock: seconds, by which computing is timed.
+        """
+        machine, timings = probe(self.blueprint, self.workload, self.config, self.shape, backend, clock)
+        return replace(self, machine=machine, timings=timings)
+
+    def simulated(self, demand: Demand, allocation: Allocation) -> Simulated:
+        """Return one step in the middle of a run."""
+        return simulate(demand, allocation, self.machine.speeds)
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a step fits the limits, those of the settings and those of the machine."""
+        try:
+            allocation = self.allocation(demand)
+        except MemoryLimitError:
+            return False
+        return sum(device_parts(demand, allocation).values()) <= self.machine.device_memory
+
+    def largest_micro_batch(self) -> int:
+        """Return how many rows can be computed at once; the step has as many tokens as before, or one micro-batch."""
+        return _largest(lambda rows: self.fits(self._with_rows(rows)), MOST_TOKENS // self.shape.micro_batch.length)
+
+    def largest_step(self) -> int:
+        """Return how many tokens a step can have, in micro-batches as large as the run's own."""
+        micro = self.shape.micro_batch
+
+        def fits(count: int) -> bool:
+            return self.fits(self.demand(StepShape(micro, count * micro.rows)))
+
+        return _largest(fits, MOST_TOKENS // micro.tokens) * micro.tokens
+
+    def crossover(self, demand: Demand, allocation: Allocation) -> float | None:
+        """Return the tokens per step from which on the weights' way is no longer than the computation."""
+        both = phases(replace(demand, boundary_bytes=0), allocation, self.machine.speeds)
+        needed = [max(phase.link, phase.disk) / phase.compute for phase in both if phase.compute > 0]
+        return self.shape.tokens * max(needed, default=0.0) or None
+
+    def curve(self, allocation: Allocation, around: float) -> Iterator[tuple[int, Simulated]]:
+        """Yield steps of more and more tokens, on both sides of `around`, with one allocation."""
+        micro = self.shape.micro_batch
+        for place in range(CURVE):
+            rows = max(1, round(around / micro.length * 2 ** (6 * place / (CURVE - 1) - 3)))
+            shape = StepShape(replace(micro, rows=min(micro.rows, rows)), rows)
+            times = StepShape(micro, rows)  # a part of a micro-batch takes a part of its time
+            yield shape.tokens, self.simulated(self.demand(times), allocation)
+
+    @cached_property
+    def _few_rows(self) -> tuple[Workload, Workload]:
+        """Micro-batches of one row and of two."""
+        return self._measured(1), self._measured(2)
+
+    def _with_rows(self, rows: int) -> Demand:
+        """Return what a step needs in micro-batches of `rows`."""
+        own = self.shape.micro_batch
+        at_once = max(1, self.config.loss_chunk_tokens // own.length)
+        shape = StepShape(replace(own, rows=rows), max(rows, self.shape.num_rows))
+        return self.demand(shape, of_rows(*self._few_rows, rows, at_once), rows / own.rows)
+
+    def _measured(self, rows: int) -> Workload:
+        own = self.shape.micro_batch
+        if rows == own.rows:
+            return self.workload
+        batch = MicroBatch(rows, own.length)
+        return measure(self.blueprint.model, self.blueprint.layers, batch, self.config.loss_chunk_tokens)
+
+
+def planner_of(config: LemaConfig, machine: Machine | None = None, *, trust_remote_code: bool = False) -> Planner:
+    """Learn what a run's model needs, and what the machine gives.
+
+    Args:
+        config: of the run.
+        machine: to plan for; None: this one, which is measured.
+        trust_remote_code: as in `LemaModel`.
+
+    Raises:
+        ConfigError: as training would raise it.
+    """
+    if machine is None:
+        return _on_this_machine(config, trust_remote_code)
+    blueprint = draw_up(config, trust_remote_code=trust_remote_code)
+    shape, workload = _work(config, blueprint)
+    timings = by_arithmetic(workload, blueprint.layers, machine, blueprint.model.dtype.itemsize)
+    return Planner(config, blueprint, machine, workload, timings, shape, machine.host_memory)
+
+
+def _on_this_machine(config: LemaConfig, trusted: bool) -> Planner:
+    backend = load(config.device)
+    try:
+        blueprint = draw_up(config, backend=backend, trust_remote_code=trusted)
+        shape, workload = _work(config, blueprint)
+        available = psutil.virtual_memory().available
+        machine, timings = probe(blueprint, workload, config, shape, backend)
+    finally:
+        backend.close()
+    # The process is looked at with what computing a layer has left behind in it, as it does in training.
+    return Planner(config, blueprint, machine, workload, timings, shape, available, process_bytes(), measured=True)
+
+
+def _work(config: LemaConfig, blueprint: Blueprint) -> tuple[StepShape, Workload]:
+    shape = step_shape(config, getattr(blueprint.model.config, "max_position_embeddings", None))
+    return shape, measure(blueprint.model, blueprint.layers, shape.micro_batch, config.loss_chunk_tokens)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` that fits; 0: not even 1 does."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

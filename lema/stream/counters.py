@@ -1,0 +1,33 @@
+"""What streaming has cost so far: bytes, layers, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["StreamCounters"]
+
+
+@dataclass(frozen=True)
+class StreamCounters:
+    """What streaming has cost so far.
+
+    Attributes:
+        layers_read: layers read from disk on the way to a lease.
+        layers_kept: leases of layers on disk that cost no read, for the layer was still there.
+        bytes_read: bytes read from disk, those of residents and of host memory among them.
+        bytes_uploaded: bytes handed to device slots.
+        leases: leases begun.
+        seconds_blocked_disk: how long leases waited for reads.
+        seconds_blocked_upload: how long leases waited for the device to take their bytes.
+        seconds_expanding: how long leases were busy expanding quantised weights; on a device that queues its work, how
+            long they were busy queueing it.
+    """
+
+    layers_read: int = 0
+    layers_kept: int = 0
+    bytes_read: int = 0
+    bytes_uploaded: int = 0
+    leases: int = 0
+    seconds_blocked_disk: float = 0.0
+    seconds_blocked_upload: float = 0.0
+    seconds_expanding: float = 0.0
