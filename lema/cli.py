@@ -1,28 +1,22 @@
 """The `lema` command: each verb reads its arguments and calls the library; errors become exit codes."""
 
 import contextlib
-import errno
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lema.errors import BackendUnavailable, ConfigError, DataError, DiskError, LemaError, MemoryLimitError
-
-if TYPE_CHECKING:
-    from lema.config import LemaConfig
-    from lema.data import TokenDataset
-    from lema.model import LemaModel
+from lema.arguments import ConfigFile, Revision, Settings, Source, Trust, config_of, evaluation_rows, model_of
+from lema.errors import BackendUnavailable
+from lema.exits import run
 
 __all__ = ["app", "main", "run"]
 
 _EPILOG = (
     "Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 75 stopped with a checkpoint, 130 Ctrl-C."
 )
-_DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 app = typer.Typer(
     name="lema",
@@ -38,68 +32,10 @@ config_app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.", show_default=False)]
-Source = Annotated[
-    Path, typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file, or directory of a saved adapter.")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace one setting of the file; may be repeated."),
-]
-# No setting: a file must not decide what code is run.
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code", help="Run code that comes with the model: of a directory, or of a commit of a hub id."
-    ),
-]
-Revision = Annotated[
-    str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.", show_default=False)
-]
-
 
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
     sys.exit(run(app, sys.argv[1:]))
-
-
-def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
-    """Run a command line; every error ends as one message on standard error and the exit code returned.
-
-    Args:
-        commands: the verbs.
-        arguments: what the user typed; `--debug`, anywhere, lets the traceback through.
-    """
-    debug = "--debug" in arguments
-    try:
-        typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except Exception as error:
-        if debug:
-            raise
-        failure = _as_lema_error(error)
-        typer.echo(f"error: {failure}", err=True)
-        return failure.exit_code
-    return 0
-
-
-def _as_lema_error(error: Exception) -> LemaError:
-    if isinstance(error, LemaError):
-        return error
-    if isinstance(error, OSError) and error.errno in _DISK_FAILURES:
-        how = "free some space; what was saved before is untouched" if error.errno == errno.ENOSPC else ""
-        return DiskError(str(error.strerror), where=str(error.filename or ""), how=how)
-    if isinstance(error, OSError) and error.strerror:
-        return LemaError(str(error.strerror), where=str(error.filename or ""))
-    if isinstance(error, MemoryError):
-        return MemoryLimitError(
-            "the machine is out of memory", how="lower micro_batch_size, host_memory or prefetch_depth"
-        )
-    return LemaError(
-        f"{type(error).__name__}: {error}",
-        how="this is no error lema knows; the same command with --debug shows where it arose",
-    )
 
 
 def _print_version(wanted: bool) -> None:
@@ -142,7 +78,7 @@ def train(
     ] = None,
 ) -> None:
     """Fine-tune as a YAML file says."""
-    checked = _config(config, settings)
+    checked = config_of(config, settings)
     from lema.progress import ProgressDisplay, progress_callback
     from lema.trace import tracing
     from lema.train import train as train_model
@@ -170,7 +106,7 @@ def plan(
     trust_remote_code: Trust = False,
 ) -> None:
     """Tell memory, time and what limits a run, before it starts; no weights are read."""
-    checked = _config(config, settings)
+    checked = config_of(config, settings)
     from lema.plan.machine import profile as find_profile
 
     machine = None if profile is None else find_profile(profile)
@@ -197,9 +133,9 @@ def evaluate(
     trust_remote_code: Trust = False,
 ) -> None:
     """Measure loss and perplexity of a trained adapter."""
-    model = _model(source, settings, trust_remote_code)
+    model = model_of(source, settings, trust_remote_code)
     with contextlib.closing(model):
-        rows = _evaluation_rows(model, data)
+        rows = evaluation_rows(model, data)
         for name, value in model.get_trainer().evaluate(rows).items():
             typer.echo(f"{name} {value:.6g}")
 
@@ -254,7 +190,7 @@ def generate(
     trust_remote_code: Trust = False,
 ) -> None:
     """Continue prompts with base model and adapter, streaming."""
-    model = _model(source, settings, trust_remote_code)
+    model = model_of(source, settings, trust_remote_code)
     # transformers warns of a temperature given where nothing is sampled.
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
     with contextlib.closing(model):
@@ -322,7 +258,7 @@ def show(config: ConfigFile, settings: Settings = None) -> None:
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment] # its annotation is narrower than its use
-    yaml.dump(_config(config, settings).to_dict(), sys.stdout)
+    yaml.dump(config_of(config, settings).to_dict(), sys.stdout)
 
 
 @config_app.command()
@@ -331,54 +267,3 @@ def schema() -> None:
     from lema.config import LemaConfig
 
     typer.echo(json.dumps(LemaConfig.json_schema(), indent=2))
-
-
-def _settings(given: list[str] | None) -> dict[str, Any]:
-    from lema.yamlfile import parse_value
-
-    pairs = {}
-    for item in given or []:
-        key, equals, text = item.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError("a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8")
-        pairs[key.strip()] = parse_value(text, f"--set {item}")
-    return pairs
-
-
-def _config(path: Path, settings: list[str] | None) -> "LemaConfig":
-    from lema.config import LemaConfig
-    from lema.problems import SettingsError
-
-    overrides = _settings(settings)
-    try:
-        return LemaConfig.from_yaml(path, **overrides)
-    except SettingsError as error:
-        raise error.located({key: f"--set {key}" for key in overrides}) from error
-
-
-def _model(source: Path, settings: list[str] | None, trust_remote_code: bool) -> "LemaModel":
-    """The model of an adapter directory, or of a config with the adapter in its `output_dir` where there is one."""
-    if source.is_dir():
-        overrides = _settings(settings)
-        from lema.model import LemaModel
-
-        return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
-    config = _config(source, settings)
-    from lema.model import LemaModel
-
-    if (Path(config.output_dir) / "adapter_config.json").is_file():
-        given = config.model_dump(exclude_unset=True)
-        return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
-    typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
-    return LemaModel(config, trust_remote_code=trust_remote_code)
-
-
-def _evaluation_rows(model: "LemaModel", data: list[str] | None) -> "TokenDataset":
-    from lema.train import load_data, read_data
-
-    if paths := data or model.config.eval_data:
-        return read_data(model, paths)
-    held_back = load_data(model)[1] if model.config.train_data else None
-    if held_back is None:
-        raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
-    return held_back

@@ -174,7 +174,7 @@ def test_a_read_that_fails_is_raised_in_the_training_thread(
     monkeypatch.setattr(os, "preadv", failing(number, os.preadv))
     arena, state = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path), torch.randn(1, 8, 4)
     step = arena.step([state], range(9))
-    with pytest.raises(ReadError, match="reading failed for boundary activations"):  # at the turn already, if it is seen
+    with pytest.raises(ReadError, match="reading failed for boundary activations"):  # at the turn already, if seen
         for layer in range(9):
             step.keep(layer, 0, state)
         for layer in reversed(range(9)):

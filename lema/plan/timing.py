@@ -1,28 +1,25 @@
-"""How long one layer takes: computed as training computes it, with weights that are made up.
-
-Their values decide nothing about the time.
-"""
+"""How long one layer takes: visited as training visits it."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
+from lema.activations import BoundaryArena
 from lema.backend import Backend
 from lema.flow import tensors_in
 from lema.layercall import LayerCall
-from lema.recompute import Graph
 from lema.split import Split
-from lema.stream.expand import expand_into, weights_in
-from lema.stream.leased import Lease
+from lema.stream.lease import LayerStream
 from lema.stream.placement import LayerBytes
+from lema.visit import Engine, visit
 
 __all__ = ["ENOUGH", "Clock", "LayerSeconds", "layer_seconds", "made_up", "median_seconds", "with_values"]
 
@@ -59,49 +56,49 @@ def layer_seconds(
     backend: Backend,
     clock: Clock = time.perf_counter,
 ) -> LayerSeconds:
-    """Time one micro-batch in a layer, which is leased, recomputed and differentiated as training does it.
+    """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated.
 
     Args:
         split: the model; its adapters have memory.
         layers: its decoder layers as bytes.
-        index: of the layer.
+        index: of the layer, which is read.
         call: of it, tensors without values.
         hidden: its input.
         backend: the device.
         clock: seconds.
     """
-    layer = layers[index]
-    source = backend.host_buffer(layer.nbytes)
-    slot = backend.device_slots(layer.nbytes, 1).upload(source).wait()
-    expanded, expand = None, 0.0
-    if layer.expansions:
-        into = expanded = torch.empty(layer.expanded_bytes, dtype=torch.uint8, device=backend.device)
-        slot.zero_()
-        expand = median_seconds(lambda: expand_into(into, slot, layer), backend, clock)
-    lease = Lease(index, slot, weights_in(slot, layer, expanded), expanded)
-    for tensor in lease.weights.values():
-        made_up(tensor)
-    given, gradient = hidden.detach().requires_grad_(), torch.ones_like(hidden)
     args, kwargs = call.others()
     plain = LayerCall(with_values(args, backend), with_values(kwargs, backend), call.hidden_is_keyword)
+    given, gradient = hidden.detach().requires_grad_(), torch.ones_like(hidden)
+    with (
+        closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index})) as stream,
+        closing(BoundaryArena(backend)) as arena,
+    ):
+        engine = Engine(split, stream, backend)
 
-    def run(lease: Lease) -> Tensor:
-        return split.run_layer(index, lease.weights, plain, given)
+        def visits(*, recompute: bool) -> Iterator[None]:
+            boundaries = arena.step([given], [index]) if recompute else None
+            (output,) = visit(engine, index, [plain], [given], boundaries)
+            yield
+            torch.autograd.backward(output, gradient)
+            yield
 
-    def visit(*, recompute: bool) -> Iterator[None]:
-        graph = Graph(run if recompute else None, split.needless[index])
-        with graph.built(lease):
-            edge = get_gradient_edge(run(lease))
-        yield
-        with graph.differentiated(lease):
-            torch.autograd.backward(edge, gradient)
-        yield
-
-    forward, again = _phases(lambda: visit(recompute=True), backend, clock)
-    _, backward = _phases(lambda: visit(recompute=False), backend, clock)
+        forward, again = _phases(lambda: visits(recompute=True), backend, clock)
+        _, backward = _phases(lambda: visits(recompute=False), backend, clock)
+        expand = _expanding(stream, index, backend, clock) if layers[index].expansions else 0.0
     for parameter in split.layers[index].parameters():
         parameter.grad = None
-    return LayerSeconds(forward, max(0.0, again - backward), backward, expand)
+    return LayerSeconds(max(0.0, forward - expand), max(0.0, again - backward), max(0.0, backward - expand), expand)
+
+
+def _expanding(stream: LayerStream, index: int, backend: Backend, clock: Clock) -> float:
+    """Return the seconds that a lease takes of a layer whose weights are stored quantised."""
+
+    def lease() -> None:
+        with stream.lease(index):
+            pass
+
+    return median_seconds(lease, backend, clock)
 
 
 def with_values(value: Any, backend: Backend) -> Any:
