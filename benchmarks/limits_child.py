@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-ALPHA, RANK, LEARNING_RATE = 32, 16, 1e-4
+from plainloop import ALPHA, RANK, RATE, adamw, peft_model, plain_step
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def _lema(arguments: argparse.Namespace, ids: torch.Tensor) -> Callable[[], floa
         device="cpu",
         lora_rank=RANK,
         lora_alpha=ALPHA,
-        learning_rate=LEARNING_RATE,
+        learning_rate=RATE,
         gradient_checkpointing=True,
         micro_batch_size=1,
         prefetch_depth=arguments.prefetch_depth,
@@ -79,33 +78,8 @@ def _lema(arguments: argparse.Namespace, ids: torch.Tensor) -> Callable[[], floa
 
 
 def _peft(arguments: argparse.Namespace, ids: torch.Tensor) -> Callable[[], float]:
-    """The weights stay as `from_pretrained` leaves them: maps of the files. Nothing of ours is imported."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto")
-    torch.manual_seed(42)
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    peft_model = get_peft_model(model, lora)
-    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
-    peft_model.enable_input_require_grads()
-    peft_model.train()
-    trained = [p for p in peft_model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
-    total = ids[:, 1:].numel()
-
-    def step() -> float:
-        value = 0.0
-        for row in ids.split(1):
-            with torch.autocast("cpu", dtype=model.dtype, enabled=model.dtype != torch.float32):
-                loss = peft_model(input_ids=row, labels=row, use_cache=False, num_items_in_batch=total).loss
-            loss.backward()
-            value += float(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return value
-
-    return step
+    model = peft_model(arguments.model)
+    return plain_step(model, ids, model.dtype, adamw(model))
 
 
 ARMS = {"lema": _lema, "peft": _peft}

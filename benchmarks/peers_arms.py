@@ -26,7 +26,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -35,14 +34,14 @@ from typing import Any
 
 import torch
 from common import memory_kinds
-from torch import Tensor, nn
+from plainloop import ALPHA, RANK, RATE, SEED, adamw, peft_model, plain_step
+from torch import Tensor
 
 from lema.loss import split_batch, trained_tokens
 
 __all__ = ["ARMS", "Task"]
 
 Step = Callable[[], float]
-SEED, RANK, ALPHA, RATE = 42, 16, 32, 1e-4
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "lema")
 
 
@@ -57,16 +56,14 @@ class Task:
     micro_batches: int
     tokens: int
 
+    def ids(self) -> Tensor:
+        """Return the tokens of every step, `[micro-batches, tokens]`."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, self.vocabulary, (self.micro_batches, self.tokens), generator=generator)
+
     def batches(self) -> list[dict[str, Tensor]]:
         """Return the micro-batches of every step."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocabulary, (self.micro_batches, self.tokens), generator=generator)
-        return split_batch({"input_ids": ids, "labels": ids}, 1)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which a layer is computed, as LEMA's own."""
-        dtype = getattr(torch, self.dtype)
-        return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+        return split_batch({"input_ids": self.ids(), "labels": self.ids()}, 1)
 
 
 def _lema(task: Task) -> Step:
@@ -93,8 +90,8 @@ def _lema(task: Task) -> Step:
 
 
 def _peft(task: Task) -> Step:
-    model = _peft_model(task)
-    return _plain_step(task, model, _optimizer(model))
+    model = peft_model(task.directory)
+    return plain_step(model, task.ids(), model.dtype, adamw(model))
 
 
 def _fsdp2(task: Task, *, shard_adapters: bool = False, keep: bool = False) -> Step:
@@ -102,7 +99,7 @@ def _fsdp2(task: Task, *, shard_adapters: bool = False, keep: bool = False) -> S
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
     _world_of_one(task)
-    model = _peft_model(task)
+    model = peft_model(task.directory)
     options: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (1,)),
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
@@ -119,13 +116,13 @@ def _fsdp2(task: Task, *, shard_adapters: bool = False, keep: bool = False) -> S
         if keep:
             sharded.set_reshard_after_backward(last)
 
-    return _plain_step(task, model, _optimizer(model), before)
+    return plain_step(model, task.ids(), model.dtype, adamw(model), before)
 
 
 def _deepspeed(task: Task) -> Step:
     deepspeed: Any = import_module("deepspeed")
     _world_of_one(task)
-    model = _peft_model(task)
+    model = peft_model(task.directory)
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.get_base_model().model.layers[0])])
     adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
     settings = {
@@ -146,9 +143,7 @@ def _deepspeed(task: Task) -> Step:
             "reduce_bucket_size": adapters,  # its default of 5e8 elements would be a buffer of 2 GB
         },
     }
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=_optimizer(model), config=settings, dist_init_required=False
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings, dist_init_required=False)
     engine.train()
     batches = task.batches()
     total = trained_tokens(batches)
@@ -160,50 +155,6 @@ def _deepspeed(task: Task) -> Step:
             engine.backward(loss, scale_wrt_gas=False)
             engine.step()
             value += float(loss.detach())
-        return value
-
-    return step
-
-
-def _peft_model(task: Task) -> Any:
-    """Return PEFT's model with gradient checkpointing, its weights where `from_pretrained` leaves them."""
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    from lema.lora import lora_config
-
-    model = AutoModelForCausalLM.from_pretrained(task.directory, dtype=getattr(torch, task.dtype))
-    torch.manual_seed(SEED)
-    peft_model: Any = get_peft_model(model, lora_config(model, rank=RANK, alpha=ALPHA, dropout=0.0, targets=None))
-    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
-    peft_model.enable_input_require_grads()
-    return peft_model.train()
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=RATE, weight_decay=0.0)
-
-
-def _plain_step(
-    task: Task,
-    model: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    before: Callable[[bool], None] = lambda _: None,
-) -> Step:
-    """Return one step of torch's plain loop; `before` is told of each micro-batch whether it is the last."""
-    batches = task.batches()
-    total = trained_tokens(batches)
-
-    def step() -> float:
-        value = 0.0
-        for index, batch in enumerate(batches):
-            before(index == len(batches) - 1)
-            with task.autocast():
-                loss = model(**batch, use_cache=False, num_items_in_batch=total).loss
-            loss.backward()
-            value += float(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         return value
 
     return step

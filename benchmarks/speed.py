@@ -21,15 +21,13 @@ from typing import Any
 
 import torch
 from common import Meter, Shape, cpu_seconds, forget_pages, report, write_model
-from peft import get_peft_model
+from plainloop import adamw, peft_model, plain_step
 from plainreader import PlainReader, Way
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
-from lema.lora import lora_config
-from lema.loss import split_batch, trained_tokens
+from lema.loss import split_batch
 from lema.stream.lease import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
@@ -46,7 +44,8 @@ def main() -> None:
         write_model(directory, shape)
         ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
         lema, stream = _lema_arm(directory, ids, arguments)
-        arms = {"lema, from disk": lema, "peft, in memory": _peft_arm(directory, ids, arguments)}
+        baseline = peft_model(directory)
+        arms = {"lema, from disk": lema, "peft, in memory": plain_step(baseline, ids, baseline.dtype, adamw(baseline))}
         seconds, cpu, losses = _alternate(arms, directory, arguments.steps)
         limits = _limits(stream, directory, shape, arguments)
         rows = _rows(seconds, cpu, losses, arguments.tokens, limits)
@@ -85,32 +84,6 @@ def _lema_arm(
     trainer = model.get_trainer()
     micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
     return lambda: trainer.accumulate(micro_batches).loss, model.memory
-
-
-def _peft_arm(directory: Path, ids: torch.Tensor, arguments: argparse.Namespace) -> Callable[[], float]:
-    dtype = getattr(torch, arguments.dtype)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    torch.manual_seed(42)
-    peft_model = get_peft_model(model, lora_config(model, rank=16, alpha=32, dropout=0.0, targets=None))
-    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
-    peft_model.enable_input_require_grads()
-    peft_model.train()
-    optimizer = torch.optim.AdamW([p for p in peft_model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
-    micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
-    total = trained_tokens(micro_batches)
-
-    def step() -> float:
-        value = 0.0
-        for batch in micro_batches:
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-                loss = peft_model(**batch, use_cache=False, num_items_in_batch=total).loss
-            loss.backward()
-            value += float(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return value
-
-    return step
 
 
 def _alternate(

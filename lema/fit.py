@@ -298,6 +298,7 @@ def _since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
         "layers_kept",
         "seconds_blocked_disk",
         "seconds_blocked_upload",
+        "seconds_blocked_compute",
     )
     return {name: getattr(now, name) - getattr(then, name) for name in names}
 

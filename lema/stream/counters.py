@@ -19,6 +19,7 @@ class StreamCounters:
         leases: leases begun.
         seconds_blocked_disk: how long leases waited for reads.
         seconds_blocked_upload: how long leases waited for the device to take their bytes.
+        seconds_blocked_compute: how long the next read waited for a buffer whose layer was still to be computed with.
         seconds_expanding: how long leases were busy expanding quantised weights; on a device that queues its work, how
             long they were busy queueing it.
     """
@@ -30,4 +31,5 @@ class StreamCounters:
     leases: int = 0
     seconds_blocked_disk: float = 0.0
     seconds_blocked_upload: float = 0.0
+    seconds_blocked_compute: float = 0.0
     seconds_expanding: float = 0.0

@@ -66,6 +66,7 @@ class LayerStream:
         self._counters = StreamCounters()
         self._order = Order()
         self._held: dict[int, Lease] = {}
+        self._full_since: float | None = None  # from when on a read has been waiting for a buffer
         streamed = [layer for layer in range(len(self.layers)) if layer not in self.residents]
         on_disk = [layer for layer in streamed if layer not in self.host_cached]
         self._slot_bytes = self._largest(streamed)
@@ -160,6 +161,7 @@ class LayerStream:
     def cancel(self) -> None:
         """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
         self._order.clear()
+        self._full_since = None
         for buffer in self._ring:
             if buffer.ticket is not None and (not buffer.ticket.done() or buffer.ticket.failed()):
                 buffer.empty()
@@ -207,7 +209,11 @@ class LayerStream:
             if layer in self._host or self._buffer_of(layer) is not None:
                 continue
             if (place := self._to_refill(self._ring, number)) is None:
+                self._full_since = self._clock() if self._full_since is None else self._full_since
                 break
+            if self._full_since is not None:
+                self._count(seconds_blocked_compute=self._clock() - self._full_since)
+                self._full_since = None
             self._read(layer, self._ring[place])
         for number, layer in self._order:
             if any(place.layer == layer for place in self._slots):

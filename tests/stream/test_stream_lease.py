@@ -333,6 +333,21 @@ def test_counters_say_what_passes_cost(stored: Stored, residents: tuple[int, ...
     stream.close()
 
 
+def test_the_time_a_read_waits_for_a_buffer_that_is_computed_with_is_counted(stored: Stored) -> None:
+    now = 0.0
+    stream = LayerStream(stored.layers, CpuBackend(), prefetch_depth=1, clock=lambda: now)
+    stream.announce(range(4))  # for layer 2 there is no buffer
+    with stream.lease(0):
+        now += 5.0
+    assert stream.counters.seconds_blocked_compute == 5.0
+    stream.cancel()
+    now += 7.0
+    with stream.lease(3):
+        pass
+    assert stream.counters.seconds_blocked_compute == 5.0
+    stream.close()
+
+
 def test_layers_in_host_memory_are_read_once_and_uploaded_where_their_slot_was_refilled(stored: Stored) -> None:
     stream = LayerStream(stored.layers, CpuBackend(poison=True), residents={1}, host_cached=range(NUM_LAYERS))
     every = sum(layer.read_bytes for layer in stored.layers)

@@ -1,0 +1,69 @@
+"""PEFT and torch's plain loop: what every arm is compared with. Nothing of ours is imported.
+
+Gradient checkpointing is on, non-reentrant; the weights stay as `from_pretrained` leaves them: maps of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALPHA", "RANK", "RATE", "SEED", "adamw", "peft_model", "plain_step"]
+
+SEED, RANK, ALPHA, RATE = 42, 16, 32, 1e-4
+
+
+def peft_model(directory: Path | str) -> Any:
+    """Return the model of a directory with LoRA on every linear of its layers, in training mode."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    torch.manual_seed(SEED)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(model, lora)
+    adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    adapted.enable_input_require_grads()
+    return adapted.train()
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of all that trains."""
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=RATE, weight_decay=0.0)
+
+
+def plain_step(
+    model: Any,
+    ids: Tensor,
+    dtype: torch.dtype,
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[bool], None] = lambda _: None,
+) -> Callable[[], float]:
+    """Return what takes one optimizer step and gives its loss.
+
+    Args:
+        model: what is called.
+        ids: of tokens, all of them trained, `[micro-batches, tokens]`.
+        dtype: of the weights; halves compute under autocast.
+        optimizer: steps once.
+        before: is told of each micro-batch whether it is the last.
+    """
+    total = ids[:, 1:].numel()
+
+    def step() -> float:
+        value = 0.0
+        for index, row in enumerate(ids.split(1)):
+            before(index == len(ids) - 1)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                loss = model(input_ids=row, labels=row, use_cache=False, num_items_in_batch=total).loss
+            loss.backward()
+            value += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value
+
+    return step
