@@ -11,6 +11,7 @@ import typer
 from lema.arguments import ConfigFile, Revision, Settings, Source, Trust, config_of, evaluation_rows, model_of
 from lema.errors import BackendUnavailable
 from lema.exits import run
+from lema.quiet import hush
 
 __all__ = ["app", "main", "run"]
 
@@ -35,6 +36,7 @@ app.add_typer(config_app, name="config")
 
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
+    hush()  # `peft` and `transformers` import what they find installed
     sys.exit(run(app, sys.argv[1:]))
 
 

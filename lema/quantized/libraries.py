@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lema.errors import ConfigError
+from lema.quiet import hushed
 
 __all__ = ["PartSpecs", "flat_pieces", "pieces", "quiet_import"]
 
@@ -21,8 +20,6 @@ PartSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # part -> dtype, sha
 # weight they would be larger than the layer. A device with thousands of cores wants larger pieces.
 PIECE_ON_HOST, PIECE_ON_DEVICE = 1 << 20, 1 << 24  # weights
 
-CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")  # on import they name kernels nobody asked for
-
 
 def quiet_import(module: str) -> Any:
     """Import a module of one of the libraries.
@@ -31,7 +28,7 @@ def quiet_import(module: str) -> Any:
         ConfigError: the library is not installed.
     """
     try:
-        with _without_warnings():
+        with hushed():
             return importlib.import_module(module)
     except ImportError as error:
         library = module.partition(".")[0]
@@ -59,16 +56,3 @@ def _piece(tensor: Tensor) -> int:
 
 def _cut(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in CHATTY]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
