@@ -14,17 +14,24 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lema.errors import BackendUnavailable
+from lema.hostmemory import anonymous
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
 __all__ = [
+    "Alone",
     "Backend",
     "BackendInfo",
+    "BackendOptions",
     "DeviceSlots",
+    "Download",
+    "Downloaded",
+    "Gathering",
     "MemoryStats",
     "Parallel",
+    "Replicas",
     "SingleProcess",
     "Upload",
     "available",
@@ -32,6 +39,20 @@ __all__ = [
 ]
 
 GROUP = "lema.backends"
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a user may say about a device.
+
+    Attributes:
+        page_locked: lock host memory that the device copies from; None: as much as the system allows.
+    """
+
+    page_locked: bool | None = None
+
+
+DEFAULTS = BackendOptions()
 
 
 @dataclass(frozen=True)
@@ -80,6 +101,26 @@ class DeviceSlots(Protocol):
         """
 
 
+class Download(Protocol):
+    """One tensor on its way from the device to host memory."""
+
+    def release(self) -> None:
+        """Let the source go: compute queued after this call may overwrite it, or its memory if it is freed."""
+
+    def landed(self) -> None:
+        """Block until the bytes are in host memory. Any thread may call it, more than once."""
+
+
+class Downloaded:
+    """The `Download` of a device whose copies have ended when they are begun."""
+
+    def release(self) -> None:
+        """Nothing reads the source any more."""
+
+    def landed(self) -> None:
+        """The bytes are there."""
+
+
 class Parallel(Protocol):
     """How layers lie over a tensor-parallel group."""
 
@@ -101,9 +142,58 @@ class Parallel(Protocol):
         """Return every rank's tensor, in rank order."""
 
 
+class Gathering(Protocol):
+    """One layer on its way from the replicas that each hold a part of it."""
+
+    def wait(self) -> None:
+        """Compute queued after this call sees the whole; the uploaded part has been released."""
+
+
+class Replicas(Protocol):
+    """The processes that train copies of one adapter, each on its share of every batch (data parallelism).
+
+    Every process makes the same calls in the same order.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all."""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process's place among those of this machine."""
+
+    @property
+    def local_size(self) -> int:
+        """How many of the processes run on this machine."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor on the device over all processes, in place; queued like compute. All get the same bits."""
+
+    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+        """Start to put an uploaded part of every process, all of one size, one after the other into `whole`.
+
+        `whole`, uint8 `[size * part]` on the device, is overwritten only after the compute queued so far; the part is
+        released once it has been sent.
+        """
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every process's value, in rank order: plain data, through the hosts; no device is waited for."""
+
+    def shared_memory(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of zeroed host memory at a page boundary that all processes of this machine share."""
+
+
 @runtime_checkable
 class Backend(Protocol):
-    """One device, as the core sees it. The constructor takes the device string and joins the process group, if any."""
+    """One device, as the core sees it.
+
+    The constructor takes the device string and `BackendOptions`, and joins the process group, if any.
+    """
 
     @property
     def name(self) -> str:
@@ -117,11 +207,26 @@ class Backend(Protocol):
     def parallel(self) -> Parallel:
         """The tensor-parallel group this process belongs to."""
 
-    def host_buffer(self, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` of host memory at a page boundary, page-locked where that helps, of exact size."""
+    @property
+    def replicas(self) -> Replicas:
+        """The data-parallel group this process belongs to."""
+
+    def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory at a page boundary, page-locked where that helps, of exact size.
+
+        Args:
+            nbytes: how many.
+            memory: take this memory, at a page boundary and of that size, instead of new; locked until it is dropped.
+        """
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
         """Return a ring of `count` slots of `nbytes` bytes."""
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far.
+
+        They have one shape, dtype and strides. Until `release`, the source stays as it is.
+        """
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Return the context in which a layer with weights of `dtype` is computed."""
@@ -162,6 +267,33 @@ class SingleProcess:
         return [tensor]
 
 
+class Alone:
+    """The `Replicas` of a single process."""
+
+    rank = local_rank = 0
+    size = local_size = 1
+
+    def sum(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+        """Copy the only part there is."""
+        whole.copy_(upload.wait())
+        upload.release()
+        return self
+
+    def wait(self) -> None:
+        """The copy is queued."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the one value there is."""
+        return [value]
+
+    def shared_memory(self, nbytes: int) -> Tensor:
+        """Return memory of this process."""
+        return anonymous(nbytes)
+
+
 @dataclass(frozen=True)
 class BackendInfo:
     """One installed backend: its name, the package it comes from, and why it cannot run here (None: it can)."""
@@ -189,11 +321,12 @@ def available() -> list[BackendInfo]:
     return found
 
 
-def load(device: str) -> Backend:
+def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
     """Open the backend that `device` names, and no other.
 
     Args:
         device: the backend's name, with a device number after a colon where it has several: `"name"`, `"name:1"`.
+        options: what the user says about it.
 
     Raises:
         BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.
@@ -206,17 +339,17 @@ def load(device: str) -> Backend:
             where=f"device: {device}",
             how=f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them",
         )
-    return _open(points[name], device)
+    return _open(points[name], device, options)
 
 
-def _open(point: EntryPoint, device: str) -> Backend:
+def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:
     try:
         factory = point.load()
     except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
         raise BackendUnavailable(
             f"backend {point.name!r} cannot be imported: {error}", where=point.value, how="install what it needs"
         ) from error
-    backend = factory(device)
+    backend = factory(device, options)
     if not isinstance(backend, Backend):
         raise BackendUnavailable(
             f"backend {point.name!r} does not implement lema.backend.Backend",

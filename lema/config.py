@@ -113,7 +113,7 @@ class LemaConfig(BaseModel):
     loss_chunk_tokens: Count = 1024
     """Tokens whose logits exist at once."""
     batch_size: Count = 8
-    """Rows per batch."""
+    """Rows per batch; of all processes together where there are several."""
     max_length: Count | None = None
     """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
@@ -190,6 +190,14 @@ class LemaConfig(BaseModel):
     """Directory for what is written to disk for lack of memory, such as those inputs; None: `output_dir`."""
     cache_frozen_prefix: bool = False
     """Keep what the layers below the lowest adapter make of each batch on disk: later epochs leave those layers out."""
+    tf32: bool = False
+    """Let fp32 matrix products use TF32, which keeps 10 bits of their inputs, on devices that have it."""
+    torch_compile: bool = False
+    """Compile a decoder layer with `torch.compile`, once for all layers that are alike. Changes the last bits."""
+    page_locked: bool | None = None
+    """Lock host memory that the device copies from; None: as much as the system allows."""
+    shard_weights: bool = False
+    """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
         names = list(type(self).model_fields)
@@ -230,6 +238,11 @@ class LemaConfig(BaseModel):
             raise Contradiction(
                 "cache_frozen_prefix",
                 "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1",
+            )
+        if self.shard_weights and self.cache_frozen_prefix:
+            raise Contradiction(
+                "shard_weights",
+                "with cache_frozen_prefix processes leave out layers that others need; set one to false",
             )
         for key, what in contradictions(self):
             raise Contradiction(key, what)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lema.adapter import load_weights, read_settings, save_adapter
-from lema.backend import Backend, load
+from lema.backend import Backend, BackendOptions, load
 from lema.config import LemaConfig
 from lema.errors import ConfigError, DataError
 from lema.generation import generate
@@ -78,7 +78,7 @@ class LemaModel:
                 where=str(self.directory / "config.json"),
                 how="correct model_type, or leave it out",
             )
-        self.backend = backend or load(config.device)
+        self.backend = backend or load(config.device, BackendOptions(config.page_locked))
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
         self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)

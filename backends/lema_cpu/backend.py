@@ -6,22 +6,32 @@ released slot is filled with NaN, so that a use after release cannot pass unseen
 
 from __future__ import annotations
 
-import mmap
 import resource
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from lema.backend import DeviceSlots, MemoryStats, Parallel, SingleProcess, Upload
+from lema.backend import (
+    BackendOptions,
+    DeviceSlots,
+    Download,
+    Downloaded,
+    MemoryStats,
+    Parallel,
+    Replicas,
+    SingleProcess,
+    Upload,
+)
 from lema.errors import BackendUnavailable
+from lema.hostmemory import anonymous
+from lema.processes import join
 
 __all__ = ["CpuBackend"]
 
-HUGE_PAGE = 2 << 20
 NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
 
 
@@ -98,6 +108,7 @@ class CpuBackend:
 
     Args:
         device: `"cpu"`.
+        options: nothing here depends on them.
         poison: copy into private slots and fill them with NaN on release.
 
     Raises:
@@ -106,13 +117,14 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, device: str = "cpu", *, poison: bool = False) -> None:
+    def __init__(self, device: str = "cpu", options: BackendOptions | None = None, *, poison: bool = False) -> None:  # noqa: ARG002 - the seam's
         if device != "cpu":
             raise BackendUnavailable(
                 "the cpu backend has one device", where=f"device: {device}", how="write device: cpu"
             )
         self._poison = poison
         self._parallel = SingleProcess()
+        self._replicas, self._leave = join("gloo")
 
     @property
     def device(self) -> torch.device:
@@ -129,23 +141,23 @@ class CpuBackend:
         """One process."""
         return self._parallel
 
-    def host_buffer(self, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) anonymous memory.
+    @property
+    def replicas(self) -> Replicas:
+        """The processes that `torchrun` started, which talk through gloo."""
+        return self._replicas
 
-        In huge pages, as far as whole ones go: a disk fills them in fewer, larger requests, at a fraction of the work.
-        """
-        huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
-        room = max(nbytes, 1) + (HUGE_PAGE if huge else 0)  # addresses, not memory: what is never touched takes none
-        private = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else it is shared memory
-        start = -torch.frombuffer(private, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
-        if huge:
-            with suppress(OSError):  # a system without them has pages all the same
-                private.madvise(mmap.MADV_HUGEPAGE, start, huge)
-        return torch.frombuffer(private, dtype=torch.uint8, count=max(nbytes, 1), offset=start)[:nbytes]
+    def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
+        """Return uint8 `[nbytes]`, page-aligned; nothing is gained by locking it."""
+        return anonymous(nbytes) if memory is None else memory
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
         """Return slots that are the sources themselves, or private ones under `poison`."""
         return _PoisonedSlots(nbytes, count) if self._poison else _AliasSlots()
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Copy at once."""
+        target.copy_(source)
+        return Downloaded()
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
@@ -173,7 +185,8 @@ class CpuBackend:
         return MemoryStats(used, max(used, peak), total, shared=not self._poison)
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Leave the process group, if this backend joined it."""
+        self._leave()
 
 
 @contextmanager

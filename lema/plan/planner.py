@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from lema.backend import Backend, load
+from lema.backend import Backend, BackendOptions, load
 from lema.config import LemaConfig
 from lema.errors import MemoryLimitError
 from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
@@ -178,7 +178,7 @@ def planner_of(config: LemaConfig, machine: Machine | None = None, *, trust_remo
 
 
 def _on_this_machine(config: LemaConfig, trusted: bool) -> Planner:
-    backend = load(config.device)
+    backend = load(config.device, BackendOptions(config.page_locked))
     try:
         blueprint = draw_up(config, backend=backend, trust_remote_code=trusted)
         shape, workload = _work(config, blueprint)

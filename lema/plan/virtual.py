@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.backend import DeviceSlots, MemoryStats, SingleProcess, Upload
+from lema.backend import Alone, DeviceSlots, Download, Downloaded, MemoryStats, SingleProcess, Upload
 from lema.plan.clock import BufferState, Clock, Line, ScheduleError
 from lema.stream.cost import Speeds
 from lema.stream.placement import LayerBytes
@@ -43,6 +43,7 @@ class VirtualDevice:
 
     name = "virtual"
     parallel = SingleProcess()
+    replicas = Alone()
 
     def __init__(self, clock: Clock, speeds: Speeds) -> None:
         self.clock, self.shared = clock, speeds.link == float("inf")
@@ -62,7 +63,7 @@ class VirtualDevice:
         """Return what is known of the buffer that `tensor` is a part of."""
         return self._known[tensor.untyped_storage()._cdata]
 
-    def host_buffer(self, nbytes: int) -> Tensor:
+    def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:  # noqa: ARG002 - as in Backend
         """Return a buffer without memory, and count it for as long as it lives."""
         self.host_bytes += nbytes
         self.host_peak = max(self.host_peak, self.host_bytes)
@@ -75,6 +76,10 @@ class VirtualDevice:
         self.device_bytes += nbytes * count
         self.device_peak = max(self.device_peak, self.device_bytes)
         return _Slots(self, [self._made(nbytes, self._free_device) for _ in range(count)])
+
+    def download(self, source: Tensor, target: Tensor) -> Download:  # noqa: ARG002 - as in Backend
+        """Nothing here has bytes."""
+        return Downloaded()
 
     def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
         """Queue computation, with the weights of `layer` in the slot `lease` where they are given."""

@@ -161,12 +161,15 @@ def with_parallel(parallel: object) -> Callable[[], Backend]:
 
 
 BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
-    "misaligned": (broken(host_buffer=lambda self, n: torch.zeros(n + 1, dtype=torch.uint8)[1:]), "host_buffers"),
-    "rounded up": (
-        broken(host_buffer=lambda self, n: CpuBackend().host_buffer(1 << 20)[:n]),
+    "misaligned": (
+        broken(host_buffer=lambda self, n, memory=None: torch.zeros(n + 1, dtype=torch.uint8)[1:]),
         "host_buffers",
     ),
-    "too long": (broken(host_buffer=lambda self, n: CpuBackend().host_buffer(n + 1)), "host_buffers"),
+    "rounded up": (
+        broken(host_buffer=lambda self, n, memory=None: CpuBackend().host_buffer(1 << 20)[:n]),
+        "host_buffers",
+    ),
+    "too long": (broken(host_buffer=lambda self, n, memory=None: CpuBackend().host_buffer(n + 1)), "host_buffers"),
     "nameless": (broken(name=""), "it_is_a_backend"),
     "one slot for all": (with_slots(OneSlotForAll), "as_many_uploads_are_held"),
     "refilled while held": (with_slots(OneSlotForAll), "a_refill_does_not_disturb"),

@@ -17,7 +17,7 @@ TOY = Path(__file__).with_name("toy")
 
 UNPLUGGED = """
 from lema.errors import BackendUnavailable
-def open_backend(device):
+def open_backend(device, options):
     raise BackendUnavailable("no board is plugged in", where=device, how="plug one in")
 """
 
@@ -38,7 +38,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "renamed": "hollow:Filled",
         "hollow": "hollow:make",
     }
-    modules["hollow"] += "\ndef make(device): return Hollow()\n"
+    modules["hollow"] += "\ndef make(device, options): return Hollow()\n"
     with installed(tmp_path / "broken", monkeypatch, "broken-backends", points, modules):
         yield
 

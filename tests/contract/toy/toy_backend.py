@@ -1,4 +1,4 @@
-"""A backend in forty lines: a device with slots of its own, which happens to be made of host memory."""
+"""A backend in fifty lines: a device with slots of its own, which happens to be made of host memory."""
 
 import mmap
 import os
@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
-from lema.backend import MemoryStats, SingleProcess
+from lema.backend import Alone, Downloaded, MemoryStats, SingleProcess
 
 
 class ToySlots:
@@ -28,16 +28,22 @@ class ToyUpload:
 
 
 class ToyBackend:
-    name, device, parallel = "toy", torch.device("cpu"), SingleProcess()
+    name, device, parallel, replicas = "toy", torch.device("cpu"), SingleProcess(), Alone()
     rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
     device_slots = staticmethod(ToySlots)
     end_step = synchronize = close = staticmethod(lambda: None)
 
-    def __init__(self, device):
+    def __init__(self, device, options):
         self.opened_as = device
 
-    def host_buffer(self, nbytes):
-        return torch.frombuffer(mmap.mmap(-1, nbytes or 1), dtype=torch.uint8)[:nbytes]
+    def host_buffer(self, nbytes, memory=None):
+        return (
+            memory if memory is not None else torch.frombuffer(mmap.mmap(-1, nbytes or 1), dtype=torch.uint8)[:nbytes]
+        )
+
+    def download(self, source, target):
+        target.copy_(source)
+        return Downloaded()
 
     def autocast(self, dtype):
         return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
