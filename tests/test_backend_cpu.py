@@ -6,9 +6,9 @@ import torch
 
 from lema.backend import Backend, available, load
 from lema.errors import BackendUnavailable
+from lema.hostmemory import HUGE_PAGE
 from lema.stream.placement import PAGE
 from lema_cpu import CpuBackend
-from lema.hostmemory import HUGE_PAGE
 from lema_cpu.backend import NAN_BYTE
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
