@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
@@ -29,7 +30,12 @@ def targets_of(labels: Tensor) -> Tensor:
 
 def trained_tokens(batches: Iterable[Mapping[str, Any]]) -> int:
     """Return how many tokens some batches train: `labels` that some position predicts and that are not -100."""
-    return sum(int((batch["labels"][..., 1:] != IGNORED).sum()) for batch in batches)
+    return sum(_count(targets_of(batch["labels"])) for batch in batches)
+
+
+def _count(targets: Tensor) -> int:
+    """Return how many of these are trained; of those in host memory without a word to the device."""
+    return int(np.count_nonzero(targets.cpu().numpy() != IGNORED))
 
 
 def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, Tensor]]:
@@ -45,14 +51,15 @@ class LossChunks:
 
     Args:
         head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
-        targets: per micro-batch, int64 `[batch, sequence]`, already shifted.
+        targets: per micro-batch, int64 `[batch, sequence]`, already shifted, on the device.
         chunk_tokens: logits exist for at most this many tokens (but for at least one whole row of one token).
         num_tokens: the loss is the sum over trained tokens divided by this; None: by their number in `targets`.
         scale: gradients are those of `scale` times the loss.
         logits: a list to which each micro-batch's logits are appended; None: they are dropped.
+        known: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
 
     Raises:
-        DataError: no token of the step is trained.
+        DataError: no token of the step is trained, and it is divided by no number of tokens given.
     """
 
     def __init__(
@@ -62,13 +69,15 @@ class LossChunks:
         chunk_tokens: int,
         *,
         num_tokens: int | None = None,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         logits: list[Tensor] | None = None,
+        known: Sequence[Tensor] | None = None,
     ) -> None:
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
+        self._known = targets if known is None else known
         self.scale = scale
-        self.trained_tokens = int(sum((target != IGNORED).sum() for target in targets))
-        if self.trained_tokens == 0:
+        self.trained_tokens = sum(map(_count, self._known))
+        if not self.trained_tokens and not num_tokens:
             raise DataError(
                 "no token of this step is trained: every label is -100",
                 how="check the labels, or max_length if truncation cut the trained part off",
@@ -111,8 +120,8 @@ class LossChunks:
     def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
         """Yield `scale` times each block's share of the loss, to be differentiated by the parameters of the head."""
         for rows, columns in self._blocks(index):
-            target = self._targets[index][rows, columns]
-            if not self._skipped(target):
+            if not self._skipped(index, rows, columns):
+                target = self._targets[index][rows, columns]
                 with torch.enable_grad():
                     value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
                 yield value
@@ -120,16 +129,16 @@ class LossChunks:
     def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Return a block's share of the loss and the leaf it depends on (not at all where nothing is trained)."""
         leaf = hidden[rows, columns].detach().requires_grad_(torch.is_grad_enabled())
-        target = self._targets[index][rows, columns]
-        if self._skipped(target):
+        if self._skipped(index, rows, columns):
             return torch.zeros((), device=hidden.device), leaf
+        target = self._targets[index][rows, columns]
         logits = self._head(leaf)
         if self._logits is not None:
             self._place(index, logits.detach(), rows, columns)
         return self._value(logits, target), leaf
 
-    def _skipped(self, target: Tensor) -> bool:
-        return self._logits is None and bool((target == IGNORED).all())
+    def _skipped(self, index: int, rows: slice, columns: slice) -> bool:
+        return self._logits is None and not _count(self._known[index][rows, columns])
 
     def _value(self, logits: Tensor, target: Tensor) -> Tensor:
         flat = logits.float().view(-1, logits.shape[-1])

@@ -17,6 +17,7 @@ from lema.activations import BoundaryArena, StepBoundaries
 from lema.backend import Backend
 from lema.boundaries import TierName
 from lema.ends import Ends
+from lema.inputs import Inputs
 from lema.layercall import LayerCall
 from lema.loss import LossChunks, targets_of
 from lema.prefix import PrefixCache
@@ -28,6 +29,7 @@ from lema.visit import Engine, turn, visit
 __all__ = ["StreamedModel"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
+TARGETS = "targets"
 
 
 class StreamedModel:
@@ -65,6 +67,7 @@ class StreamedModel:
         self._loss_chunk_tokens = loss_chunk_tokens
         self.arena = BoundaryArena(backend, boundaries, offload_dir, stream.trace)
         self._engine = Engine(split, stream, backend)
+        self._inputs = Inputs(backend)
         self.prefix: PrefixCache | None = None
         self._starts_below = False  # whether something before the layers trains; learnt from a step
 
@@ -104,26 +107,27 @@ class StreamedModel:
         micro_batches: Sequence[Mapping[str, Tensor]],
         *,
         num_tokens: int | None = None,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it.
 
         Args:
             micro_batches: each with `input_ids` and `labels`, int64 `[batch, sequence]`, and `attention_mask` where
-                something is padded. Labels are not shifted; -100 is not trained.
+                something is padded. Labels are not shifted; -100 is not trained. In host memory they are looked at
+                without waiting for the device.
             num_tokens: divide the summed loss by this instead (gradient accumulation over several calls).
             scale: gradients are formed of `scale` times the loss (for half-precision gradients); the gradient that
                 arrives from above is divided by it.
             logits: a list to which the logits `[batch, sequence, vocabulary]` of every micro-batch are appended.
         """
-        chunks = self._chunks(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        placed, chunks = self._placed(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if not self.stream.announced:
             self.announce_step(micro_batches)
         top, outside = self.split.num_layers - 1, self.trained_outside()
         start, before = self._first_layer(micro_batches), self._engine.generator_state()
         with nullcontext() if start else self.stream.lease(0) as first:
-            hidden, calls = self._prelude(micro_batches, first, differentiate=bool(outside))
+            hidden, calls = self._prelude(placed, first, differentiate=bool(outside))
             ends = Ends(self.backend, chunks, hidden, calls, outside)
             self._starts_below, hidden = ends.reach_below, ends.start(self._engine.anchor)
             lowest = self.lowest_trained
@@ -148,8 +152,8 @@ class StreamedModel:
         self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None = None
     ) -> tuple[Tensor, int]:
         """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are."""
-        chunks = self._chunks(micro_batches, logits=logits)
-        *_, hidden = self._forward(micro_batches)
+        placed, chunks = self._placed(micro_batches, logits=logits)
+        *_, hidden = self._forward(placed)
         values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
         return torch.stack(values).sum(), chunks.trained_tokens
 
@@ -157,7 +161,7 @@ class StreamedModel:
     def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
         """Run forward once more and name the first part whose output is not finite; None: all are."""
         names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers))]
-        for name, hidden in zip(names, self._forward(micro_batches), strict=True):
+        for name, hidden in zip(names, self._forward(self._inputs.place(micro_batches)), strict=True):
             if not all(bool(state.isfinite().all()) for state in hidden):
                 return name
         logits = [self.split.head(state) for state in hidden]
@@ -176,9 +180,15 @@ class StreamedModel:
             hidden = self._visit(layer, calls[layer], hidden, differentiate=False)
             yield hidden
 
-    def _chunks(self, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any) -> LossChunks:
-        targets = [targets_of(batch["labels"].to(self.backend.device)) for batch in micro_batches]
-        return LossChunks(self.split.head, targets, self._loss_chunk_tokens, **options)
+    def _placed(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any
+    ) -> tuple[list[dict[str, Tensor]], LossChunks]:
+        """Return the inputs of a step on the device, and its loss."""
+        targets = [targets_of(batch["labels"]) for batch in micro_batches]
+        pairs = zip(micro_batches, targets, strict=True)
+        placed = self._inputs.place([{**_inputs_of(batch), TARGETS: target} for batch, target in pairs])
+        there = [batch.pop(TARGETS) for batch in placed]
+        return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, known=targets, **options)
 
     def _prelude(
         self, micro_batches: Sequence[Mapping[str, Tensor]], first: Lease | None, *, differentiate: bool = False
@@ -186,8 +196,7 @@ class StreamedModel:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
         for batch in micro_batches:
-            inputs = {name: value.to(self.backend.device) for name, value in batch.items() if name in MODEL_INPUTS}
-            preludes.append(self.split.prelude(inputs, weights, differentiate=differentiate))
+            preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 
@@ -207,3 +216,7 @@ class StreamedModel:
                 self.split.run_layer(layer, lease.weights, call, state)
                 for call, state in zip(calls, hidden, strict=True)
             )
+
+
+def _inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name in MODEL_INPUTS}
