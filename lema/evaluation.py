@@ -23,13 +23,18 @@ def evaluate(model: StreamedModel, dataset: Any, config: LemaConfig) -> dict[str
     Raises:
         NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
     """
-    batches = Batches(dataset, config.batch_size, shuffle=False)
+    batches, replicas = Batches(dataset, config.batch_size, shuffle=False), model.backend.replicas
     module = model.split.model
     was_training = module.training
     module.eval()
     total, tokens = 0.0, 0
     try:
-        for batch in batches.epoch():
+        for round_first in range(0, batches.steps_per_epoch, replicas.size):  # batches are dealt out in turn
+            if (step := round_first + replicas.rank) >= batches.steps_per_epoch:
+                model.accompany(training=False)
+                continue
+            batch = batches.batch(step)
+            assert batch is not None, "a batch that is nobody's share has rows"
             micro_batches = split_batch(batch, config.micro_batch_size)
             mean, count = model.evaluate(micro_batches)
             loss = float(mean)
@@ -39,5 +44,7 @@ def evaluate(model: StreamedModel, dataset: Any, config: LemaConfig) -> dict[str
             total, tokens = total + loss * count, tokens + count
     finally:
         module.train(was_training)
+    sums = replicas.exchange((total, tokens))
+    total, tokens = sum(one[0] for one in sums), sum(one[1] for one in sums)
     perplexity = math.exp(total / tokens) if total / tokens < 700 else math.inf
     return {"eval_loss": total / tokens, "eval_perplexity": perplexity, "eval_tokens": tokens}

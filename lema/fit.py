@@ -23,6 +23,7 @@ from lema.loss import split_batch
 from lema.metrics import METRICS_NAME, MetricsLog, plot_loss
 from lema.optim import make_schedule
 from lema.prefix import PrefixCache
+from lema.replicate import check_alike
 from lema.reports import report_callbacks, training_arguments
 from lema.stream.lease import StreamCounters
 
@@ -68,7 +69,16 @@ class Run:
         config = trainer.config
         self._trainer, self._dataset, self._eval_dataset = trainer, dataset, eval_dataset
         self._output = Path(config.output_dir)
-        self._batches = Batches(dataset, config.batch_size, config.seed, config.shuffle)
+        self._replicas = trainer.backend.replicas
+        self._batches = Batches(
+            dataset,
+            config.batch_size,
+            config.seed,
+            config.shuffle,
+            rank=self._replicas.rank,
+            size=self._replicas.size,
+            micro_batch_size=config.micro_batch_size,
+        )
         per_step, per_epoch = config.gradient_accumulation_steps, self._batches.steps_per_epoch
         all_epochs = max(1, round(config.num_train_epochs * per_epoch))
         self._num_batches = config.max_steps * per_step if config.max_steps else all_epochs
@@ -78,18 +88,27 @@ class Run:
             max_steps=self._num_steps,
             num_train_epochs=-(-self._num_batches // per_epoch),
             train_batch_size=config.batch_size,
+            is_local_process_zero=self._replicas.local_rank == 0,
+            is_world_process_zero=self._first,
         )
         self._state.compute_steps(self._args, self._num_steps)
         self._control = TrainerControl()
         self._last_eval: dict[str, float] = {}
 
+    @property
+    def _first(self) -> bool:
+        """Whether this process is the one that writes and reports."""
+        return self._replicas.rank == 0
+
     def train(self, *, resume: bool) -> dict[str, Any]:
         """Train to the end; see `LemaTrainer.fit`."""
         trainer, config = self._trainer, self._trainer.config
-        reports = report_callbacks(config)
+        if self._replicas.size > 1:
+            check_alike(self._replicas, config.to_dict() | {f"data: {name}": one for name, one in self._data.items()})
+        reports = report_callbacks(config) if self._first else []
         optimizer = trainer.ready()
         if trainer.global_step == 0:
-            torch.manual_seed(config.seed)
+            torch.manual_seed(config.seed + self._replicas.rank)  # dropout: each process draws its own
         if resume:
             self._resume()
         else:
@@ -101,7 +120,7 @@ class Run:
         )
         summary: dict[str, Any] = {}
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(MetricsLog(self._output / METRICS_NAME))
+            self._metrics = stack.enter_context(MetricsLog(self._output / METRICS_NAME)) if self._first else None
             stack.callback(trainer.memory.cancel)  # what was announced for a step that never came
             stack.enter_context(self._prefix_kept())
             self._fire("on_init_end")
@@ -118,7 +137,8 @@ class Run:
                 self._log(summary)
             self._fire("on_train_end")
         try:
-            plot_loss(self._output / METRICS_NAME, self._output / PICTURE)
+            if self._first:
+                plot_loss(self._output / METRICS_NAME, self._output / PICTURE)
         except DiskError as error:  # a picture is not worth a trained adapter, which has yet to be saved
             warnings.warn(f"{error.what} ({error.where})", stacklevel=3)
         return summary | self._last_eval
@@ -130,7 +150,7 @@ class Run:
         if not config.cache_frozen_prefix or self._num_batches <= per_epoch:
             yield
             return
-        num_tokens = sum(batch["input_ids"].numel() for batch in self._batches.epoch())
+        num_tokens = sum(batch["input_ids"].numel() for batch in self._batches.epoch() if batch is not None)
         directory = Path(config.offload_dir or config.output_dir)
         prefix = PrefixCache(model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace)
         with closing(prefix) as model.prefix:
@@ -153,6 +173,7 @@ class Run:
             numbers = self._step(self._batches_of(trainer.global_step), whole)
             self._state.global_step, self._state.epoch = trainer.global_step, stop / per_epoch
             self._fire("on_step_end")
+            self._agree()
             self._act(numbers)
             if self._control.should_epoch_stop:
                 raise ConfigError(
@@ -160,8 +181,10 @@ class Run:
                     where=f"step {trainer.global_step}",
                     how="set should_training_stop, or lower num_train_epochs",
                 )
+            self._agree()  # evaluating or saving may have been the last
             if stop // per_epoch > first // per_epoch or self._control.should_training_stop:
                 self._fire("on_epoch_end")
+                self._agree()
                 self._act(numbers)
                 in_epoch = False
 
@@ -181,16 +204,16 @@ class Run:
             where=f", rows {rows} of the data",
             on_event=self._fire,
         )
-        tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
         for window in (self._window, whole):
-            window.add(result.loss, result.trained_tokens, tokens)
+            window.add(result.loss, result.trained_tokens, result.tokens)
         return {"learning_rate": rate, "grad_norm": result.grad_norm}
 
     def _batches_of(self, step: int) -> list[Batch]:
-        """Return the batches of one optimizer step."""
+        """Return this process's shares of the batches of one optimizer step."""
         first = step * self._trainer.config.gradient_accumulation_steps
         stop = min(first + self._trainer.config.gradient_accumulation_steps, self._num_batches)
-        return [self._batches.batch(index) for index in range(first, stop)]
+        shares = [self._batches.batch(index) for index in range(first, stop)]
+        return [share for share in shares if share is not None]
 
     def _micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         return [part for batch in batches for part in split_batch(batch, self._trainer.config.micro_batch_size)]
@@ -224,7 +247,8 @@ class Run:
 
     def _log(self, logs: dict[str, Any]) -> None:
         row = {"step": self._state.global_step, "epoch": self._state.epoch, **logs}
-        self._metrics.write(row)
+        if self._metrics is not None:
+            self._metrics.write(row)
         self._state.log_history.append(row)
         self._fire("on_log", {**logs, "epoch": self._state.epoch})
 
@@ -284,6 +308,14 @@ class Run:
 
     def _open_window(self) -> _Window:
         return _Window(time.perf_counter(), self._trainer.memory.counters)
+
+    def _agree(self) -> None:
+        """Do in every process what a callback has asked for in any: a signal may have come to one of them first."""
+        if self._replicas.size == 1:
+            return
+        asked = self._replicas.exchange([name for name, value in vars(self._control).items() if value is True])
+        for name in {name for names in asked for name in names}:
+            setattr(self._control, name, True)
 
     def _fire(self, event: str, *details: Any) -> None:
         self._control = getattr(self._handler, event)(self._args, self._state, self._control, *details)

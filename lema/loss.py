@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from lema.errors import DataError
 from lema.graph import leaves
 
-__all__ = ["IGNORED", "LossChunks", "split_batch", "targets_of", "trained_tokens"]
+__all__ = ["IGNORED", "LossChunks", "attended_tokens", "split_batch", "targets_of", "trained_tokens"]
 
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
@@ -31,6 +31,13 @@ def targets_of(labels: Tensor) -> Tensor:
 def trained_tokens(batches: Iterable[Mapping[str, Any]]) -> int:
     """Return how many tokens some batches train: `labels` that some position predicts and that are not -100."""
     return sum(_count(targets_of(batch["labels"])) for batch in batches)
+
+
+def attended_tokens(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many tokens some batches have, padding not counted."""
+    masks = (batch.get("attention_mask") for batch in batches)
+    sizes = [batch["input_ids"].numel() for batch in batches]
+    return sum(n if m is None else int(np.count_nonzero(m.cpu().numpy())) for n, m in zip(sizes, masks, strict=True))
 
 
 def _count(targets: Tensor) -> int:

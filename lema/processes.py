@@ -7,7 +7,8 @@ devices, so that asking for them waits for no device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lema.backend import Alone, Gathering, Replicas, Upload
-from lema.errors import BackendUnavailable
+from lema.errors import BackendUnavailable, LemaError
 from lema.hostmemory import mapped
 
 __all__ = ["ProcessGroup", "join"]
@@ -81,7 +82,8 @@ class ProcessGroup:
 
     def sum(self, tensor: Tensor) -> None:
         """Add up over all processes."""
-        torch.distributed.all_reduce(tensor)
+        with _others_there():
+            torch.distributed.all_reduce(tensor)
 
     def gather(self, upload: Upload, whole: Tensor) -> Gathering:
         """Gather in the background; devices that queue their work do this in a queue of its own."""
@@ -92,7 +94,8 @@ class ProcessGroup:
     def exchange(self, value: Any) -> list[Any]:
         """Gather from host to host."""
         found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, value, group=self._hosts)
+        with _others_there():
+            torch.distributed.all_gather_object(found, value, group=self._hosts)
         return found
 
     def shared_memory(self, nbytes: int) -> Tensor:
@@ -110,6 +113,19 @@ class ProcessGroup:
         finally:
             os.close(descriptor)
         return memory
+
+
+@contextmanager
+def _others_there() -> Iterator[None]:
+    """Say what it means when a message finds nobody."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LemaError(
+            "another process of this run has ended",
+            where=str(error).partition("\n")[0],
+            how="its own message, above, says why; start all of them again (--resume goes on from the last checkpoint)",
+        ) from error
 
 
 class _Work:

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from transformers import TrainerCallback
 
+from lema.backend import Replicas
+
 __all__ = ["StopOnSignal"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,6 +43,11 @@ class StopOnSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
             self.stopped_at = state.global_step
         return control
+
+    def agreed(self, replicas: Replicas) -> tuple[str, int] | None:
+        """Return the signal that ended the run and the step it ended after, whichever process it came to first."""
+        came = None if self.received is None or self.stopped_at is None else (self.received.name, self.stopped_at)
+        return next((one for one in replicas.exchange(came) if one is not None), None)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = signal.Signals(number)

@@ -13,6 +13,7 @@ from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
 from lema.errors import ConfigError, Stopped
 from lema.metrics import human_bytes
 from lema.model import LemaModel
+from lema.replicate import first_alone
 from lema.stop import StopOnSignal
 from lema.trace import NO_TRACE, NoTrace
 
@@ -52,6 +53,11 @@ def train(
         shown.print(line, soft_wrap=True, markup=False, emoji=False)
 
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
+        replicas = model.backend.replicas
+        if replicas.rank:
+            shown.quiet = True
+        elif replicas.size > 1:
+            out(f"{replicas.size} processes, each with its share of every batch")
         train_data, eval_data = load_data(model)
         out(f"training data: {train_data.counts}")
         if eval_data is not None:
@@ -63,17 +69,17 @@ def train(
             f"{human_bytes(model.gbi.nbytes)} of weights; {trained:,} adapter parameters"
         )
         with StopOnSignal() as stop:
-            trainer = model.get_trainer(callbacks=[*callbacks, stop])
+            trainer = model.get_trainer(callbacks=[*(() if replicas.rank else callbacks), stop])
             result = trainer.fit(train_data, eval_data, resume=resume)
-        if stop.received is not None and stop.stopped_at is not None:
+        if (stopped := stop.agreed(replicas)) is not None:
             raise Stopped(
-                f"stopped by {stop.received.name} after step {stop.stopped_at}",
+                f"stopped by {stopped[0]} after step {stopped[1]}",
                 where=str(trainer.checkpoints()[-1]),
                 how="go on from there with --resume",
             )
         if not result:
             out("nothing was left to train: the run had come to its end")
-        model.save_pretrained(config.output_dir)
+        first_alone(replicas, lambda: model.save_pretrained(config.output_dir))
         out(f"adapter: {config.output_dir}")
     return result
 

@@ -28,8 +28,26 @@ class Batch(TypedDict):
     rows: NotRequired[list[int]]
 
 
-def collate(rows: Sequence[TokenRow], pad_token_id: int = 0) -> Batch:
-    """Rows side by side, padded on the right to the longest of them.
+def share_of(rows: Sequence[int], rank: int, size: int, micro_batch_size: int | None = None) -> list[int]:
+    """The rows of a batch that one process of several works on.
+
+    Rows are dealt out a micro-batch at a time, as evenly as that goes: the same micro-batches are computed, whoever
+    computes them. Where there are fewer than processes, the last processes get none.
+
+    Args:
+        rows: of the batch.
+        rank: of the process.
+        size: how many there are.
+        micro_batch_size: rows that are computed at once; None: as many as a process gets.
+    """
+    together = micro_batch_size or 1
+    few, more = divmod(-(-len(rows) // together), size)
+    first = rank * few + min(rank, more)
+    return list(rows[first * together : (first + few + (rank < more)) * together])
+
+
+def collate(rows: Sequence[TokenRow], pad_token_id: int = 0, *, untrained: bool = False) -> Batch:
+    """Rows side by side, padded on the right to the longest of them; `untrained`: none of them need train anything.
 
     Padding carries label -100 and attention 0, so which token stands there changes nothing.
 
@@ -47,7 +65,7 @@ def collate(rows: Sequence[TokenRow], pad_token_id: int = 0) -> Batch:
             raise DataError(f"{length} input_ids but {len(row['labels'])} labels", where=f"row {place} of the batch")
         input_ids[place, :length] = torch.as_tensor(row["input_ids"], dtype=torch.long)
         labels[place, :length] = torch.as_tensor(row["labels"], dtype=torch.long)
-    if not bool((labels[:, 1:] != IGNORED).any()):
+    if not untrained and not bool((labels[:, 1:] != IGNORED).any()):
         how = "every label after the first is -100: its loss would be the mean of nothing"
         raise DataError("a batch has no token to learn", where="collate", how=how)
     if min(lengths) == max(lengths):
@@ -68,13 +86,25 @@ class Batches:
         seed: decides the order, with the epoch and nothing else.
         shuffle: whether to shuffle at all; if not, every epoch has the order of the data.
         pad_token_id: stands where rows are shorter than the longest of their batch.
+        rank: of this process, which gets its share of each batch alone.
+        size: how many processes there are.
+        micro_batch_size: rows that a process computes at once, which stay together; None: all it gets.
 
     Raises:
         DataError: the data set is empty, or `batch_size` is below 1.
     """
 
     def __init__(
-        self, dataset: Sequence[TokenRow], batch_size: int, seed: int = 0, shuffle: bool = True, pad_token_id: int = 0
+        self,
+        dataset: Sequence[TokenRow],
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        pad_token_id: int = 0,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        micro_batch_size: int | None = None,
     ) -> None:
         if not len(dataset):
             raise DataError("the data set is empty", how="give at least one row")
@@ -82,6 +112,7 @@ class Batches:
             raise DataError(f"a batch of {batch_size} rows is none", where="batch_size", how="use 1 or more")
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.pad_token_id = pad_token_id
+        self.rank, self.size, self.micro_batch_size = rank, size, micro_batch_size
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @property
@@ -97,14 +128,16 @@ class Batches:
         first = place * self.batch_size
         return [int(row) for row in self._order_of(epoch)[first : first + self.batch_size]]
 
-    def batch(self, step: int) -> Batch:
-        """Batch `step`, the same one whenever and wherever it is asked for."""
+    def batch(self, step: int) -> Batch | None:
+        """This process's share of batch `step`, the same one whenever it is asked for; None: it has no row of it."""
         rows = self.rows(step)
-        batch = collate([self.dataset[row] for row in rows], self.pad_token_id)
+        if self.size > 1 and not (rows := share_of(rows, self.rank, self.size, self.micro_batch_size)):
+            return None
+        batch = collate([self.dataset[row] for row in rows], self.pad_token_id, untrained=self.size > 1)
         batch["rows"] = rows
         return batch
 
-    def epoch(self, epoch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int = 0) -> Iterator[Batch | None]:
         """All batches of one epoch."""
         first = epoch * self.steps_per_epoch
         return (self.batch(step) for step in range(first, first + self.steps_per_epoch))
