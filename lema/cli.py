@@ -252,6 +252,31 @@ def backends() -> None:
         typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
 
 
+@app.command()
+def doctor(
+    directory: Annotated[
+        Path,
+        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Whose disk is measured; nothing stays there."),
+    ] = Path(),
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes seconds: timing disk and link.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to mend what is not."""
+    from rich.console import Console
+
+    from lema.doctor import examine
+    from lema.doctor import show as show_report
+
+    waiting = Console(stderr=True)
+    with waiting.status("looking") if waiting.is_terminal else contextlib.nullcontext():
+        report = examine(directory, measure=not quick)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        show_report(report, Console(highlight=False))
+    raise typer.Exit(report.exit_code)
+
+
 @config_app.command()
 def show(config: ConfigFile, settings: Settings = None) -> None:
     """Print every setting of a run as YAML, defaults included."""

@@ -2,7 +2,7 @@
 
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,14 +11,23 @@ import pytest
 
 @contextmanager
 def installed(
-    site: Path, monkeypatch: pytest.MonkeyPatch, name: str, entry_points: Mapping[str, str], modules: Mapping[str, str]
+    site: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    entry_points: Mapping[str, str],
+    modules: Mapping[str, str],
+    *,
+    version: str = "1.0",
+    group: str = "lema.backends",
+    requires: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Install a distribution into `site`: entry points of `lema.backends`, and modules by name and source."""
-    metadata = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    """Install a distribution into `site`: entry points of a group, and modules by name and source."""
+    metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
     lines = [f"{point} = {value}" for point, value in entry_points.items()]
-    (metadata / "entry_points.txt").write_text("\n".join(["[lema.backends]", *lines, ""]))
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
     for module, source in modules.items():
         (site / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(site)

@@ -1,0 +1,120 @@
+"""What LEMA's doctor looks at on AWS Trainium: the devices, the Neuron packages, and whether they fit each other.
+
+Nothing of the Neuron kit is imported: of two of its packages the public index has stand-ins that raise on import, and
+the real ones start the runtime.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from lema.doctor.finding import Fact, Finding, Level
+from lema.doctor.knownbad import Pair, Stub, installed_version, known_bad, stubs
+
+__all__ = ["PAIRS", "STUBS", "doctor"]
+
+SECTION = "neuron"
+ROOT = Path("/")
+SETUP = "https://awsdocs-neuron.readthedocs-hosted.com/en/v2.33.0/setup/pytorch/index.html"
+PACKAGES = ("torch-neuronx", "torch-xla", "neuronx-cc", "neuronx-distributed", "libneuronxla", "nki", "optimum-neuron")
+
+_STUB = "is the stand-in of the public index, which raises on import"
+_INSTALL = "uninstall it, and install it from AWS's own package index, as the Neuron setup guide says"
+_WRONG = "https://github.com/aws-neuron/aws-neuron-sdk/issues/916"
+STUBS = (
+    Stub("torch-neuronx", "1.0", "torch_neuronx", "WRONG PACKAGE", _STUB, _INSTALL, _WRONG),
+    Stub("neuronx-distributed", "0.1", "neuronx_distributed", "WRONG PACKAGE", _STUB, _INSTALL, _WRONG),
+)
+
+PAIRS = (
+    Pair(
+        "torch-xla==2.8.0",
+        "torch-neuronx>=2.8,<2.10",
+        Level.WARNING,
+        "this build of torch-xla is slow on Trainium",
+        "install the torch-xla of AWS's own package index",
+        "https://awsdocs-neuron.readthedocs-hosted.com/en/v2.28.1/release-notes/components/pytorch.html",
+    ),
+    Pair(
+        "torch-neuronx>=1.13,<2.10",
+        "torch>=1.13",
+        Level.NOTE,
+        "AWS no longer supports training with this kind of torch-neuronx, which goes through PyTorch/XLA",
+        'on Trn2 and Trn3: pip install "torch-neuronx>=2.13", from AWS\'s own package index',
+        "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/about-neuron/announcements/neuron2.x/"
+        "announce-no-support-pytorch-xla-training.html",
+    ),
+)
+
+VARIABLES = {
+    "NEURON_RT_VISIBLE_CORES": (Level.OK, "only these cores are seen", ""),
+    "NEURON_RT_NUM_CORES": (Level.OK, "so many cores are taken", ""),
+    "NEURON_CC_FLAGS": (Level.OK, "the compiler is called with these", ""),
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN": (Level.NOTE, "rounding draws numbers: no two runs are equal", "unset it"),
+    "XLA_USE_BF16": (Level.WARNING, "every float32 tensor is computed as bfloat16, and results are others", "unset it"),
+    "XLA_DOWNCAST_BF16": (Level.WARNING, "float32 is computed as bfloat16, and results are others", "unset it"),
+    "NEURON_EXTRACT_GRAPHS_ONLY": (Level.WARNING, "graphs are compiled and not run: every result is 0", "unset it"),
+}
+
+
+def doctor() -> Iterator[Finding]:
+    """Tell how devices, packages and variables stand."""
+    yield driver()
+    found = {name: installed_version(name) for name in PACKAGES}
+    wrong = list(stubs(STUBS, SECTION))
+    yield from wrong
+    kept = {finding.name for finding in wrong}
+    for name, version in found.items():
+        if version is not None and name not in kept:
+            yield Finding(SECTION, name, Level.OK, f"{name} {version}.", facts={"installed": version})
+    if not any(found.values()):
+        facts: dict[str, Fact] = dict(found)
+        yield Finding(SECTION, "packages", Level.OK, "No package of the Neuron kit is installed.", facts=facts)
+    for name in ("torch-neuronx", "torch-xla"):
+        if name not in kept:
+            yield from built_for(name, found[name], installed_version("torch"))
+    yield from known_bad(PAIRS, SECTION)
+    yield from environment()
+
+
+def driver(root: Path = ROOT) -> Finding:
+    """Tell which devices there are, and the version of the driver."""
+    devices = len([device for device in (root / "dev").glob("neuron*") if device.name[len("neuron") :].isdigit()])
+    version = None
+    with suppress(OSError):
+        version = (root / "sys/module/neuron/version").read_text().strip() or None
+    facts: dict[str, Fact] = {"devices": devices, "driver": version}
+    if devices:
+        what = f"{devices} Neuron device{'s' if devices > 1 else ''}, driver {version or 'of unknown version'}."
+        note = "LEMA cannot compute on them yet: its backend for them is still to come."
+        return Finding(SECTION, "driver", Level.NOTE, f"{what} {note}", facts=facts)
+    return Finding(SECTION, "driver", Level.OK, "There is no Neuron device in this machine.", facts=facts)
+
+
+def built_for(name: str, version: str | None, torch: str | None) -> Iterator[Finding]:
+    """Tell where a package was built for another torch: its first two numbers are those of the torch it needs."""
+    if version is None or torch is None:
+        return
+    wanted, found = (".".join(one.split(".")[:2]) for one in (version, torch))
+    if wanted != found:
+        yield Finding(
+            SECTION,
+            f"{name} build",
+            Level.WARNING,
+            f"{name} {version} is built for torch {wanted}, and torch {torch} is installed.",
+            f'pip install "torch=={wanted}.*"',
+            SETUP if name == "torch-neuronx" else "",  # of torch-xla it was seen: an undefined symbol
+            {"installed": version, "torch": torch},
+        )
+
+
+def environment(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Tell which variables of the Neuron kit are set, and what they do."""
+    for name, (level, what, how) in VARIABLES.items():
+        value = given.get(name)
+        if value is None or (value == "0" and level is not Level.OK):
+            continue
+        yield Finding(SECTION, name, level, f"{name}={value}: {what}.", how, facts={"value": value})

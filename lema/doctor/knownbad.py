@@ -1,0 +1,146 @@
+"""Versions that are known not to go together, and packages that only look like what they are named after.
+
+Tables of these are data; what is here compares them with what is installed. Nothing is imported for it: importing is
+what goes wrong with such packages. Every entry says where it is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+from lema.doctor.finding import Finding, Level
+
+__all__ = ["PAIRS", "Pair", "Stub", "installed_version", "known_bad", "stubs"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two requirements that must not both be met.
+
+    Attributes:
+        one: such as `"a>=2"`.
+        other: such as `"b<1.5"`.
+        level: how bad it is.
+        what: what goes wrong, as the end of a sentence that begins with the two packages.
+        how: how to mend it.
+        source: where it is published.
+    """
+
+    one: str
+    other: str
+    level: Level
+    what: str
+    how: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A package that is there to keep a name, and fails when it is imported.
+
+    Attributes:
+        name: of the distribution.
+        version: that is known to be one.
+        module: that it installs.
+        mark: what the module says of itself.
+        what: what it is, as the end of a sentence that begins with the package.
+        how: how to mend it.
+        source: where it is published.
+    """
+
+    name: str
+    version: str
+    module: str
+    mark: str
+    what: str
+    how: str
+    source: str
+
+
+PAIRS = (
+    Pair(
+        "torchao>=0.18",
+        "torch<2.11",
+        Level.WARNING,
+        "torchao leaves out the kernels it has compiled: int8 and fp8 models are slower, if they run",
+        'pip install "torch>=2.11"',
+        "https://github.com/pytorch/ao/releases/tag/v0.18.0",
+    ),
+    Pair(
+        "peft>=0.21",
+        "torchao<0.16",
+        Level.PROBLEM,
+        "peft refuses to put an adapter on any layer",
+        'pip install "torchao>=0.18", or pip uninstall torchao',
+        "https://github.com/daydreamlive/DEMON/pull/325",
+    ),
+)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None: it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:
+    """Find the pairs that are installed."""
+    for pair in pairs:
+        one, other = _met(pair.one), _met(pair.other)
+        if one is not None and other is not None:
+            yield Finding(
+                section,
+                f"{Requirement(pair.one).name} and {Requirement(pair.other).name}",
+                pair.level,
+                f"{one} with {other}: {pair.what}.",
+                pair.how,
+                pair.source,
+                {"one": one, "other": other},
+            )
+
+
+def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
+    """Find the stubs that are installed, by their version or by what their module says."""
+    for stub in table:
+        found = installed_version(stub.name)
+        if found is not None and (found == stub.version or stub.mark in _source(stub.module)):
+            yield Finding(
+                section,
+                stub.name,
+                Level.WARNING,
+                f"{stub.name} {found} {stub.what}.",
+                stub.how,
+                stub.source,
+                {"installed": found, "stub": True},
+            )
+
+
+def _met(requirement: str) -> str | None:
+    """Return the package with its version if it meets the requirement."""
+    wanted = Requirement(requirement)
+    found = installed_version(wanted.name)
+    try:
+        met = found is not None and wanted.specifier.contains(found, prereleases=True)
+    except InvalidVersion:
+        return None
+    return f"{wanted.name} {found}" if met else None
+
+
+def _source(module: str) -> str:
+    """Return the text of a module that is not imported; empty where it has none."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return ""
+    return Path(spec.origin).read_text(encoding="utf-8", errors="replace")

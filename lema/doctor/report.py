@@ -1,0 +1,111 @@
+"""All that was looked at, one look after the other: a look that fails is a finding too, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from lema.doctor.device import devices, links
+from lema.doctor.disk import disk
+from lema.doctor.environment import environment
+from lema.doctor.finding import Finding, Level
+from lema.doctor.machine import machine
+from lema.doctor.versions import versions
+
+__all__ = ["GROUP", "Report", "examine"]
+
+GROUP = "lema.doctors"
+FORMAT = 1  # of the JSON; it grows when a key goes or changes its meaning
+NOT_READY = 2  # the exit code of a config that cannot run here
+
+Look = Callable[[], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        findings: in the order they were made.
+        measured: whether disk and links were timed.
+    """
+
+    findings: tuple[Finding, ...]
+    measured: bool
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything LEMA needs is there; warnings do not count."""
+        return not self.count(Level.PROBLEM)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line ends with."""
+        return 0 if self.ready else NOT_READY
+
+    def count(self, level: Level) -> int:
+        """Return how many findings are of a level."""
+        return sum(finding.level is level for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data; `findings` is a list, each with the keys of `Finding.to_dict`."""
+        return {
+            "format": FORMAT,
+            "ready": self.ready,
+            "measured": self.measured,
+            "problems": self.count(Level.PROBLEM),
+            "warnings": self.count(Level.WARNING),
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+
+def examine(directory: Path, *, measure: bool = True) -> Report:
+    """Look at everything.
+
+    Args:
+        directory: whose disk is looked at.
+        measure: time disk and links, which takes some seconds.
+    """
+    looks: list[tuple[str, Look]] = [
+        ("versions", versions),
+        ("machine", machine),
+        ("environment", environment),
+        ("devices", devices),
+        *(_own_doctors()),
+    ]
+    if measure:
+        looks.append(("link", links))
+    looks.append(("disk", partial(disk, directory, measure=measure)))
+    return Report(tuple(finding for section, look in looks for finding in _careful(section, look)), measure)
+
+
+def _own_doctors() -> Iterator[tuple[str, Look]]:
+    """Yield the doctor of every backend that has one: an entry point of the group `lema.doctors`."""
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        yield point.name, partial(_asked, point)
+
+
+def _asked(point: EntryPoint) -> Iterable[Finding]:
+    found: Iterable[Finding] = point.load()()
+    return found
+
+
+def _careful(section: str, look: Look) -> Iterator[Finding]:
+    """Yield what a look finds; what it raises is one more finding."""
+    try:
+        for finding in look():
+            if not isinstance(finding, Finding):
+                raise TypeError(f"{finding!r} is no finding")
+            yield finding
+    except Exception as error:  # noqa: BLE001 - whatever is broken here is what the user wants to know
+        yield Finding(
+            section,
+            "failed",
+            Level.WARNING,
+            f"Looking at {section} failed: {type(error).__name__}: {error}.",
+            "the rest of this report holds",
+        )
