@@ -76,11 +76,10 @@ class FetchAhead:
         self._pump()
 
     def stop(self) -> None:
-        """Forget what was to be fetched."""
+        """Forget what was to be fetched. Uploads given up may bring what is put there next: nobody looks at them."""
         self._order.clear()
         while self._fetches:
             self._give_back(self._fetches.popleft())
-        self._backend.synchronize()  # the memory will be filled again, by the training thread
 
     def _pump(self, wait: bool = False) -> None:
         """Start every read there is a buffer for, one at least where `wait` says so, and every upload whose bytes are

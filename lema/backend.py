@@ -84,7 +84,8 @@ class Upload(Protocol):
     def drained(self) -> None:
         """Block until the source may be overwritten.
 
-        Called after `release`, from a reader thread, never from the training thread; more than once at times.
+        Called from a reader thread, and from the training thread only of a copy that has long ended; more than once at
+        times, and before `release` too.
         """
 
 
@@ -95,7 +96,7 @@ class DeviceSlots(Protocol):
     """
 
     def upload(self, source: Tensor) -> Upload:
-        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot.
+        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot. It may be dropped meanwhile.
 
         Slots are released in any order, and an upload nobody waited for may be released too.
         """
@@ -225,7 +226,8 @@ class Backend(Protocol):
     def download(self, source: Tensor, target: Tensor) -> Download:
         """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far.
 
-        They have one shape, dtype and strides. Until `release`, the source stays as it is.
+        They have one shape, dtype and strides. Until `release`, the source stays as it is; both may be dropped
+        meanwhile. What is uploaded from `target` after this call is what it brings; nobody need wait in between.
         """
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lema.ahead import NUM_BUFFERS, FetchAhead, Key, as_bytes, placed
-from lema.backend import Backend, Upload
+from lema.backend import Backend, Download, Upload
 from lema.offload import OffloadFile, whole_blocks
 from lema.trace import NO_TRACE, NoTrace
 
@@ -38,8 +38,9 @@ class Tier(Protocol):
         """Forget the step before; make room for boundaries like these."""
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        """Keep a copy of `state`; this boundary and those `to_come` after it have no room where they are unlike those
-        that `begin` was told of, and room is made."""
+        """Keep a copy of `state`, which nobody writes into any more: it may be copied later, and is held until then.
+        This boundary and those `to_come` after it have no room where they are unlike those that `begin` was told of,
+        and room is made."""
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
         """Begin to fetch, in the order in which boundaries will be asked for."""
@@ -117,11 +118,30 @@ class _OnDevice:
         self._places.clear()
 
 
-class _InHost:
-    """Copies are queued behind the compute that makes the state, and so are in order; nobody waits for one."""
+class _Leaving:
+    """Downloads under way. The last few keep their boundaries on the device, so that compute need not wait for them."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._held: deque[Download] = deque()
+
+    def begin(self, state: Tensor, target: Tensor) -> Download:
+        if len(self._held) == NUM_BUFFERS:
+            self._held.popleft().release()
+        self._held.append(self._backend.download(state, target))
+        return self._held[-1]
+
+    def let_go(self) -> None:
+        """Keep none: what comes next needs the room."""
+        while self._held:
+            self._held.popleft().release()
+
+
+class _InHost:
+    """Copies are queued behind the compute that makes the state, and those back behind them; nobody waits for one."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._leaving = _Leaving(backend)
         self._pool = _Pool(backend.host_buffer)
         self._places: dict[Key, Tensor] = {}
         self._uploads = FetchAhead(backend, self._source, lambda *_: None)
@@ -132,16 +152,17 @@ class _InHost:
 
     def begin(self, likes: Sequence[Tensor]) -> None:
         self._uploads.stop()
+        self._leaving.let_go()
         self._places.clear()
         self._pool.restart(sum(_aligned(like.nbytes) for like in likes))
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         place = self._pool.take(like.nbytes, to_come)
-        placed(place, like).copy_(state, non_blocking=True)
+        self._leaving.begin(state, placed(place, like))
         self._places[key] = place
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
-        self._backend.synchronize()  # uploads may overtake the compute that the copies are queued behind
+        self._leaving.let_go()
         self._uploads.start(order)
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
@@ -149,6 +170,7 @@ class _InHost:
 
     def close(self) -> None:
         self._uploads.stop()
+        self._leaving.let_go()
         self._places.clear()
 
     def _source(self, key: Key, *_: Any) -> tuple[Tensor, Future[None] | None]:
@@ -160,6 +182,7 @@ class _OnDisk:
 
     def __init__(self, backend: Backend, directory: Path, trace: NoTrace) -> None:
         self._backend = backend
+        self._leaving = _Leaving(backend)
         self._file = OffloadFile(
             directory,
             "boundary activations",
@@ -186,13 +209,14 @@ class _OnDisk:
         nbytes = whole_blocks(like.nbytes)
         self._file.reserve(self._end + nbytes * (to_come + 1))
         buffer = self._buffer(nbytes)
-        placed(buffer, like).copy_(state)  # done when this returns: the writer does not know the device's queue
-        written = self._file.write(as_bytes(buffer[:nbytes]), self._end)
+        landed = self._leaving.begin(state, placed(buffer, like)).landed
+        written = self._file.write(as_bytes(buffer[:nbytes]), self._end, landed)
         self._writing.append((buffer, written))
         self._places[key] = self._end, written
         self._end += nbytes
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+        self._leaving.let_go()
         self._uploads.start(order)
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
@@ -207,6 +231,7 @@ class _OnDisk:
     def _settle(self) -> None:
         """Wait until nothing touches the buffers; of a step that was given up, what failed is nobody's any more."""
         self._uploads.stop()
+        self._leaving.let_go()
         wait_for(
             [future for future in (*self._reading, *(future for _, future in self._writing)) if not future.cancel()]
         )
@@ -233,7 +258,6 @@ class _OnDisk:
             buffer, draining = self._free.popleft()
             if len(buffer) >= nbytes:
                 return buffer, draining
-            self._backend.synchronize()  # it goes, and a copy may still be reading it
             self._buffers = [one for one in self._buffers if one is not buffer]
         self._buffers.append(self._backend.host_buffer(nbytes))
         return self._buffers[-1], None

@@ -78,12 +78,12 @@ class OffloadFile:
             raise self._error(DiskError, f"{nbytes:,} bytes cannot be had", error) from error
         self._size = nbytes
 
-    def write(self, memory: memoryview, offset: int) -> Future[None]:
-        """Start writing `memory` at `offset`; it must stay as it is until the result is there.
+    def write(self, memory: memoryview, offset: int, before: Callable[[], None] | None = None) -> Future[None]:
+        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned.
 
-        The result raises DiskError where writing failed.
+        It must stay as it is from then on until the result is there, which raises DiskError where writing failed.
         """
-        return self._pool.submit(self._write, memory, offset)
+        return self._pool.submit(self._write, memory, offset, before)
 
     def read(self, memory: memoryview, offset: int, before: Callable[[], None]) -> Future[None]:
         """Start filling `memory` from `offset`, once `before`, called in another thread, has returned.
@@ -97,7 +97,9 @@ class OffloadFile:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._close()
 
-    def _write(self, memory: memoryview, offset: int) -> None:
+    def _write(self, memory: memoryview, offset: int, before: Callable[[], None] | None) -> None:
+        if before is not None:
+            before()
         try:
             with self._trace.span("boundaries", "write", nbytes=len(memory)):
                 self._transfer(_write_all, memory, offset)

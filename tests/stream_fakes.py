@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.backend import DeviceSlots
+from lema.backend import DeviceSlots, Download
 from lema.errors import ReadError
 from lema.stream.placement import LayerBytes, place
 from lema.stream.reader import LayerReader, Ticket
@@ -177,6 +177,9 @@ class LateBackend(CpuBackend):
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
         return _LateSlots(self, nbytes, count)
 
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        return _LateDownload(self, source, target)
+
     def synchronize(self) -> None:
         self.run_through(None)
 
@@ -197,6 +200,18 @@ class _LateSlots:
 
     def upload(self, source: Tensor) -> _LateUpload:
         return _LateUpload(self, *self.free.popitem(), source)
+
+
+class _LateDownload:
+    def __init__(self, backend: LateBackend, source: Tensor, target: Tensor) -> None:
+        self.backend = backend
+        backend._enqueue(self, lambda: target.copy_(source))
+
+    def release(self) -> None:
+        self.backend.run_through(self)  # what tests compute with torch is done at once, and may overwrite the source
+
+    def landed(self) -> None:
+        self.backend.run_through(self)
 
 
 class _LateUpload:

@@ -1,15 +1,120 @@
-"""The `cuda` backend."""
+"""The `cuda` backend: copies in queues of their own, ordered by events; nothing in a step makes the host wait."""
 
 from __future__ import annotations
 
-from lema.backend import BackendOptions
-from lema.errors import BackendUnavailable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.backend import (
+    BackendOptions,
+    DeviceSlots,
+    Download,
+    MemoryStats,
+    Parallel,
+    Replicas,
+    SingleProcess,
+)
+from lema.processes import join
+from lema_cuda.copies import Copies
+from lema_cuda.device import choose_device
+from lema_cuda.downloads import CopyDown
+from lema_cuda.driver import CudaDriver
+from lema_cuda.hostmemory import HostMemory
+from lema_cuda.replicas import QueuedReplicas
+from lema_cuda.slots import Slots
+from lema_cuda.torchqueues import TorchQueues
 
 __all__ = ["CudaBackend"]
 
+CARRIERS = "cpu:gloo,cuda:nccl"  # what carries tensors between hosts, and between devices
+
 
 class CudaBackend:
-    """Being built."""
+    """One GPU, which becomes torch's current device. Under `torchrun` each process has its own.
 
-    def __init__(self, device: str = "cuda", options: BackendOptions | None = None) -> None:  # noqa: ARG002 - the seam's
-        raise BackendUnavailable("no CUDA device can be used", where=f"device: {device}", how="write device: cpu")
+    Args:
+        device: `"cuda"`, or `"cuda:N"`.
+        options: whether host memory is page-locked.
+
+    Raises:
+        BackendUnavailable: there is no such device, or the other processes cannot be reached.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: str = "cuda", options: BackendOptions | None = None) -> None:
+        self._device = choose_device(device)
+        torch.cuda.set_device(self._device)
+        self._queues = TorchQueues(self._device)
+        self._copies = Copies(self._queues)
+        self._host = HostMemory(CudaDriver(self._device), (options or BackendOptions()).page_locked)
+        self._parallel = SingleProcess()
+        replicas, self._leave = join(CARRIERS)
+        self._replicas = QueuedReplicas(replicas, self._queues)
+
+    @property
+    def device(self) -> torch.device:
+        """The device, with its number."""
+        return self._device
+
+    @property
+    def parallel(self) -> Parallel:
+        """No layer is divided."""
+        return self._parallel
+
+    @property
+    def replicas(self) -> Replicas:
+        """The processes that `torchrun` started, which talk through NCCL."""
+        return self._replicas
+
+    def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
+        """Return uint8 `[nbytes]`, page-aligned, and page-locked as the options say (`lema_cuda.hostmemory`).
+
+        Raises:
+            MemoryLimitError: it must be locked, and cannot be.
+        """
+        return self._host.buffer(nbytes, memory)
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return a ring of `count` slots of `nbytes` bytes, in memory of torch's allocator."""
+        pieces = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        return Slots(self._copies, pieces)
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Start copying to host memory, after the compute queued so far."""
+        return CopyDown(self._copies, source, target)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        return nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype=dtype)
+
+    def rng_state(self) -> Tensor:
+        """Return the state of the device's generator, which is in host memory: nothing is waited for."""
+        return torch.cuda.get_rng_state(self._device)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Set the state of the device's generator."""
+        torch.cuda.set_rng_state(state, self._device)
+
+    def end_step(self) -> None:
+        """Work goes to the device as it is queued."""
+
+    def synchronize(self) -> None:
+        """Block until all queues are empty."""
+        torch.cuda.synchronize(self._device)
+        self._copies.forget_done()
+
+    def memory(self) -> MemoryStats:
+        """Return the bytes of tensors on the device, their peak, and the device's memory."""
+        used, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        return MemoryStats(used, peak, torch.cuda.get_device_properties(self._device).total_memory)
+
+    def close(self) -> None:
+        """Wait for what is queued, and leave the process group, if this backend joined it."""
+        try:
+            self.synchronize()
+        finally:
+            self._leave()

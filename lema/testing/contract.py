@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -11,16 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from lema.backend import Backend, Upload
+from lema.backend import Backend
 from lema.stream.placement import PAGE
+from lema.testing.copies import SLOT, CopyPromises, read, source_of
 from lema.testing.step import publish, steps_of_both
 
 __all__ = ["BackendContract"]
 
-SLOT = 4 * PAGE
 
-
-class BackendContract:
+class BackendContract(CopyPromises):
     """Every promise of `lema.backend.Backend`, one test each.
 
     Attributes:
@@ -33,10 +31,6 @@ class BackendContract:
     tolerance: ClassVar[float] = 0.0
     half_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     busy_matmuls: ClassVar[int] = 4
-
-    def backend(self) -> Backend:
-        """Open the backend under test."""
-        raise NotImplementedError("say which backend to test")
 
     def model_config(self) -> PreTrainedConfig:
         """Return the config of a small causal language model, of at least four layers and 64 positions."""
@@ -58,138 +52,6 @@ class BackendContract:
             with closing(self.backend()) as backend:
                 backend.end_step()
                 backend.synchronize()
-
-    # Host buffers and slots
-
-    def test_host_buffers_are_exact_aligned_and_writable(self) -> None:
-        """`host_buffer` is uint8 `[nbytes]` on the host, begins at a page, and belongs to its caller alone."""
-        with closing(self.backend()) as backend:
-            sizes = (0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE + 17)
-            buffers = [backend.host_buffer(size) for size in sizes]
-            for number, (size, buffer) in enumerate(zip(sizes, buffers, strict=True)):
-                assert buffer.dtype == torch.uint8 and tuple(buffer.shape) == (size,), f"{size} bytes were asked for"
-                assert buffer.device.type == "cpu", "a host buffer is on the host"
-                assert buffer.untyped_storage().nbytes() < size + PAGE, f"{size} bytes were asked for, more are held"
-                assert not size or buffer.data_ptr() % PAGE == 0, "a host buffer begins at a page"
-                buffer.numpy()[:] = number  # as a reader writes, past torch
-            for number, buffer in enumerate(buffers):
-                assert bool((buffer == number).all()), "host buffers share memory"
-
-    def test_compute_queued_after_wait_sees_the_bytes(self) -> None:
-        """A source as large as the slot, and smaller ones; the slot can be viewed as any dtype."""
-        with closing(self.backend()) as backend:
-            slots = backend.device_slots(SLOT, 2)
-            for number, size in enumerate((SLOT, SLOT - PAGE, 8, SLOT)):
-                source = _source(backend, number, size)
-                upload = slots.upload(source)
-                slot = upload.wait()
-                assert slot.dtype == torch.uint8 and slot.dim() == 1 and size <= slot.numel() <= SLOT
-                assert slot.device.type == backend.device.type, "a slot is on the device"
-                for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                    viewed = slot[:size].view(dtype)
-                    assert torch.equal((viewed + 0).cpu(), source.view(dtype)), f"the bytes differ, read as {dtype}"
-                _give_back(upload)
-
-    def test_there_may_be_many_more_uploads_than_slots(self) -> None:
-        """A ring goes round."""
-        with closing(self.backend()) as backend:
-            for count in (1, 2, 3):
-                slots = backend.device_slots(SLOT, count)
-                for number in range(3 * count + 1):
-                    source = _source(backend, number)
-                    upload = slots.upload(source)
-                    assert torch.equal(_read(upload.wait()), source), f"upload {number} of a ring of {count}"
-                    _give_back(upload)
-
-    def test_as_many_uploads_are_held_as_there_are_slots(self) -> None:
-        """Uploads begin before the ones ahead of them are waited for, and end in any order."""
-        with closing(self.backend()) as backend:
-            slots = backend.device_slots(SLOT, 3)
-            for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-                sources = [_source(backend, number + 10 * order[0]) for number in range(3)]
-                uploads = [slots.upload(source) for source in sources]
-                held = [uploads[number].wait() for number in range(3)]
-                for number in order:
-                    assert torch.equal(_read(held[number]), sources[number]), f"slot {number} of 3 held"
-                    _give_back(uploads[number])
-
-    def test_a_refill_does_not_disturb_a_slot_that_is_held(self) -> None:
-        """One slot stays on lease while the others go round, some of them given back before anyone waited."""
-        with closing(self.backend()) as backend:
-            slots = backend.device_slots(SLOT, 3)
-            source = _source(backend, 1)
-            held = slots.upload(source)
-            slot = held.wait()
-            for number in range(2, 8):
-                first, second = slots.upload(_source(backend, number)), slots.upload(_source(backend, number + 50))
-                first.wait()
-                _give_back(second)
-                _give_back(first)
-                assert torch.equal(_read(slot), source), "the slot on lease changed"
-            _give_back(held)
-
-    def test_a_slot_is_refilled_only_after_the_compute_queued_before_release(self) -> None:
-        """`release` may return at once; work queued under the lease still reads the lease's bytes."""
-        with closing(self.backend()) as backend:
-            slots = backend.device_slots(SLOT, 1)
-            sources = [_source(backend, number) for number in range(3)]
-            results = []
-            for source in sources:
-                upload = slots.upload(source)
-                results.append(self._late_read(backend, upload.wait()))
-                upload.release()
-            for number, (result, source) in enumerate(zip(results, sources, strict=True)):
-                assert torch.equal(result.cpu(), source.float()), f"work under lease {number} read another's bytes"
-
-    def test_a_released_slot_may_be_leased_again_until_it_is_refilled(self) -> None:
-        """The bytes are still there, and work queued under every lease is waited for before a refill."""
-        with closing(self.backend()) as backend:
-            slots = backend.device_slots(SLOT, 1)
-            sources = [_source(backend, number) for number in range(3)]
-            results = []
-            for source in sources:
-                upload = slots.upload(source)
-                for _ in range(3):
-                    results.append((self._late_read(backend, upload.wait()), source))
-                    upload.release()
-            for number, (result, source) in enumerate(results):
-                assert torch.equal(result.cpu(), source.float()), f"lease {number % 3} of upload {number // 3}"
-
-    def test_rings_share_nothing(self) -> None:
-        """As many uploads are held as there are rings of one slot, whatever becomes of the others."""
-        with closing(self.backend()) as backend:
-            rings = [backend.device_slots(SLOT, 1) for _ in range(3)]
-            sources = [_source(backend, number) for number in range(3)]
-            uploads = [ring.upload(source) for ring, source in zip(rings, sources, strict=True)]
-            held = [upload.wait() for upload in uploads]
-            _give_back(uploads[1])
-            rings[1].upload(_source(backend, 9)).wait()
-            for number in (0, 2):
-                assert torch.equal(_read(held[number]), sources[number]), f"the slot of ring {number} changed"
-
-    def test_a_drained_source_may_be_overwritten(self) -> None:
-        """After `release` and `drained`, called from another thread, the source is free and the work unharmed."""
-        with closing(self.backend()) as backend:
-            slots = backend.device_slots(SLOT, 2)
-            source = backend.host_buffer(SLOT)
-            reads = []
-            for number in range(4):
-                source.copy_(_source(backend, number))
-                upload = slots.upload(source)
-                if number != 2:  # one upload is given back unread
-                    reads.append((self._late_read(backend, upload.wait()), source.float()))
-                _give_back(upload)
-                _drain(upload)  # it may be asked twice
-                source.fill_(0xFF)
-            for result, expected in reads:
-                assert torch.equal(result.cpu(), expected), "what was waited for changed with its source"
-
-    def _late_read(self, backend: Backend, slot: Tensor) -> Tensor:
-        """Queue work, and behind it a read of the slot."""
-        ones = torch.ones(512, 512, device=backend.device)
-        for _ in range(self.busy_matmuls):
-            ones = ones @ ones / 512  # ones still
-        return slot.float() * ones[0, 0]
 
     # Compute
 
@@ -268,6 +130,40 @@ class BackendContract:
                 assert after.keys() == before.keys()
                 assert all(torch.equal(after[name], before[name]) for name in before)
 
+    def test_a_process_alone_is_all_its_replicas(self) -> None:
+        """Sums and exchanges leave what is there; shared memory is zeroed, and begins at a page."""
+        with closing(self.backend()) as backend:
+            replicas = backend.replicas
+            assert 0 <= replicas.rank < replicas.size and 0 <= replicas.local_rank < replicas.local_size
+            if replicas.size == 1:
+                tensor = torch.arange(8.0, device=backend.device)
+                replicas.sum(tensor)
+                assert tensor.tolist() == list(range(8)), "the sum over one process is what it has"
+                assert replicas.exchange({"loss": 1.5}) == [{"loss": 1.5}]
+                for size in (0, 1, PAGE + 3):
+                    memory = replicas.shared_memory(size)
+                    assert memory.dtype == torch.uint8 and tuple(memory.shape) == (size,)
+                    assert not memory.any(), "shared memory is zeroed"
+                    assert not size or memory.data_ptr() % PAGE == 0, "shared memory begins at a page"
+                    backend.host_buffer(size, memory)
+
+    def test_a_process_alone_gathers_its_own_part(self) -> None:
+        """Compute after `wait` sees the whole; the part is released, and what was in its place was used until then."""
+        with closing(self.backend()) as backend:
+            if backend.replicas.size == 1:
+                slots = backend.device_slots(SLOT, 1)
+                whole = torch.zeros(SLOT, dtype=torch.uint8, device=backend.device)
+                found = []
+                for number in range(4):
+                    source = source_of(backend, number)
+                    gathering = backend.replicas.gather(slots.upload(source), whole)
+                    gathering.wait()
+                    found.append((self._late_read(backend, whole), source))
+                for number, (result, source) in enumerate(found):
+                    assert torch.equal(result.cpu(), source.float()), f"gathering {number}"
+                upload = slots.upload(source_of(backend, 9))
+                assert torch.equal(read(upload.wait()), source_of(backend, 9)), "the slot of the part is not free"
+
     # All of it
 
     def test_a_training_step_is_that_of_the_whole_model(self, tmp_path: Path) -> None:
@@ -285,26 +181,3 @@ class BackendContract:
         else:
             difference = float((found - expected).abs().max() / expected.abs().max())
             assert difference <= self.tolerance, f"{what} differs by {difference:.3g} of its largest number"
-
-
-def _source(backend: Backend, number: int, size: int = SLOT) -> Tensor:
-    """Fill a host buffer with bytes that no other number gives; read as floats they are numbers, not NaN."""
-    buffer = backend.host_buffer(size)
-    generator = torch.Generator().manual_seed(number)
-    buffer.copy_(torch.randint(1, 64, (size,), dtype=torch.uint8, generator=generator))
-    return buffer
-
-
-def _read(slot: Tensor) -> Tensor:
-    return slot.clone().cpu()
-
-
-def _give_back(upload: Upload) -> None:
-    upload.release()
-    _drain(upload)
-
-
-def _drain(upload: Upload) -> None:
-    """Call `drained` as the core does, from a thread that reads."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(upload.drained).result()

@@ -1,5 +1,6 @@
 """The contract is worth passing: for every promise there is a backend that breaks only that one, and is caught."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
-from lema.backend import Backend, MemoryStats
+from lema.backend import Alone, Backend, MemoryStats
 from lema.testing import BackendContract
 from lema_cpu import CpuBackend
 
@@ -146,6 +147,84 @@ class Unreduced(Reversed):
         return [torch.zeros_like(tensor), tensor]
 
 
+class CopiesWhenWaitedFor(Slots):
+    """What is uploaded is looked for when it is waited for; by then it may be gone."""
+
+    def upload(self, source: Tensor) -> Any:
+        class Late(Upload):
+            def copy(self) -> None:
+                self.nbytes, self.kept, self.source = len(self.source), weakref.ref(self.source), None
+
+            def wait(self) -> Tensor:
+                if (source := self.kept()) is not None:
+                    self.slot[: self.nbytes] = source
+                return self.slot[: self.nbytes]
+
+        return Late(self, source)
+
+
+class LandsLate:
+    """Copies when somebody waits for it."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self.source, self.target = source, target
+
+    def release(self) -> None: ...
+
+    def landed(self) -> None:
+        self.target.copy_(self.source)
+
+
+class LandsIfReleased(LandsLate):
+    """Copies when the source is released, or somebody waits; an upload in between sees what was there."""
+
+    def release(self) -> None:
+        self.landed()
+
+
+class NeverLands(LandsLate):
+    def landed(self) -> None: ...
+
+
+class Straightens(LandsLate):
+    """Lays dimensions out in their own order, whatever order they have in the target."""
+
+    def landed(self) -> None:
+        flat = self.target.as_strided((self.target.numel(),), (1,))
+        flat.copy_(self.source.reshape(-1))
+
+
+class Doubled(Alone):
+    def sum(self, tensor: Tensor) -> None:
+        tensor *= 2
+
+
+class Speechless(Alone):
+    def exchange(self, value: Any) -> list[Any]:
+        return []
+
+
+class Unzeroed(Alone):
+    def shared_memory(self, nbytes: int) -> Tensor:
+        return super().shared_memory(nbytes).fill_(1)
+
+
+class KeepsThePart(Alone):
+    def gather(self, upload: Any, whole: Tensor) -> Any:
+        whole.copy_(upload.wait())
+        return self
+
+
+class GathersTheFirst(Alone):
+    """Gathers whatever came first again and again."""
+
+    def gather(self, upload: Any, whole: Tensor) -> Any:
+        if not whole.any():
+            whole.copy_(upload.wait())
+        upload.release()
+        return self
+
+
 def broken(**changes: Any) -> Callable[[], Backend]:
     """A backend that differs from the reference in the members given."""
     made = type("BrokenBackend", (CpuBackend,), changes)
@@ -154,6 +233,14 @@ def broken(**changes: Any) -> Callable[[], Backend]:
 
 def with_slots(slots: type[Slots]) -> Callable[[], Backend]:
     return broken(device_slots=lambda self, nbytes, count: slots(nbytes, count))
+
+
+def with_download(download: type[LandsLate]) -> Callable[[], Backend]:
+    return broken(download=lambda self, source, target: download(source, target))
+
+
+def with_replicas(replicas: type[Alone]) -> Callable[[], Backend]:
+    return broken(replicas=property(lambda self: replicas()))
 
 
 def with_parallel(parallel: object) -> Callable[[], Backend]:
@@ -197,6 +284,20 @@ BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
     "weights of another layer": (with_slots(OneSlotForAllRings), "a_training_step"),
     "rings that share a slot": (with_slots(OneSlotForAllRings), "rings_share_nothing"),
     "cleared on release": (with_slots(ReleaseClears), "a_released_slot_may_be_leased_again"),
+    "takes other memory": (
+        broken(host_buffer=lambda self, n, memory=None: CpuBackend().host_buffer(n)),
+        "memory_that_is_given",
+    ),
+    "a source is not kept": (with_slots(CopiesWhenWaitedFor), "a_source_may_be_dropped"),
+    "a download never lands": (with_download(NeverLands), "a_download_sees_the_compute"),
+    "dimensions in another order": (with_download(Straightens), "a_download_sees_the_compute"),
+    "downloads what is there later": (with_download(LandsLate), "a_released_source_may_be_overwritten"),
+    "uploads overtake downloads": (with_download(LandsIfReleased), "what_is_uploaded_after_a_download"),
+    "adds itself twice": (with_replicas(Doubled), "a_process_alone_is_all"),
+    "says nothing": (with_replicas(Speechless), "a_process_alone_is_all"),
+    "shares what is not zeroed": (with_replicas(Unzeroed), "a_process_alone_is_all"),
+    "the part is not given back": (with_replicas(KeepsThePart), "a_process_alone_gathers"),
+    "gathers what it had": (with_replicas(GathersTheFirst), "a_process_alone_gathers"),
 }
 
 

@@ -1,0 +1,85 @@
+"""The other processes, and layers gathered from them while the device computes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from lema.backend import Gathering, Replicas, Upload
+from lema_cuda.queues import Event, Queue, Queues
+
+__all__ = ["QueuedReplicas"]
+
+
+class QueuedReplicas:
+    """`lema.backend.Replicas` whose gathering has a queue of its own.
+
+    There it waits for the upload, sends and receives, and gives the uploaded part back, so that compute goes on
+    meanwhile.
+
+    Args:
+        replicas: the processes; what they queue goes where the calling thread queues its work.
+        queues: of the device.
+    """
+
+    def __init__(self, replicas: Replicas, queues: Queues) -> None:
+        self._replicas, self._queues = replicas, queues
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all."""
+        return self._replicas.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self._replicas.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's place among those of this machine."""
+        return self._replicas.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """How many of the processes run on this machine."""
+        return self._replicas.local_size
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor on the device over all processes, in place, in the queue that computes."""
+        self._replicas.sum(tensor)
+
+    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+        """Start to put the parts together in `whole`, after the compute queued so far; the caller goes on."""
+        compute, gathers = self._queues.compute, self._queues.gathers
+        gathers.wait(compute.record())  # which may still use what was in `whole`
+        with gathers.current():
+            self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the part there
+        return _Gathering(self._queues, gathers.record(), compute, whole)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every process's value, in rank order."""
+        return self._replicas.exchange(value)
+
+    def shared_memory(self, nbytes: int) -> Tensor:
+        """Return memory that the processes of this machine share."""
+        return self._replicas.shared_memory(nbytes)
+
+
+class _Gathering:
+    """A layer that is being gathered; its memory is held until compute waits for it."""
+
+    def __init__(self, queues: Queues, done: Event, compute: Queue, whole: Tensor) -> None:
+        self._queues, self._done = queues, done
+        self._forgotten = weakref.finalize(self, _let_go, compute, done, whole)
+        self._forgotten.atexit = False
+
+    def wait(self) -> None:
+        self._queues.compute.wait(self._done)
+        self._forgotten.detach()
+
+
+def _let_go(compute: Queue, done: Event, whole: Tensor) -> None:  # noqa: ARG001 - held until this has been called
+    compute.wait(done)
