@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lema.backend import Replicas
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
 
 __all__ = [
@@ -31,12 +32,15 @@ __all__ = [
     "read_state",
     "restore_generators",
     "restore_optimizer",
+    "restore_own",
+    "states_of_all",
     "write_checkpoint",
 ]
 
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 PREFIX = "checkpoint-"
+IMPLEMENTATION = {"fused", "foreach"}  # how an optimizer computes here, whatever it did where it was saved
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -142,7 +146,11 @@ def restore_optimizer(optimizer: Optimizer, directory: Path, plain: Mapping[str,
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = tensor
-        optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+        groups = [
+            {**saved, **{key: own[key] for key in IMPLEMENTATION & own.keys()}}
+            for saved, own in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise AdapterError(
             f"the optimizer cannot be restored: {error}",
@@ -161,6 +169,28 @@ def generator_states(device: Tensor) -> dict[str, Any]:
         "torch": _encode(torch.get_rng_state()),
         "device": _encode(device),
     }
+
+
+def states_of_all(replicas: Replicas, device: Tensor) -> dict[str, Any]:
+    """Return the states of every process's generators, as the keys of a checkpoint's state."""
+    first, *others = replicas.exchange(generator_states(device))
+    return {"generators": first, "generators_of_others": others}
+
+
+def restore_own(replicas: Replicas, state: Mapping[str, Any], seed: int, set_device: Callable[[Tensor], None]) -> None:
+    """Put this process's generators back where a checkpoint found them.
+
+    Args:
+        replicas: the processes there are now.
+        state: of the checkpoint.
+        seed: for a process that was not there then.
+        set_device: sets the device's generator.
+    """
+    saved = [state["generators"], *state.get("generators_of_others", [])]
+    if replicas.rank < len(saved):
+        restore_generators(saved[replicas.rank], set_device)
+    else:
+        torch.manual_seed(seed + replicas.rank + int(state["global_step"]))
 
 
 def restore_generators(states: Mapping[str, Any], set_device: Callable[[Tensor], None]) -> None:

@@ -66,6 +66,11 @@ class Ends:
         """Whether gradients go on to what comes before the layers."""
         return bool(self._before)
 
+    @property
+    def summed(self) -> bool:
+        """Whether gradients of the head are in a sum: then no micro-batch can be taken through it a second time."""
+        return bool(self._sums)
+
     def start(self, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states before the layers; what arrives as their gradients is carried on from there."""
         if not self._before:

@@ -20,6 +20,15 @@ __all__ = [
 ]
 
 
+SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device has no memory left for what was asked; that of the host is another matter (`MemoryError`)."""
+    named = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for the sake of its errors
+    return isinstance(error, RuntimeError) and (named or any(saying in str(error).lower() for saying in SAYINGS))
+
+
 class LemaError(Exception):
     """What went wrong, where (file, key, line, layer), and how to mend it.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
-from lema.errors import DiskError, LemaError, MemoryLimitError
+from lema.errors import DiskError, LemaError, MemoryLimitError, is_out_of_memory
 
 __all__ = ["run"]
 
@@ -41,6 +41,13 @@ def _as_lema_error(error: Exception) -> LemaError:
         return DiskError(str(error.strerror), where=str(error.filename or ""), how=how)
     if isinstance(error, OSError) and error.strerror:
         return LemaError(str(error.strerror), where=str(error.filename or ""))
+    if is_out_of_memory(error):
+        said, *_ = str(error).splitlines() or [""]
+        return MemoryLimitError(
+            f"the device is out of memory: {said}",
+            how="lower prefetch_depth, micro_batch_size or max_length, or set device_memory; `lema plan` shows what "
+            "takes how much",
+        )
     if isinstance(error, MemoryError):
         return MemoryLimitError(
             "the machine is out of memory", how="lower micro_batch_size, host_memory or prefetch_depth"

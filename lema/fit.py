@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from lema.optim import make_schedule
 from lema.prefix import PrefixCache
 from lema.replicate import check_alike
 from lema.reports import report_callbacks, training_arguments
-from lema.stream.lease import StreamCounters
+from lema.window import Window, since
 
 if TYPE_CHECKING:
     from lema.trainer import LemaTrainer
@@ -34,26 +33,6 @@ __all__ = ["PICTURE", "Run"]
 
 PICTURE = "loss.png"
 TRAINER_STATE = "trainer_state.json"
-
-
-@dataclass
-class _Window:
-    """What happened since `began`: between two lines of metrics, or over the whole run."""
-
-    began: float
-    counters: StreamCounters
-    loss: float = 0.0
-    trained_tokens: int = 0
-    tokens: int = 0
-
-    def add(self, loss: float, trained: int, tokens: int) -> None:
-        self.loss += loss * trained
-        self.trained_tokens += trained
-        self.tokens += tokens
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / max(self.trained_tokens, 1)
 
 
 class Run:
@@ -159,7 +138,7 @@ class Run:
             finally:
                 model.prefix = None
 
-    def _loop(self, whole: _Window) -> None:
+    def _loop(self, whole: Window) -> None:
         trainer, per_epoch = self._trainer, self._batches.steps_per_epoch
         per_step = trainer.config.gradient_accumulation_steps
         in_epoch = False
@@ -188,7 +167,7 @@ class Run:
                 self._act(numbers)
                 in_epoch = False
 
-    def _step(self, batches: Sequence[Mapping[str, Any]], whole: _Window) -> dict[str, Any]:
+    def _step(self, batches: Sequence[Mapping[str, Any]], whole: Window) -> dict[str, Any]:
         """Run one optimizer step, all its batches in one layer-major pass; return its learning rate and norm."""
         trainer = self._trainer
         assert trainer.schedule is not None
@@ -241,7 +220,7 @@ class Run:
             "loss": window.mean_loss,
             **numbers,
             "tokens_per_second": window.tokens / seconds,
-            **_since(window.counters, counters),
+            **since(window.counters, counters),
             "memory": trainer.backend.memory().used,
         }
 
@@ -306,8 +285,8 @@ class Run:
         done = self._trainer.global_step * self._trainer.config.gradient_accumulation_steps
         self._state.epoch = done / self._batches.steps_per_epoch
 
-    def _open_window(self) -> _Window:
-        return _Window(time.perf_counter(), self._trainer.memory.counters)
+    def _open_window(self) -> Window:
+        return Window(time.perf_counter(), self._trainer.memory.counters)
 
     def _agree(self) -> None:
         """Do in every process what a callback has asked for in any: a signal may have come to one of them first."""
@@ -319,20 +298,6 @@ class Run:
 
     def _fire(self, event: str, *details: Any) -> None:
         self._control = getattr(self._handler, event)(self._args, self._state, self._control, *details)
-
-
-def _since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
-    """Return what streaming cost between two looks at its counters."""
-    names = (
-        "bytes_read",
-        "bytes_uploaded",
-        "layers_read",
-        "layers_kept",
-        "seconds_blocked_disk",
-        "seconds_blocked_upload",
-        "seconds_blocked_compute",
-    )
-    return {name: getattr(now, name) - getattr(then, name) for name in names}
 
 
 def _past(file: Path) -> dict[str, Any]:

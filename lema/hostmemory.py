@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HUGE_PAGE", "anonymous", "mapped"]
+__all__ = ["HUGE_PAGE", "anonymous", "mapped", "read_only"]
 
 HUGE_PAGE = 2 << 20
 
@@ -37,3 +39,10 @@ def mapped(descriptor: int, nbytes: int) -> Tensor:
 
     shared = mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED)
     return torch.frombuffer(shared, dtype=torch.uint8)[:nbytes]
+
+
+def read_only(memory: Tensor) -> None:
+    """Let whoever writes to `memory`, whole pages of this process, be ended by the system (SIGSEGV); reads go on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

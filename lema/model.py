@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,8 +23,10 @@ from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.outside import StoredTensors, layer_bytes, load_outside
+from lema.plan.advice import advise
 from lema.plan.allocate import allocate
 from lema.plan.step import step_shape
+from lema.precision import ProductPrecision
 from lema.skeleton import meta_model, read_config
 from lema.split import Split
 from lema.stream.cost import Allocation
@@ -85,12 +88,13 @@ class LemaModel:
         records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
         self._trace = trace
         self._reader = LayerReader(trace=trace)
-        self.split = Split(self.skeleton, self.backend)
+        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
         name, count = self.split.layers_name, self.split.num_layers
         self._layers = layer_bytes(records, dtypes, name, count)
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
         self.outside_bytes = load_outside(self.skeleton, self._stored, name)
         self.lora_manager: PeftModel | None = None
+        self._precision = ProductPrecision(config.tf32)
 
     @classmethod
     def from_pretrained(
@@ -172,7 +176,7 @@ class LemaModel:
     @cached_property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
-        return StreamedModel(
+        adapter = StreamedModel(
             self.split,
             self.memory,
             self.backend,
@@ -182,6 +186,10 @@ class LemaModel:
             boundaries=self.allocation.boundaries,
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
         )
+        adapter.room.advise = partial(
+            advise, self.config, self.skeleton, self._layers, self.outside_bytes, self.allocation, self.backend
+        )
+        return adapter
 
     @cached_property
     def allocation(self) -> Allocation:
@@ -193,18 +201,25 @@ class LemaModel:
             MemoryLimitError: the limits are too small.
         """
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
-        shape = None if self.lora_manager is None else step_shape(self.config, positions)
+        shape = None if self.lora_manager is None else step_shape(self.config, positions, self.backend.replicas.size)
         return allocate(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, shape=shape)
 
     @cached_property
     def memory(self) -> LayerStream:
-        """The stream of layers, as `allocation` has it."""
+        """The stream of layers, as `allocation` has it. Several processes make it at once, each its own.
+
+        Raises:
+            ReadError: a layer that is kept in memory could not be read.
+        """
+        if self.config.shard_weights and self.backend.replicas.size == 1:
+            warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
         return LayerStream(
             self._layers,
             self.backend,
             prefetch_depth=self.allocation.slots - 1,
             residents=self.allocation.residents,
             host_cached=self.allocation.host_cached,
+            sharded=self.config.shard_weights,
             reader=self._reader,
             trace=self._trace,
         )
@@ -251,6 +266,7 @@ class LemaModel:
             self.memory.close()
         self._reader.close()
         self.backend.close()
+        self._precision.put_back()
 
     def _attach(self, config: LoraConfig, seed: int | None) -> None:
         if self.lora_manager is not None:

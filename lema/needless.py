@@ -65,6 +65,10 @@ class Needless:
         """Leave out `products`, seen in a run that saved tensors of `kinds`."""
         self._learnt[self.layer.training] = tuple(_LeftOut(one, bytes(kinds[one.saved :])) for one in products)
 
+    def forget(self) -> None:
+        """Know nothing again of the mode the layer is in."""
+        self._learnt.pop(self.layer.training, None)
+
     @contextmanager
     def left_out(self, kinds: bytes | bytearray, to_come: Callable[[], int]) -> Iterator[bool]:
         """Leave products out in the `with` block, a run that saves tensors of `kinds`; yield whether there are any.

@@ -20,18 +20,34 @@ __all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates", "t
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Optimizer:
     """Return AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) with the config's settings.
 
+    On a device that has it, the update is one kernel, which reads there whether gradients overflowed. In host memory it
+    is the plain one, whose bits do not depend on the processor.
+
     Raises:
         ConfigError: a parameter is in float16.
     """
     trained = list(parameters)
     _check_precision(trained)
+    places = {(parameter.device, parameter.dtype) for parameter in trained}
     return AdamW(
         trained,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
+        fused=all(device.type != "cpu" and _has_fused_kernel(device, dtype) for device, dtype in places) or None,
     )
+
+
+def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has one kernel for the whole update there: a step is tried, since torch tells nowhere."""
+    probe = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        AdamW([probe], fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

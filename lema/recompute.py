@@ -4,6 +4,9 @@ The graph is built once, in the forward. In the backward, its first look at a dr
 as far as the last tensor that was dropped, and without the matrix products that reach none of them (`lema.needless`).
 This is the non-reentrant checkpoint of `torch.utils.checkpoint` (Chen et al. 2016, https://arxiv.org/abs/1604.06174),
 with one promise more: weights are packed as references, and found in the lease under which the backward runs.
+
+A compiled layer is run again as a whole, and that run is differentiated: which of its graphs a compiler takes for a
+shape can change from one run to the next, and each saves tensors of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from lema.needless import Needless
 from lema.reach import Reach
@@ -43,10 +46,13 @@ class Graph:
     Args:
         again: runs the layer once more, from the generator state of the first run; None: tensors are kept.
         needless: what to leave out then; None: nothing.
+        anew: differentiate what `again` returns, instead of what it is to bring tensors back to.
     """
 
-    def __init__(self, again: Callable[[Lease], Any] | None = None, needless: Needless | None = None) -> None:
-        self._again, self._needless = again, needless
+    def __init__(
+        self, again: Callable[[Lease], Any] | None = None, needless: Needless | None = None, *, anew: bool = False
+    ) -> None:
+        self._again, self._needless, self._anew = again, needless, anew and again is not None
         self._dropped: list[ref[_Dropped]] = []
         self._kinds = bytearray()  # of what was dropped
         self._count = 0  # of these, how many the recomputation under way has come to
@@ -59,6 +65,8 @@ class Graph:
         def pack(tensor: Tensor) -> Any:
             # Autograd keeps this function with every tensor: it must not keep the lease, which holds the slot.
             assert self._lease is not None, "a graph was added to after its layer's forward"
+            if self._anew:
+                return None
             if (reference := self._lease.refer(tensor)) is not None:
                 return reference
             if self._again is None:
@@ -87,6 +95,16 @@ class Graph:
             for one in self._dropped:
                 if (dropped := one()) is not None:
                     dropped.tensor = None
+
+    def backward(self, edge: GradientEdge, gradient: Tensor) -> None:
+        """Differentiate, in the `with` block of `differentiated`: `gradient` is that of the output, at `edge`."""
+        if not self._anew:
+            torch.autograd.backward(edge, gradient)
+            return
+        assert self._lease is not None and self._again is not None
+        with torch.enable_grad():
+            output = self._again(self._lease)
+        torch.autograd.backward(output, gradient)
 
     def _unpack(self, packed: Any) -> Tensor:
         assert self._lease is not None, "a leased weight was read outside its layer's backward"
@@ -127,9 +145,13 @@ class Graph:
         with reach.followed():
             self._run(lease, follow)
         needless.learn(reach.needless(), self._kinds)
-        with needless.left_out(self._kinds, self._to_come) as any_left_out:
-            if any_left_out:
-                self._run(lease, compare)
+        try:
+            with needless.left_out(self._kinds, self._to_come) as any_left_out:
+                if any_left_out:
+                    self._run(lease, compare)
+        except BaseException:
+            needless.forget()  # a trial that did not end, as where memory runs out, proves nothing
+            raise
         if spoilt:
             needless.learn((), self._kinds)
 

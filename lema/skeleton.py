@@ -94,7 +94,9 @@ def meta_model(
         raise ModelError(
             f"transformers cannot build this model as a causal language model: {error}",
             where=f"model_type {config.model_type!r}",
-            how="`lema models` lists what streams; check attn_implementation if it was set",
+            how="`lema models` lists what streams"
+            if attn_implementation is None
+            else f"attn_implementation is {attn_implementation!r}: install what it needs, or leave the setting out",
         ) from error
     model.tie_weights()  # building on `meta` made a parameter of its own for every name
     model.config.use_cache = False  # a captured cache would grow again on recomputation

@@ -9,22 +9,22 @@ masks, rotary tables, final norm, soft-capping and logit scales are the model's 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.backend import Backend
 from lema.casts import without_casts
-from lema.errors import ModelError
+from lema.compiled import CompiledLayers
+from lema.errors import ModelError, is_out_of_memory
 from lema.flow import alike, as_leaf, depends_on, same_structure, structure, tensors_in, without_dropout
 from lema.layercall import HandedOn, LayerCall
+from lema.layernames import LayerNames
 from lema.needless import Needless
 from lema.skeleton import find_layers
 
@@ -33,7 +33,6 @@ __all__ = ["Prelude", "Split"]
 LEARNING_TOKENS = 8
 OUT_OF_ORDER = "it does not run its layers once each, in their order"
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
-WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,23 @@ class Split:
     Args:
         model: the model, adapters attached or not; every parameter outside the decoder layers is real.
         backend: for the generator state and autocast.
+        compiled: run layers compiled, where they can be.
 
     Attributes:
         needless: what a recomputation of each layer leaves out.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
+    def __init__(self, model: PreTrainedModel, backend: Backend, *, compiled: bool = False) -> None:
         self.model = model
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self._dtype = model.dtype
-        self._names: dict[int, dict[str, str | None]] = {}  # per layer: a weight's name on disk -> in the module now
-        self._set_in_place: dict[int, set[str]] = {}  # per layer: the weights that an adapter sets in place
-        self._rest: tuple[Any, ...] | None = (
-            None  # what layers return after the hidden state; None: they return it bare
-        )
+        self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self._learnt: set[bool] = set()  # in training, in evaluation: some models do other things between layers
         self._watched: set[int] = set()  # layers seen to leave their arguments alone
-        self.needless: list[Needless] = []
+        self._to_compile = compiled
+        self._compiled: CompiledLayers | None = None
         self.adapters_changed()
 
     @property
@@ -115,22 +112,35 @@ class Split:
             return record
 
         recorders = [recorder(index) for index in range(self.num_layers)]
-        with (
-            torch.set_grad_enabled(differentiate),
-            self.autocast(),
-            self.replaced(recorders),
-            suppress(_LayerReached),
-        ):
+        with torch.set_grad_enabled(differentiate), self.autocast(), self.replaced(recorders), suppress(_LayerReached):
             self.model(**batch, use_cache=False)
         if len(calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(hidden[0], tuple(calls))
 
-    def run_layer(self, index: int, weights: Mapping[str, Tensor], call: LayerCall, hidden: Tensor) -> Tensor:
-        """Run one layer on `hidden`, `[batch, sequence, hidden]`, with the weights given; returns the same shape."""
+    @property
+    def compiled(self) -> CompiledLayers | None:
+        """The layers as they are compiled; None: they are not."""
+        if self._to_compile and self._compiled is None:
+            self._compiled = CompiledLayers(list(self.layers), self.layers_name, self._backend)
+        return self._compiled
+
+    def compiles(self, index: int) -> bool:
+        """Whether `run_layer` runs a layer compiled, as far as is known: its first run may show that it cannot."""
+        return self.compiled is not None and self.compiled.compiles(index)
+
+    def run_layer(
+        self, index: int, weights: Mapping[str, Tensor], call: LayerCall, hidden: Tensor, *, compiled: bool = True
+    ) -> Tensor:
+        """Run one layer on `hidden`, `[batch, sequence, hidden]`, with the weights given; returns the same shape.
+        `compiled` false: not compiled, even where it could be."""
         before = None if index in self._watched else structure([call.args, call.kwargs])
         with self.autocast():
-            out = self.call_layer(index, weights, *call.arguments(hidden))
+            out: Any = NotImplemented
+            if compiled and self.compiled is not None:
+                out = self.compiled.call(index, self._renamed(index, weights), call, hidden)
+            if out is NotImplemented:
+                out = self.call_layer(index, weights, *call.arguments(hidden))
         if before is not None:
             if not same_structure(before, structure([call.args, call.kwargs])):
                 raise self._refusal(f"layer {index} leaves something for later layers besides the hidden state")
@@ -147,7 +157,7 @@ class Split:
         replacement = layer.__dict__.pop("forward", None)
         try:
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
-            return torch.func.functional_call(layer, self._rename(index, weights), args, kwargs, tie_weights=False)
+            return torch.func.functional_call(layer, self._renamed(index, weights), args, kwargs, tie_weights=False)
         finally:
             if replacement is not None:
                 layer.forward = replacement
@@ -192,10 +202,14 @@ class Split:
             with torch.no_grad(), self.autocast(), self.replaced([run] * self.num_layers), suppress(_LayerReached):
                 self.model(**few, use_cache=False)
         except PASSED_THROUGH_THE_MODEL as error:
+            if is_out_of_memory(error):
+                raise
             raise self._refusal(f"it does not run on a few token ids alone: {error}") from error
         try:
             self._check(few)
-        except PASSED_THROUGH_THE_MODEL:
+        except PASSED_THROUGH_THE_MODEL as error:
+            if is_out_of_memory(error):
+                raise
             # It computes with what layers return beside the hidden state; then None must be None.
             self._mark_absent = False
             self._check(few)
@@ -239,6 +253,8 @@ class Split:
                 expected = self.head(last, few)
                 alone = [self.head(last), torch.cat([self.head(last[:, :1]), self.head(last[:, 1:])], dim=1)]
         except PASSED_THROUGH_THE_MODEL as error:
+            if is_out_of_memory(error):
+                raise
             raise self._refusal("its head needs more than the last layer's output, token by token") from error
         if any(not alike(found, expected) for found in alone):
             raise self._refusal("its head needs more than the last layer's output, token by token")
@@ -254,31 +270,17 @@ class Split:
             how="`lema models` lists the types that stream",
         )
 
-    def _rename(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Name the weights as the layer does now: an adapter moves those of the modules it wraps.
-
-        A parameter that trains is the layer's own, and what is leased in its place is left out.
-        """
+    def _renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name the weights as the layer does now."""
         if index not in self._names:
-            layer = self.layers[index]
-            parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}
-            owned = parameters | {name: name for name, _ in layer.named_buffers()}
-            self._names[index] = {WRAPPED.sub("", name): now for name, now in owned.items()}
-            wrappers = [(name, part) for name, part in layer.named_modules() if isinstance(part, ParamWrapper)]
-            self._set_in_place[index] = {WRAPPED.sub("", f"{name}.{part.parameter_name}") for name, part in wrappers}
-        names, in_place = self._names[index], self._set_in_place[index]
-        return {
-            # An adapted parameter is set to itself when PEFT parametrizes it. `data` counts its changes by itself: else
-            # this would be taken for a change of every weight in the slot.
-            now: tensor.data if name in in_place else tensor
-            for name, tensor in weights.items()
-            if (now := names[name]) is not None
-        }
+            self._names[index] = LayerNames(self.layers[index])
+        return self._names[index].renamed(weights)
 
     def adapters_changed(self) -> None:
         """Forget the layers' names, and what their recomputations leave out: adapters were attached or taken off."""
-        self._names.clear()
-        self.needless = [Needless(layer) for layer in self.layers]
+        self._names: dict[int, LayerNames] = {}
+        self._compiled = None
+        self.needless: list[Needless] = [Needless(layer) for layer in self.layers]
         for layer in self.layers:
             without_casts(layer)
 

@@ -17,6 +17,7 @@ from lema.activations import BoundaryArena, StepBoundaries
 from lema.backend import Backend
 from lema.boundaries import TierName
 from lema.ends import Ends
+from lema.errors import ConfigError
 from lema.inputs import Inputs
 from lema.layercall import LayerCall
 from lema.loss import LossChunks, targets_of
@@ -24,7 +25,7 @@ from lema.prefix import PrefixCache
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease
 from lema.stream.schedule import forward_order, training_order
-from lema.visit import Engine, turn, visit
+from lema.visit import Engine, passed, turn, visit
 
 __all__ = ["StreamedModel"]
 
@@ -48,6 +49,7 @@ class StreamedModel:
 
     Attributes:
         prefix: keeps what the layers below the lowest trained one make, while a run that repeats its batches is on.
+        room: what fits on the device, and what becomes of a pass that does not.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class StreamedModel:
         self._loss_chunk_tokens = loss_chunk_tokens
         self.arena = BoundaryArena(backend, boundaries, offload_dir, stream.trace)
         self._engine = Engine(split, stream, backend)
+        self.room = self._engine.room
+        self.room.recomputes = recompute
         self._inputs = Inputs(backend)
         self.prefix: PrefixCache | None = None
-        self._starts_below = False  # whether something before the layers trains; learnt from a step
+        self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
     def close(self) -> None:
         """Give back where boundary activations wait."""
@@ -96,7 +100,8 @@ class StreamedModel:
             micro_batches: of that step; with `prefix` they say which layers it leaves out.
         """
         order = training_order(self.split.num_layers, self.lowest_trained)
-        self.stream.announce(order[0 if micro_batches is None else self._first_layer(micro_batches) :])
+        first = 0 if micro_batches is None else self._first_layer(self.room.parts(micro_batches))
+        self.stream.announce(order[first:])
 
     def _first_layer(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> int:
         """Return the lowest layer that a step runs."""
@@ -132,7 +137,8 @@ class StreamedModel:
             self._starts_below, hidden = ends.reach_below, ends.start(self._engine.anchor)
             lowest = self.lowest_trained
             again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
-            boundaries = self.arena.step(hidden, again) if again else None
+            with self.room.at("for the inputs of layers that wait for the backward"):
+                boundaries = self.arena.step(hidden, again) if again else None
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(micro_batches)
             elif top > 0:
@@ -147,23 +153,51 @@ class StreamedModel:
                 hidden = self._visit(layer, calls[layer], hidden, boundaries, differentiate=lowest <= layer)
         return turn(self._engine, calls[top], hidden, ends)
 
+    def accompany(self, *, training: bool = True) -> None:
+        """Take part in a step, or an evaluation, of which this process has no rows, for those that have some.
+
+        Raises:
+            ConfigError: the others may visit layers in an order that this process cannot know yet.
+        """
+        layers = self.split.num_layers
+        if training and self.stream.sharded and self._starts_below is None and self.trained_outside():
+            raise ConfigError(
+                "this process has no rows in the first step, and does not know how far down gradients go",
+                where="shard_weights",
+                how="give every process rows: lower micro_batch_size, or start fewer processes",
+            )
+        if not training:
+            self.stream.cancel()  # as an evaluation does
+        self.stream.accompany(training_order(layers, self.lowest_trained) if training else forward_order(layers))
+
     @torch.no_grad()
     def evaluate(
         self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None = None
     ) -> tuple[Tensor, int]:
         """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are."""
-        placed, chunks = self._placed(micro_batches, logits=logits)
-        *_, hidden = self._forward(placed)
-        values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
-        return torch.stack(values).sum(), chunks.trained_tokens
+
+        def run(parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, int]:
+            placed, chunks = self._placed(parts, logits=logits)
+            *_, hidden = self._forward(placed)
+            with self.room.at("in the head and the loss"):
+                values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+            return torch.stack(values).sum(), chunks.trained_tokens
+
+        return self.room.fitted(micro_batches, run, made=logits, purpose="evaluation")
 
     @torch.no_grad()
     def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
         """Run forward once more and name the first part whose output is not finite; None: all are."""
         names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers))]
-        for name, hidden in zip(names, self._forward(self._inputs.place(micro_batches)), strict=True):
-            if not all(bool(state.isfinite().all()) for state in hidden):
-                return name
+        placed = self._inputs.place(self.room.parts(micro_batches))
+        found: str | None = None
+        for name, hidden in zip(names, self._forward(placed), strict=True):
+            if found is None and not all(bool(state.isfinite().all()) for state in hidden):
+                found = name
+                if not self.stream.sharded:  # else other processes go through all layers too
+                    break
+        if found is not None:
+            return found
         logits = [self.split.head(state) for state in hidden]
         return None if all(bool(block.isfinite().all()) for block in logits) else "the head"
 
@@ -195,8 +229,9 @@ class StreamedModel:
     ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
-        for batch in micro_batches:
-            preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
+        with self.room.at("before the layers"):
+            for batch in micro_batches:
+                preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 
@@ -211,11 +246,7 @@ class StreamedModel:
     ) -> tuple[Tensor, ...]:
         if differentiate:
             return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries)
-        with torch.no_grad(), self.stream.lease(layer) as lease, self.stream.trace.span("forward", f"layer {layer}"):
-            return tuple(
-                self.split.run_layer(layer, lease.weights, call, state)
-                for call, state in zip(calls, hidden, strict=True)
-            )
+        return passed(self._engine, layer, calls, hidden)
 
 
 def _inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,20 +19,22 @@ from lema.batch import as_batch
 from lema.checkpoint import (
     checkpoints,
     forget_old_checkpoints,
-    generator_states,
     read_state,
-    restore_generators,
     restore_optimizer,
+    restore_own,
+    states_of_all,
     write_checkpoint,
 )
 from lema.config import LemaConfig
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.evaluation import evaluate
-from lema.loss import split_batch, trained_tokens
-from lema.nonfinite import non_finite_gradient, non_finite_loss
+from lema.loss import attended_tokens, split_batch, trained_tokens
+from lema.nonfinite import non_finite_loss
 from lema.optim import check_optimizer, make_optimizer, set_rates
+from lema.replicate import first_alone
 from lema.stream.lease import LayerStream
 from lema.streamed import StreamedModel
+from lema.update import Update, read_numbers
 from lema.weights import GlobalBinaryIndex
 
 __all__ = ["LemaTrainer", "StepResult"]
@@ -41,10 +42,18 @@ __all__ = ["LemaTrainer", "StepResult"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one pass did: the mean loss over its trained tokens; the gradients' norm where the optimizer stepped."""
+    """What one pass did, in all processes together.
+
+    Attributes:
+        loss: the mean over its trained tokens.
+        trained_tokens: how many these are.
+        tokens: all that are not padding.
+        grad_norm: of the gradients before clipping, where the optimizer stepped.
+    """
 
     loss: float
     trained_tokens: int
+    tokens: int
     grad_norm: float | None
 
 
@@ -84,8 +93,7 @@ class LemaTrainer:
         self._saved_schedule: dict[str, Any] | None = None
         self.global_step = 0
         self.accumulation_step = 0
-        half = model_adapter.split.model.dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(self.backend.device.type, enabled=half)
+        self.update = Update(model_adapter.split, self.backend, config.max_grad_norm)
         self._denominator = 0  # trained tokens by which the gradients accumulated so far were divided
         self._trained_tokens = 0
 
@@ -129,8 +137,11 @@ class LemaTrainer:
     ) -> StepResult:
         """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
 
+        The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm.
+
         Args:
-            micro_batches: with `labels`; every layer is leased once for all of them.
+            micro_batches: with `labels`; every layer is leased once for all of them. Of several processes each gives
+                its share, and one at least has some.
             num_passes: passes of this optimizer step.
             more: another pass follows at once, and its first layers may be read while this one ends.
             following: the micro-batches of that pass, where some of its layers may be left out.
@@ -139,32 +150,60 @@ class LemaTrainer:
             on_event: called with `"on_pre_optimizer_step"` once the gradients are whole, and with
                 `"on_optimizer_step"` before they are dropped.
         """
-        optimizer = self.ready()
-        trained = trained_tokens(micro_batches)
+        optimizer, replicas = self.ready(), self.backend.replicas
+        counted = replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
+        trained, tokens = (sum(column) for column in zip(*counted, strict=True))
         if self.accumulation_step == 0:
             self._denominator, self._trained_tokens = trained, 0
         self._trained_tokens += trained
         try:
-            loss = self.model.loss(
-                micro_batches, num_tokens=self._denominator, scale=self.scaler.get_scale(), logits=logits
+            divisor = self._denominator if trained else 0  # of nothing trained there is no mean
+            loss = self.model.room.fitted(
+                micro_batches,
+                lambda parts: self._pass(parts, divisor, more=more, following=following, logits=logits),
+                parameters=self._parameters(),
+                made=logits,
             )
-            value = float(loss.detach()) * (self._denominator / trained)
-            if not math.isfinite(value):
-                place = f"step {self.global_step + 1}{where}; the optimizer was not stepped"
-                raise non_finite_loss(self.model, micro_batches, value, place)
-            if more:
-                self.model.announce_step(following)
-            self.scaler.scale(loss).backward()
             self.accumulation_step += 1
             last = self.accumulation_step == num_passes
             norm = None
-            if last:
+            if last:  # the step's tokens were not known when its first batch ran
+                factor = self._denominator / self._trained_tokens if trained else 1.0
+                with self.model.room.once("where the step's gradients are put together"):
+                    norm = self.update.finish(optimizer, self._parameters(), factor)
+            mine, length = read_numbers(loss, norm)
+            value = sum(replicas.exchange(mine)) * (self._denominator / trained)
+            if not math.isfinite(value):
+                raise self._non_finite(micro_batches, value, mine, where)
+            if norm is not None and length is not None:
                 with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
-                    norm = self._step(optimizer, on_event or (lambda _: None))
+                    self._step(optimizer, norm, length, on_event or (lambda _: None))
         except BaseException:
             self._forget()
             raise
-        return StepResult(value, trained, norm)
+        return StepResult(value, trained, tokens, length)
+
+    def _pass(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        num_tokens: int,
+        *,
+        more: bool,
+        following: Sequence[Mapping[str, Tensor]] | None,
+        logits: list[Tensor] | None,
+    ) -> Tensor:
+        """Queue the forward and the backward of one pass; return the loss, divided by `num_tokens`."""
+        if not micro_batches and num_tokens:  # the other processes have some
+            self.model.accompany()
+            loss = torch.zeros((), device=self.backend.device)
+        else:
+            scale = self.update.scale()
+            loss = self.model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        if more:
+            self.model.announce_step(following)
+        if loss.requires_grad:
+            self.update.scaler.scale(loss).backward()
+        return loss.detach()
 
     def fit(self, dataset: Any, eval_dataset: Any = None, *, resume: bool = False) -> dict[str, Any]:
         """Train for the epochs or steps of the config, with evaluation, checkpoints, metrics and callbacks.
@@ -198,7 +237,8 @@ class LemaTrainer:
         output_dir = Path(self.config.output_dir)
         directory = output_dir / f"checkpoint-{self.global_step}"
         self.save_checkpoint(directory, extra, write_more)
-        forget_old_checkpoints(output_dir, directory, self.config.save_total_limit)
+        keep = self.config.save_total_limit
+        first_alone(self.backend.replicas, lambda: forget_old_checkpoints(output_dir, directory, keep))
 
     def save_checkpoint(
         self,
@@ -208,7 +248,8 @@ class LemaTrainer:
     ) -> None:
         """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
 
-        It holds whole steps: batches of a step that has not been taken yet are not in it.
+        It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
+        which call this, the first writes; directories are on a disk that all of them see.
 
         Args:
             directory: its name; replaced if it is there.
@@ -226,14 +267,15 @@ class LemaTrainer:
             if write_more is not None:
                 write_more(part)
 
+        replicas = self.backend.replicas
         state = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "generators": generator_states(self.backend.rng_state()),
+            "scaler": self.update.state_dict(),
+            **states_of_all(replicas, self.backend.rng_state()),
             "extra": dict(extra or {}),
         }
-        write_checkpoint(Path(directory), optimizer, state, write_files)
+        first_alone(replicas, lambda: write_checkpoint(Path(directory), optimizer, state, write_files))
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
@@ -251,8 +293,8 @@ class LemaTrainer:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
                 self.follow(self.schedule)
-            self.scaler.load_state_dict(state["scaler"])
-            restore_generators(state["generators"], self.backend.set_rng_state)
+            self.update.load_state_dict(state["scaler"])
+            restore_own(self.backend.replicas, state, self.config.seed, self.backend.set_rng_state)
             self._forget()
             self.global_step = int(state["global_step"])
             return dict(state["extra"])
@@ -266,6 +308,11 @@ class LemaTrainer:
             schedule.load_state_dict(self._saved_schedule)
             self._saved_schedule = None
             set_rates(self.ready(), schedule.get_last_lr())
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """What scales half-precision gradients; idle for other dtypes."""
+        return self.update.scaler
 
     def checkpoints(self) -> list[Path]:
         """Return this run's checkpoints, the oldest first."""
@@ -286,34 +333,27 @@ class LemaTrainer:
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._adapters().parameters() if parameter.requires_grad]
 
-    def _step(self, optimizer: Optimizer, on_event: Callable[[str], None]) -> float:
-        """Check and clip the gradients, step the optimizer; return the gradients' norm before clipping."""
-        self.scaler.unscale_(optimizer)
-        parameters = [parameter for parameter in self._parameters() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self._denominator != self._trained_tokens:  # the step's tokens were not known when its first batch ran
-            torch._foreach_mul_(gradients, self._denominator / self._trained_tokens)
-        self.backend.parallel.reduce_gradients(parameters)
-        norm = get_total_norm(gradients)
-        scale = self.scaler.get_scale()
-        # Half-precision gradients overflow now and then: the scaler skips that step and halves the scale. Where nothing
-        # is scaled (any more), the fault is not the scale's.
-        if not bool(norm.isfinite()) and scale <= 1.0:
-            self.scaler.update()
-            raise non_finite_gradient(self.model.split, f"step {self.global_step + 1}")
-        if self.config.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
-        on_event("on_pre_optimizer_step")
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        on_event("on_optimizer_step")
-        if self.schedule is not None and self.scaler.get_scale() >= scale:
+    def _step(self, optimizer: Optimizer, norm: Tensor, length: float, on_event: Callable[[str], None]) -> None:
+        """Step the optimizer and the schedule; `norm` is that of the gradients on the device, `length` on the host."""
+        where = f"step {self.global_step + 1}"
+        with self.model.room.once("in the optimizer's step"):
+            stepped = self.update.step(optimizer, self._parameters(), norm, length, where, on_event)
+        if self.schedule is not None and stepped:
             self.schedule.step()
         self._drop_gradients()
         self.backend.end_step()
         self.accumulation_step = 0
         self.global_step += 1
-        return float(norm)
+
+    def _non_finite(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], value: float, mine: float, where: str
+    ) -> NonFiniteError:
+        """Return the error of a loss that is not finite, `mine` being this process's part of it."""
+        place = f"step {self.global_step + 1}{where}; the optimizer was not stepped"
+        if math.isfinite(mine):
+            self.model.accompany(training=False)  # while the other looks for the layer
+            return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
+        return non_finite_loss(self.model, micro_batches, value, place)
 
     def _forget(self) -> None:
         """Drop a step that failed: its gradients and what was announced for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from lema.backend import Backend
 from lema.ends import Ends
 from lema.flow import tensors_in
 from lema.layercall import LayerCall
+from lema.outofmemory import Room
 from lema.recompute import Graph
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease
 
-__all__ = ["Engine", "turn", "visit"]
+__all__ = ["Engine", "passed", "turn", "visit"]
 
 
 class Engine:
@@ -32,11 +34,13 @@ class Engine:
 
     Attributes:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
+        room: what fits on the device.
     """
 
     def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
         self.split, self.stream, self.backend = split, stream, backend
         self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
+        self.room = Room(stream, backend)
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
@@ -76,6 +80,21 @@ def visit(
     return visited
 
 
+@torch.no_grad()
+def passed(engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s."""
+    outputs, room, place = [], engine.room, f"in the forward of layer {layer}"
+    with (
+        room.at(place),
+        engine.stream.lease(layer) as lease,
+        engine.stream.trace.span("forward", f"layer {layer}"),
+    ):
+        for call, state in zip(calls, hidden, strict=True):
+            run = partial(engine.split.run_layer, layer, lease.weights, call, state)
+            outputs.append(room.tried(place, run, engine.generator_state()))
+    return tuple(outputs)
+
+
 def turn(engine: Engine, calls: Sequence[LayerCall], hidden: Sequence[Tensor], ends: Ends) -> Tensor:
     """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
     loss: Tensor = _Turn.apply(engine, calls, ends, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
@@ -95,30 +114,46 @@ class _LayerVisit:
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
-        engine, outputs = self._engine, []
-        with engine.stream.lease(self._layer) as lease, engine.stream.trace.span("forward", f"layer {self._layer}"):
-            for index, (call, state, needs) in enumerate(zip(self._calls, hidden, needs_grad, strict=True)):
-                given = state.detach() if self._boundaries is None else self._boundaries.keep(self._layer, index, state)
-                again = None if self._boundaries is None else self._runner(call, needs)
-                graph = Graph(again, engine.split.needless[self._layer])
-                with graph.built(lease):
-                    if needs:
-                        given = graph_input(engine.anchor, given, self._found, index)
-                    output = engine.split.run_layer(self._layer, lease.weights, call, given)
-                # The edge, not the output: that is the next layer's input, and kept as such.
-                self._graphs.append((graph, get_gradient_edge(output)))
-                outputs.append(output.detach())
+        engine, layer, outputs = self._engine, self._layer, []
+        place = f"in the forward of layer {layer}"
+        with (
+            engine.room.at(place),
+            engine.stream.lease(layer) as lease,
+            engine.stream.trace.span("forward", f"layer {layer}"),
+        ):
+            for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
+                given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
+                drawn = engine.generator_state()
+                run = partial(self._run, lease, index, given, needs=needs, state=drawn)
+                outputs.append(engine.room.tried(place, run, drawn))
         return tuple(outputs)
+
+    def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
+        """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
+        engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
+        again = None if self._boundaries is None else self._runner(index, state, needs=needs, compiled=compiled)
+        graph = Graph(again, engine.split.needless[self._layer], anew=compiled)
+        with graph.built(lease):
+            if needs:
+                given = graph_input(engine.anchor, given, self._found, index)
+            output = engine.split.run_layer(self._layer, lease.weights, call, given, compiled=compiled)
+        # The edge, not the output: that is the next layer's input, and kept as such.
+        self._graphs.append((graph, get_gradient_edge(output)))
+        return output.detach()
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
         engine = self._engine
         after = engine.backend.rng_state()
-        with engine.stream.lease(self._layer) as lease, engine.stream.trace.span("backward", f"layer {self._layer}"):
+        with (
+            engine.room.at(f"in the backward of layer {self._layer}"),
+            engine.stream.lease(self._layer) as lease,
+            engine.stream.trace.span("backward", f"layer {self._layer}"),
+        ):
             for index, gradient in enumerate(gradients):
                 graph, edge = self._graphs[index]
                 with graph.differentiated(lease), self._fetched(index):
-                    torch.autograd.backward(edge, gradient)
+                    graph.backward(edge, gradient)
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
         found = [self._found.get(index) for index in range(len(gradients))]
@@ -138,17 +173,21 @@ class _LayerVisit:
             finally:
                 self._boundary.clear()
 
-    def _runner(self, call: LayerCall, needs: bool) -> Callable[[Lease], Tensor]:
-        """Return what runs a micro-batch through the layer again, from the generator state there is now.
+    def _runner(self, index: int, state: Tensor, *, needs: bool, compiled: bool) -> Callable[[Lease], Tensor]:
+        """Return what runs a micro-batch through the layer again, from the generator state of the first time.
 
         It does not hold the visit: the visit holds the graph that holds it, and what nobody wants any more would stay.
         """
-        engine, layer, boundary, state = self._engine, self._layer, self._boundary, self._engine.generator_state()
+        engine, layer, boundary = self._engine, self._layer, self._boundary
+        call, found = self._calls[index], self._found
 
         def run(lease: Lease) -> Tensor:
             engine.backend.set_rng_state(state)
-            given = boundary[0].detach().requires_grad_(needs)
-            return engine.split.run_layer(layer, lease.weights, call, given)
+            if compiled and needs:  # it is this run that is differentiated
+                given = graph_input(engine.anchor, boundary[0], found, index)
+            else:
+                given = boundary[0].detach().requires_grad_(needs)
+            return engine.split.run_layer(layer, lease.weights, call, given, compiled=compiled)
 
         return run
 
@@ -179,25 +218,19 @@ class _Turn(torch.autograd.Function):
         anchor: Tensor,  # noqa: ARG004 - autograd looks at it
         *hidden: Tensor,
     ) -> Tensor:
-        top = engine.split.num_layers - 1
-        adapters, trace = engine.adapters_of(top), engine.stream.trace
+        top, room = engine.split.num_layers - 1, engine.room
+        place = f"in the forward of layer {top}"
         ctx.ends, ctx.inputs, ctx.gradients = ends, [], []
         total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
-        with engine.stream.lease(top) as lease:
+        with room.at(place), engine.stream.lease(top) as lease:
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
                 needs = ctx.needs_input_grad[4 + index]
-                leaf = state.detach().requires_grad_(needs)
-                with torch.enable_grad(), trace.span("forward", f"layer {top}"):
-                    output = engine.split.run_layer(top, lease.weights, call, leaf)
-                with trace.span("forward", "head and loss"):
-                    value, gradient = ends.turn(index, output.detach())
+                run = partial(_turned, engine, lease, call, ends, index, state, needs=needs)
+                # What the head has summed cannot be taken out of the sum again.
+                value, given, others = room.tried(place, run, engine.generator_state(), lambda: not ends.summed)
                 total = total + value
-                given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
-                wanted = [leaf] * needs + adapters + given
-                with trace.span("backward", f"layer {top}"):
-                    found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
-                ctx.inputs.append(found[0] if needs else None)
-                ctx.gradients.append(list(zip(wanted[needs:], found[needs:], strict=True)))
+                ctx.inputs.append(given)
+                ctx.gradients.append(others)
         return total
 
     @staticmethod
@@ -211,3 +244,24 @@ class _Turn(torch.autograd.Function):
         scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
         ctx.gradients = ctx.inputs = ctx.ends = None
         return None, None, None, None, *scaled
+
+
+def _turned(
+    engine: Engine, lease: Lease, call: LayerCall, ends: Ends, index: int, state: Tensor, *, needs: bool
+) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor | None]]]:
+    """Run one micro-batch through the top layer, the head and the loss, and back.
+
+    Returns:
+        The loss, the gradient of `state` if it is needed, and what else has a gradient, with that.
+    """
+    top, room, trace = engine.split.num_layers - 1, engine.room, engine.stream.trace
+    leaf = state.detach().requires_grad_(needs)
+    with torch.enable_grad(), trace.span("forward", f"layer {top}"):
+        output = engine.split.run_layer(top, lease.weights, call, leaf)
+    with room.at("in the head and the loss"), trace.span("forward", "head and loss"):
+        value, gradient = ends.turn(index, output.detach())
+    given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
+    wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given]
+    with room.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
+        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
+    return value, found[0] if needs else None, list(zip(wanted[needs:], found[needs:], strict=True))

@@ -47,7 +47,7 @@ def step_within(directory: Path, tmp_path: Path, **changes: Any) -> tuple[Alloca
         model.skeleton.zero_grad(set_to_none=True)
         with Tally() as tally:
             tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *batches()[0].values()])
-            tally.leave_out([buffer.memory for buffer in stream._ring])
+            tally.leave_out([buffer.memory for buffer in stream._ring.buffers])
             loss = model.adapter.loss(batches())
             loss.backward()
     gradients = sum(one.nbytes for one in model.get_trainable_parameters())

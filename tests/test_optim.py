@@ -1,11 +1,15 @@
 """Learning-rate schedules are those of `transformers`, whether a run begins with them or comes back to them."""
 
+import json
+from collections import defaultdict
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 from transformers import TrainingArguments, get_scheduler
 
+from lema.checkpoint import restore_optimizer, write_checkpoint
 from lema.config import LemaConfig, Scheduler
 from lema.errors import ConfigError
 from lema.optim import make_optimizer, make_schedule
@@ -55,3 +59,82 @@ def test_the_optimizer_is_adamw_with_the_settings_given() -> None:
     theirs = torch.optim.AdamW(parameters, lr=0.3, weight_decay=0.1, betas=(0.8, 0.7), eps=0.01)
     assert type(ours) is torch.optim.AdamW
     assert ours.defaults == theirs.defaults
+
+
+def trained(count: int = 3, **how: object) -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
+    draw = torch.Generator().manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.randn(5, 3, generator=draw)) for _ in range(count)]
+    return parameters, torch.optim.AdamW(parameters, lr=0.1, **how)
+
+
+def take_steps(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(5, 3, generator=draw)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def test_in_host_memory_the_optimizer_is_the_plain_one_to_the_bit() -> None:
+    parameters, plain = trained()
+    ours = make_optimizer(trained()[0], LemaConfig("m", learning_rate=0.1, weight_decay=0.01))
+    assert not ours.param_groups[0]["fused"]
+    found = take_steps(ours.param_groups[0]["params"], ours, 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, take_steps(parameters, plain, 2), strict=True))
+
+
+def test_a_device_without_a_kernel_for_the_whole_update_gets_the_plain_one() -> None:
+    ours = make_optimizer([torch.nn.Parameter(torch.zeros(2, device="meta"))], LemaConfig("m"))
+    assert not ours.param_groups[0]["fused"]
+
+
+def test_a_device_with_a_kernel_for_the_whole_update_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lema.optim._has_fused_kernel", lambda device, dtype: dtype == torch.float32)
+    both = [torch.nn.Parameter(torch.zeros(2, device="meta", dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    assert make_optimizer(both[:1], LemaConfig("m")).param_groups[0]["fused"] is True
+    assert not make_optimizer(both, LemaConfig("m")).param_groups[0]["fused"]
+    assert not make_optimizer([torch.nn.Parameter(torch.zeros(2))], LemaConfig("m")).param_groups[0]["fused"]
+
+
+@pytest.mark.cuda
+def test_a_gpu_gets_one_kernel_and_keeps_its_numbers() -> None:
+    theirs, plain = trained()
+    ours = [torch.nn.Parameter(parameter.detach().cuda()) for parameter in theirs]
+    fused = make_optimizer(ours, LemaConfig("m", learning_rate=0.1, weight_decay=0.01))
+    assert fused.param_groups[0]["fused"] is True
+    draw = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        for one, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn(5, 3, generator=draw)
+            one.grad = other.grad.cuda()
+        fused.step()
+        plain.step()
+    assert all(torch.allclose(one.cpu(), other, rtol=1e-5) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("saved_fused", [False, True])
+def test_a_checkpoint_goes_on_with_the_optimizer_of_the_machine_it_comes_to(saved_fused: bool, tmp_path: Path) -> None:
+    """Saved by one that updates in one kernel, restored into one that does not, and the other way about."""
+    parameters, first = trained(fused=saved_fused, weight_decay=0.2)
+    take_steps(parameters, first, 2)
+    write_checkpoint(tmp_path / "saved", first, {"global_step": 3}, lambda _: None)
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    others, second = trained(fused=not saved_fused)
+    restore_optimizer(second, tmp_path / "saved", state["optimizer"])
+    assert second.param_groups[0]["fused"] is not saved_fused
+    assert second.param_groups[0]["weight_decay"] == 0.2
+    expected, straight = trained(fused=not saved_fused, weight_decay=0.2)  # one that was never saved
+    with torch.no_grad():
+        for copies in (others, expected):
+            for one, source in zip(copies, parameters, strict=True):
+                one.copy_(source)
+    straight.state = defaultdict(
+        dict,
+        {
+            one: {key: value.clone() for key, value in first.state[source].items()}
+            for one, source in zip(expected, parameters, strict=True)
+        },
+    )
+    found = take_steps(others, second, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, take_steps(expected, straight, 3), strict=True))

@@ -1,13 +1,16 @@
 """Several processes train as one does: the same steps on the same batches, each reading and computing its share."""
 
 import json
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from processes import run_processes
+from processes import run_processes, started_processes
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from smallrun import opened, settings, token_rows, write_model
@@ -88,9 +91,13 @@ def alone(place: Path) -> Path:
     return train(place, "one", 1)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_train_as_one_does(place: Path, alone: Path, count: int) -> None:
-    together = train(place, f"with-{count}", count)
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [(2, {}), (4, {"strategy": "resident"}), (4, {"shard_weights": True})],
+    ids=["2", "4-host-memory-shared", "4-weights-sharded"],
+)
+def test_several_processes_train_as_one_does(place: Path, alone: Path, count: int, changes: dict[str, Any]) -> None:
+    together = train(place, f"with-{count}{len(changes)}{'shard_weights' in changes}", count, **changes)
     assert_alike(alone, together)
     assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
 
@@ -220,3 +227,25 @@ def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Pat
     for name, gradient in expected.items():
         assert gradient.any()
         assert float((found[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
+
+
+def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_goes_on(place: Path) -> None:
+    """The adapter is bitwise that of two processes that were never stopped."""
+    length = {"num_train_epochs": 5, "save_steps": 0, "lr_scheduler_type": "constant", "lora_dropout": 0.2}
+    whole = train(place, "never-stopped", 2, **length)
+    config, out = written(place, "stopped", **length), place / "stopped"
+    with started_processes(["-m", "lema", "train", str(config)], 2) as started:
+        while not (out / "metrics.jsonl").exists() or len(read_metrics(out / "metrics.jsonl")) < 3:
+            assert started.poll() is None, started.communicate()
+            time.sleep(0.05)
+        workers = psutil.Process(started.pid).children(recursive=True)
+        ranks = {worker.environ().get("RANK"): worker for worker in workers}
+        ranks["1"].send_signal(signal.SIGTERM)
+        _, errors = started.communicate(timeout=120)
+    assert started.returncode != 0
+    assert errors.count("stopped by SIGTERM after step") == 2, errors[-4000:]
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert 3 <= int(checkpoint.name.removeprefix("checkpoint-")) < 20
+    train(place, "stopped", 2, "--resume", **length)
+    left, right = adapter(whole), adapter(out)
+    assert all(torch.equal(left[name], right[name]) for name in left)

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lema.data.batches import Batch, Batches, collate
+    from lema.data.batches import Batch, Batches, collate, share_of
     from lema.data.dataset import Counts, TokenDataset
     from lema.data.files import Row, load_rows, read_rows
     from lema.data.length import longest_row
@@ -22,6 +22,7 @@ __all__ = [
     "needs_tokenizer",
     "prepare_data",
     "read_rows",
+    "share_of",
 ]
 
 _HOME = {
@@ -36,6 +37,7 @@ _HOME = {
     "needs_tokenizer": "prepare",
     "prepare_data": "prepare",
     "read_rows": "files",
+    "share_of": "batches",
 }
 
 

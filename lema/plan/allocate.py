@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 from transformers import PreTrainedModel
 
-from lema.backend import Backend
+from lema.backend import Backend, Replicas
 from lema.config import LemaConfig, MemoryStrategy, parse_memory
 from lema.errors import MemoryLimitError, ModelError
 from lema.optim import training_bytes
@@ -18,9 +20,11 @@ from lema.plan.workload import Workload, measure
 from lema.skeleton import find_layers
 from lema.stream.budget import solve
 from lema.stream.cost import Allocation, Demand, Speeds
+from lema.stream.gathered import NUM_BUFFERS
+from lema.stream.parts import part_bytes
 from lema.stream.placement import LayerBytes
 
-__all__ = ["allocate", "allocated"]
+__all__ = ["allocate", "allocated", "of_one_process"]
 
 # Not known: then bytes moved are what counts, and those from disk most.
 UNKNOWN_DISK, UNKNOWN_LINK = 1.0, 10.0
@@ -50,6 +54,8 @@ def allocate(
         shape: of a step, whose activations count towards the limits; None: weights and what trains alone. Of a model
             whose activations cannot be told ahead these alone count too, with a warning.
 
+    Several processes ask for it at once, and get the same: that of the least memory any of them has.
+
     Raises:
         MemoryLimitError: the limits are too small.
     """
@@ -74,7 +80,30 @@ def allocate(
         shared=memory.shared,
     )
     host = psutil.virtual_memory()
-    return allocated(config, demand, speeds, memory.total, host.total, host.available)
+    # What processes measure differs; that they spend memory alike does not depend on it.
+    told = backend.replicas.exchange((demand, speeds, memory.total, host.total, host.available))
+    (demand, speeds, *_), totals = told[0], zip(*(one[2:] for one in told), strict=True)
+    demand = of_one_process(demand, backend.replicas, sharded=config.shard_weights)
+    return allocated(config, demand, speeds, *map(min, totals))
+
+
+def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
+    """Return what a step needs of one of several processes, given what it needs of one alone.
+
+    Args:
+        demand: of one alone.
+        replicas: the processes.
+        sharded: whether each has only its part of every layer's weights; of one process, that is all.
+    """
+    demand, size = replace(demand, processes=replicas.local_size), replicas.size
+    if not sharded or size == 1:
+        return demand
+    layers = []
+    for layer in demand.layers:
+        part = part_bytes(layer.slot_bytes, size)
+        layers.append(replace(layer, slot_bytes=part, upload_bytes=part, read_bytes=math.ceil(layer.read_bytes / size)))
+    largest = max(layer.slot_bytes for layer in layers)
+    return replace(demand, layers=tuple(layers), gathered_bytes=NUM_BUFFERS * size * largest)
 
 
 def _workload(

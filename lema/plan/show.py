@@ -8,20 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lema.metrics import human_bytes, human_count, human_duration
+from lema.plan.advice import PARTS as DEVICE_PARTS
 from lema.plan.outlook import Plan
 
 __all__ = ["rows", "show"]
 
-PARTS = {
-    "slots": "layers passing through",
-    "residents": "layers that stay",
-    "outside": "embeddings, norm, head",
-    "adapters": "adapter, gradients, optimizer",
-    "working": "one micro-batch in one layer",
-    "flight": "hidden states between layers",
-    "expanded": "weights of one layer, expanded",
-    "boundaries": "inputs of layers, kept",
-    "saved": "activations not recomputed",
+PARTS = DEVICE_PARTS | {
     "ring": "layers passing through",
     "cached": "layers kept from the disk",
     "process": "interpreter and libraries",

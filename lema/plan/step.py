@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lema.config import LemaConfig
-from lema.data import longest_row
+from lema.data import longest_row, share_of
 from lema.plan.machine import Machine
 from lema.plan.workload import MicroBatch, Workload
 from lema.stream.cost import Demand, LayerCost
@@ -77,19 +77,21 @@ class Timings:
         )
 
 
-def step_shape(config: LemaConfig, positions: int | None) -> StepShape:
+def step_shape(config: LemaConfig, positions: int | None, processes: int = 1) -> StepShape:
     """Return the step that the settings ask for, every row as long as it may be.
 
     Args:
         config: of the run.
         positions: the longest row that the model takes; None: any.
+        processes: that share a batch; the step is that of the first, which has most.
 
     Raises:
         ConfigError: `max_length` is more than the model's positions.
     """
-    rows = min(config.micro_batch_size or config.batch_size, config.batch_size)
+    share = len(share_of(range(config.batch_size), 0, processes, config.micro_batch_size))
+    rows = min(config.micro_batch_size or share, share)
     length = longest_row(config.max_length, positions)
-    return StepShape(MicroBatch(rows, length), config.batch_size * config.gradient_accumulation_steps)
+    return StepShape(MicroBatch(rows, length), share * config.gradient_accumulation_steps)
 
 
 def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int) -> Timings:

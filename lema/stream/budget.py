@@ -127,7 +127,7 @@ def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[
         return streamed
     room, chosen = _left(limit, host_parts(demand, bare)), []
     for index in streamed:
-        room -= demand.layers[index].slot_bytes
+        room -= demand.host_copies * demand.layers[index].slot_bytes
         if room < 0:
             break
         chosen.append(index)

@@ -102,6 +102,8 @@ class Demand:
         micro_boundary_bytes: the inputs of one layer, of the largest micro-batch.
         turn: seconds of the head and the loss, forward and backward.
         rest: seconds of what is done between steps, and before the layers.
+        gathered_bytes: layers that are put together from the parts of all processes; 0: each process has them whole.
+        processes: of this machine, which have its host memory together.
         shared: the device computes in host memory: host buffers are its slots.
     """
 
@@ -116,6 +118,8 @@ class Demand:
     micro_boundary_bytes: int = 0
     turn: float = 0.0
     rest: float = 0.0
+    gathered_bytes: int = 0
+    processes: int = 1
     shared: bool = False
 
     @property
@@ -131,7 +135,16 @@ class Demand:
     @property
     def fixed_bytes(self) -> int:
         """Device memory that no allocation changes."""
-        return self.outside_bytes + self.adapter_bytes + self.working_bytes + self.flight_bytes + self.expanded_bytes
+        beside = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
+        return self.outside_bytes + self.adapter_bytes + beside
+
+    @property
+    def host_copies(self) -> int:
+        """How often a machine's memory has the bytes of a host-cached layer that one process works with.
+
+        Processes share what is the same for all; of parts, each has its own.
+        """
+        return self.processes if self.gathered_bytes else 1
 
 
 @dataclass(frozen=True)
@@ -177,19 +190,23 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "working": demand.working_bytes,
         "flight": demand.flight_bytes,
         "expanded": demand.expanded_bytes,
+        "gathered": demand.gathered_bytes,
         "boundaries": (len(demand.visited_twice) - away) * demand.boundary_bytes + staged,
         "saved": sum(demand.layers[index].saved_bytes for index in allocation.saved),
     }
 
 
 def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
-    """Return the peak of host memory by part, in bytes. Where the device computes in it, the ring is its slots."""
+    """Return the peak of host memory by part, in bytes, of all processes of a machine.
+
+    Where the device computes in it, the ring is its slots.
+    """
     away = _away(demand, allocation) * demand.boundary_bytes
     staged = min(away, STAGED * demand.micro_boundary_bytes)
     return {
-        "ring": _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
-        "cached": sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
-        "boundaries": {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
+        "ring": demand.processes * _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
+        "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
+        "boundaries": demand.processes * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
     }
 
 

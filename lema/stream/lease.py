@@ -5,6 +5,9 @@ queued under the lease has finished. Until it is refilled, a slot keeps its laye
 is how a training pass turns without reading again what it has just left. Residents are uploaded once and leased for
 nothing; layers cached in host memory are read once. What is stored quantised stays so in every buffer and slot, and is
 expanded when a lease begins.
+
+Sharded, each of several processes reads, keeps and uploads one part of every layer, and a lease begins with the parts
+of all put together on the device.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lema.backend import Backend
-from lema.stream.counters import StreamCounters
+from lema.backend import Backend, Upload
+from lema.stream.counters import RunningCounters, StreamCounters
 from lema.stream.expand import ExpandedBuffers, expand_into, weights_in
+from lema.stream.fill import fill
+from lema.stream.gathered import GatheredBuffers
 from lema.stream.leased import Lease, WeightReference
-from lema.stream.order import Order, place_to_refill
+from lema.stream.parts import part_of
 from lema.stream.placement import LayerBytes
-from lema.stream.places import DeviceSlot, HostBuffer
 from lema.stream.reader import LayerReader
+from lema.stream.ring import LayerRing
 from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["LayerStream", "Lease", "StreamCounters", "WeightReference"]
@@ -32,15 +37,23 @@ __all__ = ["LayerStream", "Lease", "StreamCounters", "WeightReference"]
 class LayerStream:
     """Leases the layers of one model, prefetching in the order announced.
 
+    With several processes, all make streams of the same layers with the same arguments; sharded, they also announce,
+    lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
+
     Args:
         layers: each layer as bytes.
         backend: the device.
         prefetch_depth: how many layers are under way, or kept, beside the one on lease.
         residents: layers that stay on the device.
-        host_cached: layers that are read once, at the start, and uploaded from host memory ever after.
+        host_cached: layers that are read once, at the start, and uploaded from host memory ever after; processes of one
+            machine share that memory.
+        sharded: of several processes, let each have its part of every layer; one layer is then on lease at a time.
         reader: who reads; closed with the stream.
         trace: records uploads and stalls.
         clock: seconds, for the counters.
+
+    Raises:
+        ReadError: a layer that is read at the start could not be, here or in another process.
     """
 
     def __init__(
@@ -51,6 +64,7 @@ class LayerStream:
         prefetch_depth: int = 2,
         residents: Collection[int] = (),
         host_cached: Collection[int] = (),
+        sharded: bool = False,
         reader: LayerReader | None = None,
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
@@ -58,40 +72,55 @@ class LayerStream:
         self.layers = tuple(layers)
         self.residents = frozenset(residents)
         self.host_cached = frozenset(host_cached) - self.residents
-        self.num_slots = prefetch_depth + 1
         self.trace = trace
         self._clock = clock
-        self._backend = backend
         self._reader = reader or LayerReader(trace=trace)
-        self._counters = StreamCounters()
-        self._order = Order()
+        self._counters = RunningCounters()
         self._held: dict[int, Lease] = {}
-        self._full_since: float | None = None  # from when on a read has been waiting for a buffer
-        streamed = [layer for layer in range(len(self.layers)) if layer not in self.residents]
-        on_disk = [layer for layer in streamed if layer not in self.host_cached]
-        self._slot_bytes = self._largest(streamed)
-        # Rings of one slot each: which slot to refill is chosen here, where it is known what is wanted next.
-        self._slots = [
-            DeviceSlot(backend.device_slots(self._slot_bytes, 1)) for _ in range(min(self.num_slots, len(streamed)))
-        ]
         self._expanded = ExpandedBuffers(self.layers, backend)
-        self._host: dict[int, Tensor] = {}
-        self._resident: dict[int, Tensor] = {}
-        self._fill(self.residents, keep_in_host=False)
-        self._fill(self.host_cached, keep_in_host=True)
-        self._ring = [
-            HostBuffer(backend.host_buffer(self._largest(on_disk))) for _ in range(min(self.num_slots, len(on_disk)))
-        ]
+        self._gathered: GatheredBuffers | None = None
+        replicas, stored = backend.replicas, self.layers
+        if sharded and replicas.size > 1:
+            stored = tuple(part_of(layer, replicas.rank, replicas.size) for layer in self.layers)
+            parts = [part.nbytes for part in stored]
+            self._gathered = GatheredBuffers(parts, backend, self._part, trace=trace, clock=clock)
+        uploads, self._host = fill(
+            self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None
+        )
+        self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
+        self._uploads = {} if self._gathered is None else uploads
+        self.num_slots = prefetch_depth + 1
+        self._ring = LayerRing(
+            stored,
+            [layer for layer in range(len(self.layers)) if layer not in self.residents],
+            self._host,
+            backend,
+            num_slots=self.num_slots,
+            reader=self._reader,
+            in_use=self._in_use,
+            counters=self._counters,
+            trace=trace,
+            clock=clock,
+        )
 
     @property
     def counters(self) -> StreamCounters:
         """What streaming has cost so far."""
-        return replace(self._counters, bytes_read=self._reader.bytes_read)
+        total = replace(self._counters.total, bytes_read=self._reader.bytes_read)
+        if self._gathered is None:
+            return total
+        gathered = self._gathered
+        return replace(total, bytes_gathered=gathered.bytes_gathered, seconds_blocked_gather=gathered.seconds_blocked)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: the largest streamed layer."""
-        return self._slot_bytes
+        """Bytes of one slot: the largest streamed layer; sharded, its part."""
+        return self._ring.slot_bytes
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this process has but a part of every layer."""
+        return self._gathered is not None
 
     def announce(self, order: Iterable[int]) -> None:
         """Say which layers will be leased next, after those announced before; reading starts at once.
@@ -99,13 +128,13 @@ class LayerStream:
         The further ahead it is known what comes, the better is the choice of what to keep: what follows a turn is best
         announced before the turn.
         """
-        self._order.extend(layer for layer in order if layer not in self.residents)
-        self._pump()
+        wanted = order if self._gathered is None else self._gathered.announce(order)
+        self._ring.announce(layer for layer in wanted if layer not in self.residents)
 
     @property
     def announced(self) -> int:
-        """How many announced leases of streamed layers are still to come."""
-        return len(self._order)
+        """How many announced leases of streamed layers are still to come; sharded, all are streamed."""
+        return self._ring.announced if self._gathered is None else self._gathered.announced
 
     @contextmanager
     def lease(self, layer: int) -> Iterator[Lease]:
@@ -119,26 +148,35 @@ class LayerStream:
         if layer in self._held:
             yield self._held[layer]
             return
-        self._raise_failures()
-        self._count(leases=1)
-        if layer in self.residents:
+        self._ring.raise_failures()
+        self._counters.add(leases=1)
+        if self._gathered is not None:
+            with self._together(self._gathered, layer) as whole, self._open(layer, whole) as lease:
+                yield lease
+        elif layer in self.residents:
             with self._open(layer, self._resident[layer]) as lease:
                 yield lease
+        else:
+            upload = self._ring.take(layer)
+            try:
+                with self._open(layer, upload.wait()) as lease:
+                    yield lease
+            finally:
+                upload.release()
+
+    def accompany(self, order: Iterable[int]) -> None:
+        """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts.
+
+        What others cancel is cancelled here too. Not sharded, nobody needs anything.
+        """
+        if self._gathered is None:
             return
-        place = self._next(layer)
-        try:
-            self._order.begin()
-            began = self._clock()
-            with self.trace.span("stall: upload", f"layer {layer}"):
-                slot = place.lease()
-            self._count(seconds_blocked_upload=self._clock() - began)
-            with self._open(layer, slot) as lease:
-                yield lease
-        finally:
-            place.release()
-            # Of empty slots the first is refilled: the one that was computed with longest ago.
-            self._slots.sort(key=lambda other: other is place)
-            self._pump()
+        order = tuple(order)
+        if not self.announced:
+            self.announce(order)
+        for layer in order:
+            with self.lease(layer):
+                pass
 
     @contextmanager
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
@@ -150,7 +188,7 @@ class LayerStream:
                 began = self._clock()
                 with self.trace.span("expand", f"layer {layer}", nbytes=stored.expanded_bytes):
                     expand_into(expanded, slot, stored)
-                self._count(seconds_expanding=self._clock() - began)
+                self._counters.add(seconds_expanding=self._clock() - began)
             self._held[layer] = Lease(layer, slot, weights_in(slot, stored, expanded), expanded)
             yield self._held[layer]
         finally:
@@ -158,138 +196,49 @@ class LayerStream:
             if expanded is not None:
                 self._expanded.give_back(expanded)
 
+    @contextmanager
+    def _together(self, gathered: GatheredBuffers, layer: int) -> Iterator[Tensor]:
+        """Hold a layer that is put together from its parts; an order other than the one announced starts afresh."""
+        assert not self._held, "more than one layer is on lease at once"
+        if not gathered.begin(layer):
+            self.cancel()
+            self.announce([layer])
+            gathered.begin(layer)
+        with gathered.lease(layer) as whole:
+            yield whole
+
+    def _part(self, layer: int) -> Upload:
+        """Return this process's part of a layer, on its way to the device."""
+        return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
+
+    def _in_use(self) -> Collection[int]:
+        """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
+        held = self._held.keys() if self._gathered is None else self._gathered.under_way
+        return held - self.residents
+
     def cancel(self) -> None:
         """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
-        self._order.clear()
-        self._full_since = None
-        for buffer in self._ring:
-            if buffer.ticket is not None and (not buffer.ticket.done() or buffer.ticket.failed()):
-                buffer.empty()
+        self._ring.cancel()
+        if self._gathered is not None:
+            self._gathered.cancel()
+
+    def shrink(self) -> bool:
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up.
+
+        One on lease is not, nor is the last. What was on its way there is fetched again in its turn.
+        """
+        shrunk = self._ring.shrink()
+        self.num_slots = len(self._ring.slots) if shrunk else self.num_slots
+        return shrunk
 
     def close(self) -> None:
         """Stop reading and drop every buffer."""
         self.cancel()
         self._reader.close()
-        for place in self._slots:
-            place.empty()
-        if self._slots:
-            self._backend.synchronize()  # no copy may still be reading a buffer that goes
-        self._slots, self._ring = [], []
+        if self._gathered is not None:
+            self._gathered.close()
+        self._ring.close()
         self._expanded.clear()
         self._host.clear()
         self._resident.clear()
-
-    def _next(self, layer: int) -> DeviceSlot:
-        """Return the slot that holds `layer`; an order other than the one announced starts afresh."""
-        assert len(self._held.keys() - self.residents) < len(self._slots), (
-            "more layers are on lease at once than there are slots"
-        )
-        if self._order.first != layer:
-            self.cancel()
-            self._order.extend([layer])
-        self._pump()
-        try:
-            if (buffer := self._buffer_of(layer)) is not None:
-                self._arrive(buffer)
-                self._count(layers_kept=int(buffer.leased))
-                buffer.leased = True
-            place = next((place for place in self._slots if place.layer == layer), None)
-            if place is None:
-                number = self._to_refill(self._slots, next(iter(self._order))[0])
-                assert number is not None, "the next layer finds no slot"
-                place = self._upload(layer, number)
-        except BaseException:
-            self.cancel()
-            raise
-        return place
-
-    def _pump(self) -> None:
-        """Start every read there is a buffer for, and every upload whose bytes have arrived and which has a slot."""
-        for number, layer in self._order:
-            if layer in self._host or self._buffer_of(layer) is not None:
-                continue
-            if (place := self._to_refill(self._ring, number)) is None:
-                self._full_since = self._clock() if self._full_since is None else self._full_since
-                break
-            if self._full_since is not None:
-                self._count(seconds_blocked_compute=self._clock() - self._full_since)
-                self._full_since = None
-            self._read(layer, self._ring[place])
-        for number, layer in self._order:
-            if any(place.layer == layer for place in self._slots):
-                continue
-            buffer = self._buffer_of(layer)
-            arrived = layer in self._host or (buffer is not None and _arrived(buffer))
-            if not arrived or (place := self._to_refill(self._slots, number)) is None:
-                break
-            self._upload(layer, place)
-
-    def _to_refill(self, places: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
-        return place_to_refill([place.layer for place in places], self._order, number, self._held.keys())
-
-    def _buffer_of(self, layer: int) -> HostBuffer | None:
-        """Return the buffer of the ring that holds `layer`, or is being filled with it."""
-        return next((buffer for buffer in self._ring if buffer.layer == layer), None)
-
-    def _read(self, layer: int, buffer: HostBuffer) -> None:
-        """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be the buffer itself."""
-        for place in self._slots:
-            if buffer.layer is not None and place.layer == buffer.layer:
-                place.empty()
-        buffer.empty()
-        buffer.ticket = self._reader.submit(self.layers[layer], buffer.memory, buffer.drain(), name=f"layer {layer}")
-        buffer.layer, buffer.leased = layer, False
-        self._count(layers_read=1)
-
-    def _arrive(self, buffer: HostBuffer) -> None:
-        """Wait for a layer's last byte."""
-        if buffer.ticket is None or buffer.ticket.done():
-            buffer.arrive()  # raises what a read raised
-            return
-        began = self._clock()
-        with self.trace.span("stall: disk", f"layer {buffer.layer}"):
-            buffer.arrive()
-        self._count(seconds_blocked_disk=self._clock() - began)
-
-    def _upload(self, layer: int, number: int) -> DeviceSlot:
-        """Start copying `layer`, which has arrived, into slot `number`."""
-        buffer, place, nbytes = self._buffer_of(layer), self._slots[number], self.layers[layer].nbytes
-        if buffer is not None:
-            buffer.arrive()
-        source = self._host[layer] if buffer is None else buffer.memory
-        with self.trace.span("upload", f"layer {layer}", nbytes=nbytes):
-            upload = place.fill(layer, source[:nbytes])
-        if buffer is not None:
-            buffer.uploaded(id(place), upload)
-        self._count(bytes_uploaded=nbytes)
-        return place
-
-    def _raise_failures(self) -> None:
-        """A read that failed ahead of time stops training now, not when its layer's turn comes."""
-        for buffer in self._ring:
-            if buffer.ticket is not None and (error := buffer.ticket.failed()) is not None:
-                self.cancel()
-                raise error
-
-    def _fill(self, wanted: Collection[int], *, keep_in_host: bool) -> None:
-        """Read layers for good: into host memory, or through it onto the device."""
-        for layer in sorted(wanted):
-            buffer = self._backend.host_buffer(self.layers[layer].nbytes)
-            self._reader.submit(self.layers[layer], buffer, name=f"layer {layer}").wait()
-            if keep_in_host:
-                self._host[layer] = buffer
-            else:
-                upload = self._backend.device_slots(buffer.numel(), 1).upload(buffer)
-                self._resident[layer] = upload.wait()
-                self._backend.synchronize()  # the buffer goes here, and the copy may still be reading it
-
-    def _largest(self, layers: Iterable[int]) -> int:
-        return max((self.layers[layer].nbytes for layer in layers), default=0)
-
-    def _count(self, **more: float) -> None:
-        counters = self._counters
-        self._counters = replace(counters, **{name: getattr(counters, name) + by for name, by in more.items()})
-
-
-def _arrived(buffer: HostBuffer) -> bool:
-    return buffer.ticket is None or (buffer.ticket.done() and not buffer.ticket.failed())
+        self._uploads.clear()

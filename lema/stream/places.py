@@ -27,6 +27,10 @@ class HostBuffer:
         """Remember that `upload`, into slot number `slot`, may read from this buffer until it is drained."""
         self._uploads[slot] = upload  # what was copied there before was copied before this
 
+    def forget(self, slot: int) -> None:
+        """Let go of a slot that is given up, to which nothing is being copied."""
+        self._uploads.pop(slot, None)
+
     def drain(self) -> Callable[[], None] | None:
         """Return what blocks until the buffer may be overwritten; None: it may."""
         uploads = tuple(self._uploads.values())

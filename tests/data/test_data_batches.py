@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lema.data import Batches, collate, prepare_data
+from lema.data import Batches, collate, prepare_data, share_of
 from lema.errors import DataError
 
 LENGTHS = [3, 5, 2, 7, 4, 4, 6, 2, 9, 3, 8]
@@ -99,3 +101,26 @@ def test_wrong_sizes_and_steps_are_refused(data):
         Batches([], 2)
     with pytest.raises(IndexError):
         Batches(data, 2).batch(-1)
+
+
+@given(rows=st.integers(1, 40), size=st.integers(1, 9), micro=st.none() | st.integers(1, 7))
+def test_processes_share_a_batch_micro_batch_by_micro_batch(rows: int, size: int, micro: int | None) -> None:
+    batch = list(range(100, 100 + rows))
+    shares = [share_of(batch, rank, size, micro) for rank in range(size)]
+    assert [row for share in shares for row in share] == batch  # each row once, in order
+    step = micro or 1
+    assert all(not share or (share[0] - 100) % step == 0 for share in shares)  # no micro-batch is cut
+    counts = [-(-len(share) // step) for share in shares]
+    assert max(counts) - min(counts) <= 1  # nobody waits for more than one
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_a_process_reads_its_share_of_each_batch_and_may_have_none() -> None:
+    data = [{"input_ids": [1, 2, number], "labels": [1, 2, number]} for number in range(10)]
+    processes = [Batches(data, 4, seed=3, rank=rank, size=3, micro_batch_size=2) for rank in range(3)]
+    whole = Batches(data, 4, seed=3)
+    for step in range(6):
+        found = [one.batch(step) for one in processes]
+        rows = [row for share in found if share is not None for row in share["rows"]]
+        assert rows == whole.batch(step)["rows"]
+        assert [share is None for share in found] == [False, step % 3 == 2, True]

@@ -20,6 +20,7 @@ from lema.plan.simulator import STEPS, layers_like, simulate
 from lema.plan.virtual import VirtualDevice
 from lema.stream.cost import Allocation, Demand, LayerCost, Speeds, device_parts, fetches, host_parts, phases, seconds
 from lema.stream.lease import LayerStream
+from lema.stream.ring import LayerRing
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -266,20 +267,20 @@ def test_a_simulation_has_no_bytes() -> None:
 @contextmanager
 def events_recorded() -> Iterator[list[tuple[str, int]]]:
     """Record which layers are leased, those on lease already excepted, and which are read into the ring."""
-    found, lease, read = list[tuple[str, int]](), LayerStream.lease, LayerStream._read
+    found, lease, read = list[tuple[str, int]](), LayerStream.lease, LayerRing._read
 
     def record_lease(self: LayerStream, layer: int) -> Any:
         if layer not in self._held:
             found.append(("lease", layer))
         return lease(self, layer)
 
-    def record_read(self: LayerStream, layer: int, *rest: Any) -> None:
+    def record_read(self: LayerRing, layer: int, *rest: Any) -> None:
         found.append(("read", layer))
         read(self, layer, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerStream, "lease", record_lease)
-        patch.setattr(LayerStream, "_read", record_read)
+        patch.setattr(LayerRing, "_read", record_read)
         yield found
 
 

@@ -252,10 +252,10 @@ def test_a_second_lease_of_a_kept_layer_holds_off_the_refill_too(tmp_path: Path)
 def test_of_two_empty_slots_the_one_computed_with_longest_ago_is_refilled_first(stored: Stored) -> None:
     stream = LayerStream(stored.layers, CpuBackend(poison=True), prefetch_depth=2)
     follow(stream, stored, (0, 1, 2, 1))
-    before = {slot.layer: slot for slot in stream._slots}
+    before = {slot.layer: slot for slot in stream._ring.slots}
     stream.announce([5, 6])  # they are read at once into the buffers of 2 and 1, whose slots become empty
     follow(stream, stored, (5, 6))
-    after = {slot.layer: slot for slot in stream._slots}
+    after = {slot.layer: slot for slot in stream._ring.slots}
     assert after[5] is before[2]
     assert after[6] is before[1]
     stream.close()

@@ -1,0 +1,249 @@
+"""Layers on their way from disk, or from host memory, to the device: read and uploaded in the order of their leases.
+
+Host buffers and device slots are refilled by Belady's rule; until it is refilled each keeps its layer, so a layer that
+is still there is neither read nor uploaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from lema.backend import Backend, Upload
+from lema.stream.counters import RunningCounters
+from lema.stream.order import Order, place_to_refill
+from lema.stream.placement import LayerBytes
+from lema.stream.places import DeviceSlot, HostBuffer
+from lema.stream.reader import LayerReader
+from lema.trace import NoTrace
+
+__all__ = ["LayerRing"]
+
+
+class LayerRing:
+    """Host buffers and device slots that layers pass through.
+
+    Args:
+        layers: each layer as bytes.
+        passing: the layers that are leased from here.
+        host: of these, those that stay in host memory, and where.
+        backend: the device.
+        num_slots: slots, and host buffers, at most.
+        reader: who reads.
+        in_use: tells which layers may not be overwritten now.
+        counters: what is counted.
+        trace: records uploads and stalls.
+        clock: seconds, for the counters.
+
+    Attributes:
+        slots: on the device; of empty ones the first is refilled.
+        buffers: in host memory.
+        slot_bytes: of one slot: the largest layer that passes.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        passing: Collection[int],
+        host: Mapping[int, Tensor],
+        backend: Backend,
+        *,
+        num_slots: int,
+        reader: LayerReader,
+        in_use: Callable[[], Collection[int]],
+        counters: RunningCounters,
+        trace: NoTrace,
+        clock: Callable[[], float],
+    ) -> None:
+        self._layers, self._host, self._backend, self._reader = layers, host, backend, reader
+        self._in_use, self._counters, self._trace, self._clock = in_use, counters, trace, clock
+        self._order = Order()
+        self._full_since: float | None = None  # from when on a read has been waiting for a buffer
+        on_disk = [layer for layer in passing if layer not in host]
+        self.slot_bytes = self._largest(passing)
+        # Rings of one slot each: which slot to refill is chosen here, where it is known what is wanted next.
+        self.slots = [DeviceSlot(backend.device_slots(self.slot_bytes, 1)) for _ in range(min(num_slots, len(passing)))]
+        self.buffers = [
+            HostBuffer(backend.host_buffer(self._largest(on_disk))) for _ in range(min(num_slots, len(on_disk)))
+        ]
+
+    @property
+    def announced(self) -> int:
+        """How many announced leases are still to come."""
+        return len(self._order)
+
+    def announce(self, order: Iterable[int]) -> None:
+        """Say which layers will be taken next, after those announced before; reading starts at once."""
+        self._order.extend(order)
+        self.pump()
+
+    def take(self, layer: int) -> Upload:
+        """Return a layer on its way into a slot, to be waited for and released; an order not announced starts afresh.
+
+        Raises:
+            ReadError: reading this layer failed.
+        """
+        assert len(self._in_use()) < len(self.slots), "more layers are on lease at once than there are slots"
+        if self._order.first != layer:
+            self.cancel()
+            self._order.extend([layer])
+        self.pump()
+        try:
+            if (buffer := self._buffer_of(layer)) is not None:
+                self._arrive(buffer)
+                self._counters.add(layers_kept=int(buffer.leased))
+                buffer.leased = True
+            place = next((place for place in self.slots if place.layer == layer), None)
+            if place is None:
+                number = self._to_refill(self.slots, next(iter(self._order))[0])
+                assert number is not None, "the next layer finds no slot"
+                place = self._upload(layer, number)
+        except BaseException:
+            self.cancel()
+            raise
+        self._order.begin()
+        return _Taken(self, place)
+
+    def wait(self, place: DeviceSlot) -> Tensor:
+        """Return a slot with its layer, once the device has taken its bytes."""
+        began = self._clock()
+        with self._trace.span("stall: upload", f"layer {place.layer}"):
+            slot = place.lease()
+        self._counters.add(seconds_blocked_upload=self._clock() - began)
+        return slot
+
+    def release(self, place: DeviceSlot) -> None:
+        """Let a slot be refilled once the compute queued so far has finished; refill what can be."""
+        place.release()
+        # Of empty slots the first is refilled: the one that was computed with longest ago.
+        self.slots.sort(key=lambda other: other is place)
+        self.pump()
+
+    def cancel(self) -> None:
+        """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
+        self._order.clear()
+        self._full_since = None
+        for buffer in self.buffers:
+            if buffer.ticket is not None and (not buffer.ticket.done() or buffer.ticket.failed()):
+                buffer.empty()
+
+    def shrink(self) -> bool:
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up.
+
+        One on lease is not, nor is the last. What was on its way there is fetched again in its turn.
+        """
+        number = self._to_refill(self.slots, -1) if len(self.slots) > 1 else None
+        if number is None:
+            return False
+        self._backend.synchronize()  # no copy may still be writing to what goes, or reading from it
+        slot = self.slots.pop(number)
+        if len(self.buffers) > len(self.slots):
+            layers = [None if one.layer == slot.layer else one.layer for one in self.buffers]  # they may be one memory
+            place = place_to_refill(layers, self._order, -1, self._in_use())
+            if place is not None:
+                self.buffers.pop(place).empty()
+        for buffer in self.buffers:
+            buffer.forget(id(slot))
+        slot.empty()
+        return True
+
+    def close(self) -> None:
+        """Drop every buffer; the reader has been closed."""
+        for place in self.slots:
+            place.empty()
+        if self.slots:
+            self._backend.synchronize()  # no copy may still be reading a buffer that goes
+        self.slots, self.buffers = [], []
+
+    def raise_failures(self) -> None:
+        """A read that failed ahead of time stops training now, not when its layer's turn comes."""
+        for buffer in self.buffers:
+            if buffer.ticket is not None and (error := buffer.ticket.failed()) is not None:
+                self.cancel()
+                raise error
+
+    def pump(self) -> None:
+        """Start every read there is a buffer for, and every upload whose bytes have arrived and which has a slot."""
+        for number, layer in self._order:
+            if layer in self._host or self._buffer_of(layer) is not None:
+                continue
+            if (place := self._to_refill(self.buffers, number)) is None:
+                self._full_since = self._clock() if self._full_since is None else self._full_since
+                break
+            if self._full_since is not None:
+                self._counters.add(seconds_blocked_compute=self._clock() - self._full_since)
+                self._full_since = None
+            self._read(layer, self.buffers[place])
+        for number, layer in self._order:
+            if any(place.layer == layer for place in self.slots):
+                continue
+            buffer = self._buffer_of(layer)
+            arrived = layer in self._host or (buffer is not None and _arrived(buffer))
+            if not arrived or (place := self._to_refill(self.slots, number)) is None:
+                break
+            self._upload(layer, place)
+
+    def _to_refill(self, places: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
+        return place_to_refill([place.layer for place in places], self._order, number, self._in_use())
+
+    def _buffer_of(self, layer: int) -> HostBuffer | None:
+        """Return the buffer that holds `layer`, or is being filled with it."""
+        return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
+
+    def _read(self, layer: int, buffer: HostBuffer) -> None:
+        """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be the buffer itself."""
+        for place in self.slots:
+            if buffer.layer is not None and place.layer == buffer.layer:
+                place.empty()
+        buffer.empty()
+        buffer.ticket = self._reader.submit(self._layers[layer], buffer.memory, buffer.drain(), name=f"layer {layer}")
+        buffer.layer, buffer.leased = layer, False
+        self._counters.add(layers_read=1)
+
+    def _arrive(self, buffer: HostBuffer) -> None:
+        """Wait for a layer's last byte."""
+        if buffer.ticket is None or buffer.ticket.done():
+            buffer.arrive()  # raises what a read raised
+            return
+        began = self._clock()
+        with self._trace.span("stall: disk", f"layer {buffer.layer}"):
+            buffer.arrive()
+        self._counters.add(seconds_blocked_disk=self._clock() - began)
+
+    def _upload(self, layer: int, number: int) -> DeviceSlot:
+        """Start copying `layer`, which has arrived, into slot `number`."""
+        buffer, place, nbytes = self._buffer_of(layer), self.slots[number], self._layers[layer].nbytes
+        if buffer is not None:
+            buffer.arrive()
+        source = self._host[layer] if buffer is None else buffer.memory
+        with self._trace.span("upload", f"layer {layer}", nbytes=nbytes):
+            upload = place.fill(layer, source[:nbytes])
+        if buffer is not None:
+            buffer.uploaded(id(place), upload)
+        self._counters.add(bytes_uploaded=nbytes)
+        return place
+
+    def _largest(self, layers: Iterable[int]) -> int:
+        return max((self._layers[layer].nbytes for layer in layers), default=0)
+
+
+class _Taken:
+    """A layer in its slot, or on its way into it, as an `Upload`."""
+
+    def __init__(self, ring: LayerRing, place: DeviceSlot) -> None:
+        self._ring, self._place = ring, place
+
+    def wait(self) -> Tensor:
+        return self._ring.wait(self._place)
+
+    def release(self) -> None:
+        self._ring.release(self._place)
+
+    def drained(self) -> None:
+        if self._place.upload is not None:
+            self._place.upload.drained()
+
+
+def _arrived(buffer: HostBuffer) -> bool:
+    return buffer.ticket is None or (buffer.ticket.done() and not buffer.ticket.failed())
