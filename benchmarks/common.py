@@ -30,10 +30,25 @@ class Shape:
     vocabulary: int
     heads: int = 16
     dtype: str = "bfloat16"
+    kv_heads: int | None = None  # None: as many as heads
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The linears of one layer by name, each `(rows, columns)`."""
+        hidden, inner = self.hidden, self.intermediate
+        narrow = hidden // self.heads * (self.kv_heads or self.heads)
+        attention = {"q": hidden, "k": narrow, "v": narrow}
+        return {
+            **{f"self_attn.{name}_proj": (rows, hidden) for name, rows in attention.items()},
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
 
     @property
     def layer_parameters(self) -> int:
-        return 4 * self.hidden * self.hidden + 3 * self.hidden * self.intermediate
+        return sum(rows * columns for rows, columns in self.matrices.values())
 
     @property
     def layer_bytes(self) -> int:
@@ -45,15 +60,15 @@ class Shape:
         return self.layers * self.layer_bytes + outside
 
 
-def write_model(directory: Path, shape: Shape) -> None:
-    """Write random weights of `shape` in the hub's sharded format, one layer in memory at a time."""
+def write_config(directory: Path, shape: Shape) -> None:
+    """Write the `config.json` of a model of `shape`."""
     directory.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads or shape.heads,
         vocab_size=shape.vocabulary,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
@@ -61,6 +76,17 @@ def write_model(directory: Path, shape: Shape) -> None:
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(directory)
+
+
+def write_index(directory: Path, shape: Shape, weight_map: dict[str, str]) -> None:
+    """Write the index of a model whose tensors lie in the files named."""
+    index = {"metadata": {"total_size": shape.weight_bytes}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_model(directory: Path, shape: Shape) -> None:
+    """Write random weights of `shape` in the hub's sharded format, one layer in memory at a time."""
+    write_config(directory, shape)
     dtype, generator = getattr(torch, shape.dtype), torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
 
@@ -71,12 +97,10 @@ def write_model(directory: Path, shape: Shape) -> None:
         save_file(tensors, directory / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
 
-    hidden, inner = shape.hidden, shape.intermediate
+    hidden = shape.hidden
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        tensors = {f"{prefix}self_attn.{name}_proj.weight": draw(hidden, hidden) for name in "qkvo"}
-        tensors |= {f"{prefix}mlp.{name}_proj.weight": draw(inner, hidden) for name in ("gate", "up")}
-        tensors[f"{prefix}mlp.down_proj.weight"] = draw(hidden, inner)
+        tensors = {f"{prefix}{name}.weight": draw(*size) for name, size in shape.matrices.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=dtype)
         put(f"model-{layer:05d}.safetensors", tensors)
@@ -85,8 +109,7 @@ def write_model(directory: Path, shape: Shape) -> None:
         "lm_head.weight": draw(shape.vocabulary, hidden),
     }
     put("model-outside.safetensors", {**outside, "model.norm.weight": torch.ones(hidden, dtype=dtype)})
-    index = {"metadata": {"total_size": shape.weight_bytes}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(directory, shape, weight_map)
 
 
 def forget_pages(directory: Path) -> None:
@@ -100,11 +123,11 @@ def forget_pages(directory: Path) -> None:
             os.close(descriptor)
 
 
-def memory_kinds() -> dict[str, int]:
-    """Return this process's resident bytes by kind: `anonymous`, `file`."""
-    kinds = {"RssAnon": "anonymous", "RssFile": "file"}
+def memory_kinds(process: int | str = "self") -> dict[str, int]:
+    """Return a process's resident bytes by kind: `anonymous`, `file`, `shared` (memory that several map)."""
+    kinds = {"RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
     found = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name in kinds:
             found[kinds[name]] = int(value.split()[0]) * 1024

@@ -25,7 +25,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -39,7 +39,15 @@ from torch import Tensor
 
 from lema.loss import split_batch, trained_tokens
 
-__all__ = ["ARMS", "Task"]
+__all__ = [
+    "ARMS",
+    "Task",
+    "deepspeed_engine",
+    "deepspeed_settings",
+    "deepspeed_step",
+    "shard_with_fsdp2",
+    "world_of_one",
+]
 
 Step = Callable[[], float]
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "lema")
@@ -95,20 +103,44 @@ def _peft(task: Task) -> Step:
 
 
 def _fsdp2(task: Task, *, shard_adapters: bool = False, keep: bool = False) -> Step:
+    world_of_one(task.scratch, "gloo")
+    model = peft_model(task.directory)
+    before = shard_with_fsdp2(model, "cpu", shard_adapters=shard_adapters, keep=keep)
+    return plain_step(model, task.ids(), model.dtype, adamw(model), before)
+
+
+def shard_with_fsdp2(
+    model: Any, device: str, *, shard_adapters: bool = False, keep: bool = False, ahead: int = 0
+) -> Callable[[bool], None]:
+    """Have FSDP2 keep a model's weights in host memory; return what `plain_step` calls before each micro-batch.
+
+    Args:
+        model: as `peft_model` returns it.
+        device: that computes.
+        shard_adapters: the adapters too.
+        keep: leave layers gathered from one micro-batch of a step to the next.
+        ahead: layers whose gathering is queued before their turn; 0: as FSDP2 does by itself.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-    _world_of_one(task)
-    model = peft_model(task.directory)
+    adapters = {one for one in model.parameters() if one.requires_grad}
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (1,)),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        "ignored_params": None if shard_adapters else {one for one in model.parameters() if one.requires_grad},
+        "mesh": init_device_mesh(device, (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device != "cpu"),
+        "ignored_params": None if shard_adapters else adapters,
     }
-    for layer in model.get_base_model().model.layers:
+    layers = list(model.get_base_model().model.layers)
+    for layer in layers:
         fully_shard(layer, reshard_after_forward=True, **options)
     sharded = fully_shard(model, **options)
     assert isinstance(sharded, FSDPModule)
+    if not shard_adapters:  # FSDP2 moves what it shards alone
+        for one in adapters:
+            one.data = one.data.to(device)
+    for number, layer in enumerate(layers if ahead else ()):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + ahead])
+        layer.set_modules_to_backward_prefetch(layers[max(0, number - ahead) : number][::-1])
 
     def before(last: bool) -> None:
         sharded.set_requires_gradient_sync(last)
@@ -116,55 +148,85 @@ def _fsdp2(task: Task, *, shard_adapters: bool = False, keep: bool = False) -> S
         if keep:
             sharded.set_reshard_after_backward(last)
 
-    return plain_step(model, task.ids(), model.dtype, adamw(model), before)
+    return before
 
 
 def _deepspeed(task: Task) -> Step:
-    deepspeed: Any = import_module("deepspeed")
-    _world_of_one(task)
+    world_of_one(task.scratch, "gloo")
     model = peft_model(task.directory)
-    deepspeed.utils.set_z3_leaf_modules(model, [type(model.get_base_model().model.layers[0])])
-    adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    settings = {
+    engine = deepspeed_engine(model, task.dtype, task.micro_batches)
+    return deepspeed_step(engine, task.batches())
+
+
+def deepspeed_settings(dtype: str, micro_batches: int, offload: dict[str, Any], **zero: Any) -> dict[str, Any]:
+    """Return DeepSpeed's settings, with further ones of `zero_optimization` and of `offload_param`."""
+    return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": task.micro_batches,
+        "gradient_accumulation_steps": micro_batches,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # its default is 1
         "steps_per_print": 1 << 30,
         "torch_autocast": {
-            "enabled": task.dtype != "float32",
-            "dtype": task.dtype,
+            "enabled": dtype != "float32",
+            "dtype": dtype,
             "lower_precision_safe_modules": [],  # the adapters' gradients stay fp32, as in the other arms
         },
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": False},
+            "offload_param": {"device": "cpu", **offload},
             "memory_efficient_linear": False,  # torch's own linear, as in the other arms
-            "reduce_bucket_size": adapters,  # its default of 5e8 elements would be a buffer of 2 GB
+            **zero,
         },
     }
+
+
+def deepspeed_engine(
+    model: Any, dtype: str, micro_batches: int, settings: dict[str, Any] | None = None, *, in_parts: bool = False
+) -> Any:
+    """Return DeepSpeed's engine over a model as `peft_model` returns it; a layer is gathered as a whole.
+
+    Args:
+        model: in host memory.
+        dtype: of its weights.
+        micro_batches: of an optimizer step.
+        settings: DeepSpeed's; None: those of the CPU.
+        in_parts: hand the weights over one by one; else the whole model passes through the device's memory first.
+    """
+    deepspeed: Any = import_module("deepspeed")
+    deepspeed.utils.set_z3_leaf_modules(model, [type(model.get_base_model().model.layers[0])])
+    if settings is None:
+        # The default reduce bucket, of 5e8 elements, would be a buffer of 2 GB.
+        adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        settings = deepspeed_settings(dtype, micro_batches, {"pin_memory": False}, reduce_bucket_size=adapters)
+    if in_parts:
+        deepspeed.zero.Init(module=model, config_dict_or_path=settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings, dist_init_required=False)
     engine.train()
-    batches = task.batches()
+    return engine
+
+
+def deepspeed_step(engine: Any, batches: Sequence[dict[str, Tensor]]) -> Step:
+    """Return what takes one optimizer step of the engine over some micro-batches."""
     total = trained_tokens(batches)
 
     def step() -> float:
-        value = 0.0
+        losses = []
         for batch in batches:
             loss = engine(**batch, use_cache=False, num_items_in_batch=total).loss
             engine.backward(loss, scale_wrt_gas=False)
             engine.step()
-            value += float(loss.detach())
-        return value
+            losses.append(loss.detach())
+        return sum(float(one) for one in losses)
 
     return step
 
 
-def _world_of_one(task: Task) -> None:
+def world_of_one(scratch: str, carrier: str) -> None:
+    """Make this process a world of its own for `torch.distributed`."""
     from torch.distributed import init_process_group
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    init_process_group("gloo", init_method=f"file://{task.scratch}/{os.getpid()}", rank=0, world_size=1)
+    init_process_group(carrier, init_method=f"file://{scratch}/{os.getpid()}", rank=0, world_size=1)
 
 
 ARMS: dict[str, Callable[[Task], Step]] = {

@@ -1,0 +1,32 @@
+"""What LEMA predicts that a run spends device memory on, of a model that is open."""
+
+from __future__ import annotations
+
+from lema import LemaModel
+from lema.optim import training_bytes
+from lema.plan.step import demand_of, step_shape
+from lema.plan.workload import measure
+from lema.skeleton import find_layers
+from lema.stream.cost import device_parts
+
+__all__ = ["predicted_parts"]
+
+
+def predicted_parts(model: LemaModel) -> dict[str, int]:
+    """Return the bytes of each part of the device's peak, as the plan counts them for the model's allocation."""
+    name, stack = find_layers(model.skeleton)
+    shape = step_shape(model.config, getattr(model.skeleton.config, "max_position_embeddings", None))
+    layers = model.memory.layers
+    workload = measure(model.skeleton, layers, shape.micro_batch, model.config.loss_chunk_tokens)
+    trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
+    demand = demand_of(
+        layers,
+        workload,
+        None,
+        shape,
+        outside_bytes=model.outside_bytes,
+        adapter_bytes=training_bytes(model.skeleton, name),
+        lowest=next(trained, len(layers) - 1),
+        shared=model.backend.memory().shared,
+    )
+    return device_parts(demand, model.allocation)

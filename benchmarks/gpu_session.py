@@ -1,0 +1,274 @@
+"""One call of gpu.py: it writes models, starts and ends processes, keeps the time, and writes every row down."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from common import Shape, machine
+from gpu_arms import Job, installed
+from gpu_model import MODELS, TINY, Written, available_memory, places_for, remove, write_random
+from gpu_plan import CAPS, PLAN, TINY_CAPS, Run, host_bytes, operations
+from gpu_process import Child, Failed, Refused
+from gpu_rounds import Measured, measure
+from gpu_software import versions
+
+__all__ = ["Session"]
+
+RESERVE = 15.0  # seconds at the end, for the table
+ANSWER = 150.0  # seconds that anything a child is asked may take
+
+
+class Session:
+    """Everything one call measures.
+
+    Args:
+        arguments: of the command line.
+
+    Attributes:
+        results: as they are written.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self._began = arguments, time.monotonic()
+        self._scratch = Path(tempfile.mkdtemp(prefix="lema-gpu-", dir=arguments.directory))
+        self._written: dict[str, Written] = {}
+        self._references: dict[str, Child | None] = {}
+        self.tokens = arguments.tokens or (16 if arguments.tiny else 1024)
+        self.results: dict[str, Any] = {"rows": [], "flops_per_second": {}, "models": {}}
+        if arguments.resume and arguments.out.exists():
+            self.results = json.loads(arguments.out.read_text())
+            self.results["rows"] = [row for row in self.results["rows"] if row["status"] == "measured"]
+        self.results |= {
+            "benchmark": "gpu",
+            "machine": machine(),
+            "versions": versions(),
+            "real": arguments.device != "cpu" and not arguments.tiny,
+            "tokens_per_micro_batch": self.tokens,
+            "rank": arguments.rank,
+        }
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the session began."""
+        return time.monotonic() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the session has to be over."""
+        return self.arguments.seconds - RESERVE - self.elapsed
+
+    def run(self) -> None:
+        """Measure everything, or as much as there is time for."""
+        self._measure_machine()
+        for planned in self._planned():
+            self._measure(planned)
+            self.save()
+
+    def close(self) -> None:
+        """End every process, delete the models, write what there is."""
+        for child in self._references.values():
+            if child is not None:
+                child.close()
+        remove(self._scratch)
+        self.save()
+
+    def save(self) -> None:
+        """Write the results."""
+        self.results["seconds"] = self.elapsed
+        out: Path = self.arguments.out
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps(self.results, indent=1) + "\n")
+        part.replace(out)
+
+    def _planned(self) -> Iterator[Run]:
+        options = self.arguments
+        for run in PLAN:
+            wanted = options.only is None or any(fnmatchcase(run.name, pattern) for pattern in options.only)
+            counts = [count for count in run.micro_batches if count in options.micro_batches]
+            missing = tuple(count for count in counts if not self._has(run, count))
+            if wanted and missing and run.model in options.models:
+                yield replace(run, micro_batches=missing)
+
+    def _measure_machine(self) -> None:
+        """Measure the link, the rate of matrix products, and parity, in one process."""
+        tiny = self.arguments.tiny
+        shapes = {name: asdict(shape) for name, shape in self._shapes.items() if name in self.arguments.models}
+        job = Job("machine", "", TINY["8B"], self.arguments.device, None, self.tokens, self.arguments.rank, "")
+        child = Child(job)
+        try:
+            child.ready(60)
+            if "link" not in self.results:
+                self.results["link"] = child.ask("link", 60, nbytes=(1 << 20) if tiny else (1 << 29))
+            for name, shape in shapes.items():
+                if name not in self.results["flops_per_second"]:
+                    rate = child.ask("matmul", 60, shape=shape, tokens=self.tokens)
+                    self.results["flops_per_second"][name] = rate["flops_per_second"]
+            self.save()
+            if "parity" not in self.results:
+                size = (
+                    {"layers": 8, "hidden": 64, "tokens": 16} if tiny else {"layers": 12, "hidden": 512, "tokens": 64}
+                )
+                self.results["parity"] = child.ask("parity", 90, **size)
+        except Failed as error:
+            self.results.setdefault("errors", []).append(f"machine: {error}")
+        finally:
+            child.close()
+            self.save()
+
+    @property
+    def _shapes(self) -> dict[str, Shape]:
+        return TINY if self.arguments.tiny else MODELS
+
+    def _measure(self, run: Run) -> None:
+        """Measure the rows of a run; what goes wrong is in them."""
+        remaining = list(run.micro_batches)
+        if not installed(run.arm):
+            return self._tell(run, remaining, "not installed")
+        while remaining and self.left > 0:
+            child = None
+            try:
+                job = self._job(run)
+                reference = self._reference(run.model)
+                child = Child(job)
+                about = child.ready(self._patience())
+                while remaining and self.left > 0 and not child.ended:
+                    self._measure_with(child, reference, run, remaining.pop(0), about)
+            except Failed as error:  # of building it: nothing is to be had with fewer micro-batches either
+                self._tell(run, remaining, "failed", str(error))
+                return None
+            finally:
+                if child is not None:
+                    child.close()
+        return self._tell(run, remaining, "not reached")
+
+    def _measure_with(self, child: Child, reference: Child | None, run: Run, count: int, about: dict[str, Any]) -> None:
+        """Measure one row. A child that failed ends with it."""
+        options = self.arguments
+        try:
+            found = measure(
+                child,
+                reference if reference is not None and not reference.ended else None,
+                count,
+                options.rounds,
+                min(options.row_seconds, self.left),
+                self._patience,
+            )
+            self._row(run, count, found, about)
+        except Refused as error:
+            self._tell(run, [count], "does not fit", str(error))
+        except Failed as error:
+            self._tell(run, [count], "does not fit" if "OutOfMemory" in str(error) else "failed", str(error))
+        self.save()
+
+    def _patience(self) -> float:
+        return max(1.0, min(ANSWER, self.left))
+
+    def _job(self, run: Run) -> Job:
+        """Return the job of a run, its model written.
+
+        Raises:
+            Failed: there is no room for the model, or host memory would not hold what the arm needs.
+        """
+        try:
+            written = self._model(run.model, on_disk=run.strategy == "streaming")
+        except OSError as error:
+            raise Failed(f"the weights cannot be written: {error}") from error
+        options = self.arguments
+        needed, free = host_bytes(run, written.shape), available_memory()
+        if needed > free:
+            raise Failed(f"about {needed / 1e9:.0f} GB of host memory are needed, {free / 1e9:.0f} are free")
+        return Job(
+            arm=run.arm,
+            model=str(written.directory),
+            shape=written.shape,
+            device=options.device,
+            cap=None if run.cap_gib is None else (TINY_CAPS if options.tiny else CAPS)[run.cap_gib],
+            tokens=self.tokens,
+            rank=options.rank,
+            scratch=str(self._scratch),
+            strategy=run.strategy or "resident",
+        )
+
+    def _model(self, name: str, *, on_disk: bool = False) -> Written:
+        """Return a model on its files, written now if need be; another's go where both find no room."""
+        key = f"{name}-disk" if on_disk else name
+        if key not in self._written:
+            began, shape = time.monotonic(), self._shapes[name]
+            places = places_for(shape, self._scratch, disk_only=on_disk)
+            if sum(place.room for place in places) < shape.weight_bytes:
+                for other in list(self._written):
+                    remove(self._scratch, self._written.pop(other))
+                places = places_for(shape, self._scratch, disk_only=on_disk)
+            self._written[key] = written = write_random(self._scratch / key, shape, places)
+            self.results["models"][key] = {
+                "shape": asdict(written.shape),
+                "of_layers": written.full_layers,
+                "bytes_by_place": written.where,
+                "seconds": time.monotonic() - began,
+            }
+        return self._written[key]
+
+    def _reference(self, model: str) -> Child | None:
+        """Return PEFT with a model on the device; None: it could not be had."""
+        if model not in self._references:
+            self._references[model] = None
+            run = Run(model, "peft", None, ())
+            child = Child(self._job(run))
+            try:
+                child.ready(self._patience())
+                self._references[model] = child
+            except Failed as error:
+                child.close()
+                self._tell(run, self.arguments.micro_batches, "failed", str(error))
+        return self._references[model]
+
+    def _row(self, run: Run, count: int, found: Measured, about: dict[str, Any]) -> None:
+        """Add the row of an arm, and PEFT's where it is not there yet."""
+        link = self.results.get("link", {}).get("page-locked", {}).get("up")
+        rate = self.results["flops_per_second"].get(run.model)
+        shape = self._written[f"{run.model}-disk" if run.strategy == "streaming" else run.model].shape
+        tokens = count * self.tokens
+        work = tokens * operations(shape, self.tokens)
+        row = found.row(tokens, work, rate, link)
+        self._add(run, count, {"status": "measured", "capped": about["capped"], "layers": shape.layers, **row})
+        peft = Run(run.model, "peft", None, ())
+        if found.reference is not None and not self._has(peft, count):
+            row = found.reference.row(tokens, work, rate, link)
+            self._add(peft, count, {"status": "measured", "capped": False, "layers": shape.layers, **row})
+
+    def _has(self, run: Run, count: int) -> bool:
+        wanted = (run.model, run.arm, run.cap_gib, run.strategy, count)
+        names = ("model", "arm", "cap_gib", "strategy", "micro_batches")
+        return any(tuple(row[name] for name in names) == wanted for row in self.results["rows"])
+
+    def _tell(self, run: Run, counts: Sequence[int], status: str, why: str = "") -> None:
+        for count in counts:
+            self._add(run, count, {"status": status, "why": why})
+
+    def _add(self, run: Run, count: int, row: dict[str, Any]) -> None:
+        full = self._shapes[run.model].layers
+        about = {
+            "model": run.model,
+            "arm": run.arm,
+            "cap_gib": run.cap_gib,
+            "strategy": run.strategy,
+            "micro_batches": count,
+            "layers": full,
+            "of_layers": full,
+        }
+        self.results["rows"].append({**about, **row})
+        said = row.get("why", "")
+        if row["status"] == "measured":
+            said = f"{row['tokens_per_second']:,.0f} tokens/s"
+        head = f"{self.elapsed:5.0f} s  {run.model} {run.arm} {run.cap_gib or '-'} GiB, {count} micro-batches"
+        print(f"{head}: {row['status']}  {said}"[:400], file=sys.stderr, flush=True)
