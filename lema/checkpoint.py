@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lema.backend import Replicas
+from lema.backend import Backend
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
 
 __all__ = [
@@ -171,26 +171,33 @@ def generator_states(device: Tensor) -> dict[str, Any]:
     }
 
 
-def states_of_all(replicas: Replicas, device: Tensor) -> dict[str, Any]:
+def states_of_all(backend: Backend) -> dict[str, Any]:
     """Return the states of every process's generators, as the keys of a checkpoint's state."""
-    first, *others = replicas.exchange(generator_states(device))
+    mine = {**generator_states(backend.rng_state()), "kind": backend.name}
+    first, *others = backend.replicas.exchange(mine)
     return {"generators": first, "generators_of_others": others}
 
 
-def restore_own(replicas: Replicas, state: Mapping[str, Any], seed: int, set_device: Callable[[Tensor], None]) -> None:
+def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
     """Put this process's generators back where a checkpoint found them.
 
+    A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
+    numbers, from the seed and the step.
+
     Args:
-        replicas: the processes there are now.
+        backend: the device, and the processes there are now.
         state: of the checkpoint.
-        seed: for a process that was not there then.
-        set_device: sets the device's generator.
+        seed: of the run.
     """
-    saved = [state["generators"], *state.get("generators_of_others", [])]
-    if replicas.rank < len(saved):
-        restore_generators(saved[replicas.rank], set_device)
+    saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
+    anew = seed + rank + int(state["global_step"])
+    if rank >= len(saved):
+        torch.manual_seed(anew)
+    elif saved[rank].get("kind", backend.name) == backend.name:
+        restore_generators(saved[rank], backend.set_rng_state)
     else:
-        torch.manual_seed(seed + replicas.rank + int(state["global_step"]))
+        torch.manual_seed(anew)  # every device's
+        restore_generators(saved[rank], lambda _: None)
 
 
 def restore_generators(states: Mapping[str, Any], set_device: Callable[[Tensor], None]) -> None:

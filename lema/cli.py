@@ -138,8 +138,10 @@ def evaluate(
     model = model_of(source, settings, trust_remote_code)
     with contextlib.closing(model):
         rows = evaluation_rows(model, data)
-        for name, value in model.get_trainer().evaluate(rows).items():
-            typer.echo(f"{name} {value:.6g}")
+        measured = model.get_trainer().evaluate(rows)
+        if model.backend.replicas.rank == 0:
+            for name, value in measured.items():
+                typer.echo(f"{name} {value:.6g}")
 
 
 @app.command()

@@ -267,15 +267,14 @@ class LemaTrainer:
             if write_more is not None:
                 write_more(part)
 
-        replicas = self.backend.replicas
         state = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": self.update.state_dict(),
-            **states_of_all(replicas, self.backend.rng_state()),
+            **states_of_all(self.backend),
             "extra": dict(extra or {}),
         }
-        first_alone(replicas, lambda: write_checkpoint(Path(directory), optimizer, state, write_files))
+        first_alone(self.backend.replicas, lambda: write_checkpoint(Path(directory), optimizer, state, write_files))
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
@@ -294,7 +293,7 @@ class LemaTrainer:
             if self.schedule is not None:
                 self.follow(self.schedule)
             self.update.load_state_dict(state["scaler"])
-            restore_own(self.backend.replicas, state, self.config.seed, self.backend.set_rng_state)
+            restore_own(self.backend, state, self.config.seed)
             self._forget()
             self.global_step = int(state["global_step"])
             return dict(state["extra"])

@@ -1,6 +1,7 @@
 """Checkpoints of single steps: when they are written, what resumes from them bit for bit, what is refused."""
 
 import errno
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -208,3 +209,26 @@ def test_a_state_that_only_pickle_could_save_is_refused(model: LemaModel, tmp_pa
     with pytest.raises(ConfigError, match="cannot be saved without pickling"):
         trainer.save_checkpoint(tmp_path / "saved")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_kind_of_device_resumes_with_other_draws(llama: Path, tmp_path: Path) -> None:
+    """Its generator's state means nothing here; everything else goes on, the host's generators among it."""
+    out = tmp_path / "out"
+    with opened(settings(llama, out)) as model:
+        trainer = model.get_trainer()
+        trainer.train_step(batch(1))
+        trainer.save_checkpoint(out / "checkpoint-1")
+        expected, host = adapter_of(model.skeleton), torch.get_rng_state()
+    file = out / "checkpoint-1" / "state.json"
+    state = json.loads(file.read_text())
+    assert state["generators"]["kind"] == "cpu"
+    state["generators"] |= {"kind": "a device of another make", "device": "AAAA"}
+    file.write_text(json.dumps(state))
+    with opened(settings(llama, out)) as model:
+        trainer = model.get_trainer()
+        trainer.load_checkpoint(out / "checkpoint-1")
+        assert trainer.global_step == 1
+        assert torch.equal(torch.get_rng_state(), host)
+        found = adapter_of(model.skeleton)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        trainer.train_step(batch(2))
