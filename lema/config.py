@@ -196,6 +196,8 @@ class LemaConfig(BaseModel):
     """Compile a decoder layer with `torch.compile`, once for all layers that are alike. Changes the last bits."""
     page_locked: bool | None = None
     """Lock host memory that the device copies from; None: as much as the system allows."""
+    host_embeddings: bool = False
+    """Keep the input embeddings in host memory, and give the device the rows of the tokens that are there."""
     shard_weights: bool = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
 
@@ -238,6 +240,10 @@ class LemaConfig(BaseModel):
             raise Contradiction(
                 "cache_frozen_prefix",
                 "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1",
+            )
+        if self.host_embeddings and self.lora_trainable_token_indices is not None:
+            raise Contradiction(
+                "host_embeddings", "lora_trainable_token_indices trains rows of the embeddings; set it to false"
             )
         if self.shard_weights and self.cache_frozen_prefix:
             raise Contradiction(

@@ -19,6 +19,7 @@ from lema.backend import Backend, BackendOptions, load
 from lema.config import LemaConfig
 from lema.errors import ConfigError, DataError
 from lema.generation import generate
+from lema.hostrows import HostRows, host_rows_name
 from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
@@ -92,7 +93,10 @@ class LemaModel:
         name, count = self.split.layers_name, self.split.num_layers
         self._layers = layer_bytes(records, dtypes, name, count)
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
-        self.outside_bytes = load_outside(self.skeleton, self._stored, name)
+        in_host = host_rows_name(self.skeleton) if config.host_embeddings else None
+        self.outside_bytes = load_outside(self.skeleton, self._stored, name, in_host)
+        if in_host is not None:
+            self.split.host_rows = HostRows(self.skeleton, self._stored.read_to_host(in_host), self.backend)
         self.lora_manager: PeftModel | None = None
         self._precision = ProductPrecision(config.tf32)
 
@@ -273,6 +277,8 @@ class LemaModel:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
         self.split.adapters_changed()
+        if self.split.host_rows is not None:
+            self.split.host_rows.check()
         self.__dict__.pop("allocation", None)  # limits must leave room for the adapter
         if (stream := self.__dict__.pop("memory", None)) is not None:
             stream.cancel()

@@ -58,6 +58,16 @@ class StoredTensors:
         """Lay out those of `names` that are stored."""
         return place({name: (self.records[name], self.dtypes[name]) for name in names if name in self.records})
 
+    def read_to_host(self, name: str) -> Tensor:
+        """Return a stored tensor in host memory that is its own."""
+        placed = self.place([name])
+        buffer = self._backend.host_buffer(placed.nbytes)
+        self._reader.submit(placed, buffer).wait()
+        expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8) if placed.expansions else None
+        if expanded is not None:
+            expand_into(expanded, buffer, placed)
+        return weights_in(buffer, placed, expanded)[name]
+
     def load(self, placed: LayerBytes) -> dict[str, Tensor]:
         """Return on the device what `place` laid out."""
         buffer = self._backend.host_buffer(placed.nbytes)
@@ -71,12 +81,12 @@ class StoredTensors:
         return weights_in(on_device, placed, expanded)
 
 
-def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str) -> int:
+def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: str | None = None) -> int:
     """Make every stored tensor outside the decoder layers real, on the device; return their bytes.
 
-    Tensors that are tied stay one tensor.
+    Tensors that are tied stay one tensor; the one `left_out` stays as it is.
     """
-    outside, placed = place_outside(model, stored, layers_name)
+    outside, placed = place_outside(model, stored, layers_name, left_out)
     tied = _same_object(model)
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
@@ -84,9 +94,11 @@ def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str
     return placed.nbytes + placed.expanded_bytes
 
 
-def place_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str) -> tuple[list[str], LayerBytes]:
-    """Name every stored tensor outside the decoder layers, and lay them out, those that are tied once."""
-    outside = [name for name in stored.records if not name.startswith(f"{layers_name}.")]
+def place_outside(
+    model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: str | None = None
+) -> tuple[list[str], LayerBytes]:
+    """Name every stored tensor outside the decoder layers but `left_out`, and lay them out, tied ones once."""
+    outside = [name for name in stored.records if not name.startswith(f"{layers_name}.") and name != left_out]
     tied = _same_object(model)
     return outside, stored.place([name for name in outside if tied.get(name, name) == name])
 

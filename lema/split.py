@@ -10,7 +10,7 @@ masks, rotary tables, final norm, soft-capping and logit scales are the model's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from lema.casts import without_casts
 from lema.compiled import CompiledLayers
 from lema.errors import ModelError, is_out_of_memory
 from lema.flow import alike, as_leaf, depends_on, same_structure, structure, tensors_in, without_dropout
+from lema.hostrows import HostRows
 from lema.layercall import HandedOn, LayerCall
 from lema.layernames import LayerNames
 from lema.needless import Needless
@@ -56,6 +57,7 @@ class Split:
         compiled: run layers compiled, where they can be.
 
     Attributes:
+        host_rows: looks tokens up where the input embeddings are in host memory.
         needless: what a recomputation of each layer leaves out.
     """
 
@@ -66,6 +68,7 @@ class Split:
         self._dtype = model.dtype
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
+        self.host_rows: HostRows | None = None
         self._learnt: set[bool] = set()  # in training, in evaluation: some models do other things between layers
         self._watched: set[int] = set()  # layers seen to leave their arguments alone
         self._to_compile = compiled
@@ -177,10 +180,13 @@ class Split:
             self._backend.set_rng_state(state)
             return self._returned(hidden)
 
+        thrown_away: AbstractContextManager[None] = nullcontext()
         if batch is None:
+            if self.host_rows is not None:
+                thrown_away = self.host_rows.nothing_looked_at()
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)  # any token but padding
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
-        with self.autocast(), self.replaced([keep] * (self.num_layers - 1) + [finish]):
+        with thrown_away, self.autocast(), self.replaced([keep] * (self.num_layers - 1) + [finish]):
             logits: Tensor = self.model(**batch, use_cache=False).logits
         return logits
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, load
 from lema.config import LemaConfig
+from lema.hostrows import host_rows_name
 from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
@@ -87,7 +88,8 @@ def draw_up(config: LemaConfig, *, backend: Backend | None = None, trust_remote_
     dtypes, device = target_dtypes(model), backend or load("cpu")
     layers = layer_bytes(records, dtypes, name, len(stack))
     reader = LayerReader(threads=1)  # which is never asked
-    outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name)[1]
+    in_host = host_rows_name(model) if config.host_embeddings else None
+    outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name, in_host)[1]
     reader.close()
     inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
     return Blueprint(
