@@ -42,7 +42,11 @@ PERSISTENT = 1_000_000  # elements
 RATE = 0.0  # of learning
 PLANNED = (1.0, 0.93)  # of the cap, for LEMA's plan: the second where the first ran out of memory
 # What LEMA is asked for, until its plan fits the cap: fewer bytes of logits, then one slot less.
-FRUGAL = ({}, {"loss_chunk_tokens": 256}, {"loss_chunk_tokens": 128, "prefetch_depth": 1})
+FRUGAL = (
+    {"host_embeddings": True},
+    {"host_embeddings": True, "loss_chunk_tokens": 256},
+    {"host_embeddings": True, "loss_chunk_tokens": 128, "prefetch_depth": 1},
+)
 
 
 @dataclass(frozen=True)
