@@ -164,11 +164,13 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
         "tokens_per_second",
         "bytes_read",
         "bytes_uploaded",
+        "bytes_gathered",
         "layers_read",
         "layers_kept",
         "seconds_blocked_disk",
         "seconds_blocked_upload",
         "seconds_blocked_compute",
+        "seconds_blocked_gather",
         "memory",
     }
     assert lines[0]["learning_rate"] == pytest.approx(config.learning_rate * 3 / 4)  # of step 2, not of step 3
