@@ -193,11 +193,11 @@ class LemaTrainer:
         logits: list[Tensor] | None,
     ) -> Tensor:
         """Queue the forward and the backward of one pass; return the loss, divided by `num_tokens`."""
+        scale = self.update.scale()  # also where nothing is scaled: the scaler begins with it
         if not micro_batches and num_tokens:  # the other processes have some
             self.model.accompany()
             loss = torch.zeros((), device=self.backend.device)
         else:
-            scale = self.update.scale()
             loss = self.model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if more:
             self.model.announce_step(following)
