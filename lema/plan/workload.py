@@ -111,10 +111,13 @@ class Workload:
 
     @property
     def working_bytes(self) -> int:
-        """The most that one micro-batch needs at once, be it before, in, or after the layers."""
+        """The most that one micro-batch needs at once beside the adapters and their gradients, be it before, in, or
+        after the layers."""
         top = self.of(len(self.kinds) - 1)
-        # The graph of the top layer, and the gradient of its output, wait while the head is computed.
-        turn = top.forward_bytes + self.hidden_bytes + self.head.working_bytes
+        # The graph of the top layer, and the gradient of its output, wait while the head is computed. The gradients of
+        # adapters are not there yet: they come on the way down.
+        to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
+        turn = top.forward_bytes + self.hidden_bytes + self.head.working_bytes - to_come
         return max(self.prelude_bytes, turn, *(work.working_bytes for work in self.works))
 
 

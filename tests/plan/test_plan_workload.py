@@ -43,8 +43,8 @@ def hollow(tmp_path: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WIDE)
 def test_a_real_step_takes_what_was_told(tmp_path: Path, name: str, dtype: torch.dtype, recompute: bool) -> None:
-    """Bytes of tensors alive at once in a real step on the CPU: within 11% of those told, and not 3% more (slots, which
-    are told exactly, left out). Operations: those told, of which what is recomputed is a part.
+    """Bytes of tensors alive at once in a real step on the CPU: within 10% of those told, and not 3% more. Operations:
+    those told, of which what is recomputed is a part.
     """
     config = settings(
         write_model(tmp_path / "model", name, dtype=dtype, **WIDE[name]),
@@ -72,7 +72,7 @@ def test_a_real_step_takes_what_was_told(tmp_path: Path, name: str, dtype: torch
     saved = frozenset[int]() if recompute else frozenset(demand.visited_twice)
     parts = device_parts(demand, Allocation(3, saved=saved))
     told = sum(size for part, size in parts.items() if part not in ("slots", "residents"))
-    assert 0.97 * real <= told <= 1.11 * real
+    assert 0.97 * real <= told <= 1.1 * real
     work, again = workload.of(0), len(demand.visited_twice) * recompute
     layers = len(blueprint.layers) * (work.forward + work.backward) + again * work.recompute
     expected = 3 * (layers + workload.head.flops)
