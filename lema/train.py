@@ -48,15 +48,13 @@ def train(
     """
     shown = console or Console(highlight=False)
 
-    def out(line: str) -> None:
-        # One line is one record, whatever the terminal's width, and a path may hold brackets.
+    def out(line: str) -> None:  # one line is one record, whatever the terminal's width, and a path may hold brackets
         shown.print(line, soft_wrap=True, markup=False, emoji=False)
 
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas
-        if replicas.rank:
-            shown.quiet = True
-        elif replicas.size > 1:
+        shown.quiet = shown.quiet or replicas.rank > 0
+        if replicas.size > 1:
             out(f"{replicas.size} processes, each with its share of every batch")
         train_data, eval_data = load_data(model)
         out(f"training data: {train_data.counts}")
