@@ -26,9 +26,9 @@ import sys
 from pathlib import Path
 
 from common import RESULTS
+from gpu_call import Call
 from gpu_model import MODELS
 from gpu_plan import PLAN
-from gpu_session import Session
 from gpu_software import what_is_missing
 from gpu_table import show
 from rich.console import Console
@@ -42,13 +42,13 @@ def main() -> None:
     if missing := what_is_missing(arguments.device):
         raise SystemExit("\n".join(missing))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleared away
-    session = Session(arguments)
+    call = Call(arguments)
     try:
-        session.run()
+        call.run()
     finally:
-        session.close()
-    show(session.results, Console(width=220))
-    print(f"wrote {arguments.out} after {session.elapsed:.0f} s")
+        call.close()
+    show(call.results, Console(width=220))
+    print(f"wrote {arguments.out} after {call.elapsed:.0f} s")
 
 
 def _arguments() -> argparse.Namespace:

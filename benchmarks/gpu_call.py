@@ -21,13 +21,13 @@ from gpu_process import Child, Failed, Refused
 from gpu_rounds import Measured, measure
 from gpu_software import versions
 
-__all__ = ["Session"]
+__all__ = ["Call"]
 
 RESERVE = 15.0  # seconds at the end, for the table
 ANSWER = 150.0  # seconds that anything a child is asked may take
 
 
-class Session:
+class Call:
     """Everything one call measures.
 
     Args:
@@ -58,12 +58,12 @@ class Session:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the session began."""
+        """Seconds since the call began."""
         return time.monotonic() - self._began
 
     @property
     def left(self) -> float:
-        """Seconds until the session has to be over."""
+        """Seconds until the call has to be over."""
         return self.arguments.seconds - RESERVE - self.elapsed
 
     def run(self) -> None:
