@@ -56,7 +56,7 @@ class HostRows:
         self._module, self._forward = module, module.forward
         self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []  # tokens on the device, and the same in host memory
         self._looked_at = True
-        module.forward = self._look_up  # type: ignore[method-assign]
+        module.forward = self._look_up  # type: ignore[method-assign] # of this module alone: its class stays as it is
 
     @property
     def nbytes(self) -> int:

@@ -319,6 +319,7 @@ def test_a_config_runs_by_the_commands_in_its_header(
     head = [line.lstrip("# ") for line in config.read_text().splitlines() if line.startswith("#")]
     lines = [arguments_of(line) for line in head if line.startswith("lema ")]
     assert lines[0][:2] == ["train", f"configs/{config.name}"]
+    assert set(lines[0][2::2]) <= {"--set"}  # nothing but settings may follow
     for arguments in lines:
         placed = [str(config) if argument == f"configs/{config.name}" else argument for argument in arguments]
         settings = ["--set", f"output_dir={tmp_path / 'out'}", "--set", "device=cpu", "--set", "batch_size=8"]
