@@ -16,12 +16,12 @@ from queuefakes import FakeDevice, FakeEvent
 from torch import Tensor
 
 from lema.backend import DeviceSlots, Download, MemoryStats, Replicas
+from lema.queued.copies import Copies
+from lema.queued.downloads import CopyDown
+from lema.queued.slots import Slots
 from lema_cpu import CpuBackend
-from lema_cuda.copies import Copies
-from lema_cuda.downloads import CopyDown
 from lema_cuda.hostmemory import HostMemory
 from lema_cuda.replicas import QueuedReplicas
-from lema_cuda.slots import Slots
 
 
 class AtOnce:

@@ -92,7 +92,7 @@ def move(queue: FakeQueue, target: int, source: int, nbytes: int, held: object =
 
 
 class FakeDevice:
-    """`lema_cuda.queues.Queues`.
+    """`lema.queued.queues.Queues`.
 
     Args:
         chance: decides what is done when.

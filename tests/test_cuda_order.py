@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from queuefakes import FakeDevice, FakeEvent, FakeQueue
 from torch import Tensor
 
-import lema_cuda.copies
-import lema_cuda.downloads
+import lema.queued.copies
+import lema.queued.downloads
+import lema.queued.slots
 import lema_cuda.replicas
-import lema_cuda.slots
-from lema_cuda.copies import Copies
-from lema_cuda.downloads import CopyDown
+from lema.queued.copies import Copies
+from lema.queued.downloads import CopyDown
+from lema.queued.slots import Slots
 from lema_cuda.replicas import QueuedReplicas
-from lema_cuda.slots import Slots
 
 MODULES = {
-    "copies": lema_cuda.copies,
-    "slots": lema_cuda.slots,
-    "downloads": lema_cuda.downloads,
+    "copies": lema.queued.copies,
+    "slots": lema.queued.slots,
+    "downloads": lema.queued.downloads,
     "replicas": lema_cuda.replicas,
 }
 NAMES = ("Copies", "Slots", "CopyDown", "QueuedReplicas")

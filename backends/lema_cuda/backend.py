@@ -18,13 +18,13 @@ from lema.backend import (
     SingleProcess,
 )
 from lema.processes import join
-from lema_cuda.copies import Copies
+from lema.queued.copies import Copies
+from lema.queued.downloads import CopyDown
+from lema.queued.slots import Slots
 from lema_cuda.device import choose_device
-from lema_cuda.downloads import CopyDown
 from lema_cuda.driver import CudaDriver
 from lema_cuda.hostmemory import HostMemory
 from lema_cuda.replicas import QueuedReplicas
-from lema_cuda.slots import Slots
 from lema_cuda.torchqueues import TorchQueues
 
 __all__ = ["CudaBackend"]

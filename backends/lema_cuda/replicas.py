@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lema.backend import Gathering, Replicas, Upload
-from lema_cuda.queues import Event, Queue, Queues
+from lema.queued.queues import Event, Queue, Queues
 
 __all__ = ["QueuedReplicas"]
 

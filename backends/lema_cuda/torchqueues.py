@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema_cuda.queues import Event
+from lema.queued.queues import Event
 
 __all__ = ["TorchQueues"]
 

@@ -6,8 +6,8 @@ import weakref
 
 from torch import Tensor
 
-from lema_cuda.copies import Copies
-from lema_cuda.queues import Event, Queue
+from lema.queued.copies import Copies
+from lema.queued.queues import Event, Queue
 
 __all__ = ["CopyDown"]
 

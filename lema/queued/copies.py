@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from lema_cuda.queues import Event, Queue, Queues
+from lema.queued.queues import Event, Queue, Queues
 
 __all__ = ["Copies"]
 
