@@ -6,10 +6,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lema.backend import Backend, DeviceSlots, Upload
+from lema.backend import DeviceSlots, Upload
+
+if TYPE_CHECKING:
+    from lema.activations.seams import Carrier
 
 __all__ = ["NUM_BUFFERS", "FetchAhead", "Key", "as_bytes", "placed"]
 
@@ -39,7 +43,7 @@ class FetchAhead:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Carrier,
         source: Callable[[Key, int, bool], tuple[Tensor, Future[None] | None] | None],
         done: Callable[[Tensor, Upload | None], None],
     ) -> None:

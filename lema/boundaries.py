@@ -11,15 +11,18 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lema.ahead import NUM_BUFFERS, FetchAhead, Key, as_bytes, placed
-from lema.backend import Backend, Download, Upload
+from lema.backend import Download, Upload
 from lema.offload import OffloadFile, whole_blocks
 from lema.trace import NO_TRACE, NoTrace
+
+if TYPE_CHECKING:
+    from lema.activations.seams import Carrier
 
 __all__ = ["Tier", "TierName", "make_tier"]
 
@@ -52,7 +55,7 @@ class Tier(Protocol):
         """Give everything back."""
 
 
-def make_tier(name: TierName, backend: Backend, directory: Path, trace: NoTrace = NO_TRACE) -> Tier:
+def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> Tier:
     """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
     if name == "device":
         return _OnDevice(backend)
@@ -92,7 +95,7 @@ class _Pool:
 
 
 class _OnDevice:
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Carrier) -> None:
         self._pool = _Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=backend.device))
         self._places: dict[Key, Tensor] = {}
 
@@ -121,7 +124,7 @@ class _OnDevice:
 class _Leaving:
     """Downloads under way. The last few keep their boundaries on the device, so that compute need not wait for them."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Carrier) -> None:
         self._backend = backend
         self._held: deque[Download] = deque()
 
@@ -140,7 +143,7 @@ class _Leaving:
 class _InHost:
     """Copies are queued behind the compute that makes the state, and those back behind them; nobody waits for one."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Carrier) -> None:
         self._leaving = _Leaving(backend)
         self._pool = _Pool(backend.host_buffer)
         self._places: dict[Key, Tensor] = {}
@@ -180,7 +183,7 @@ class _InHost:
 class _OnDisk:
     """A few buffers in host memory, through which boundaries go to the disk and come back."""
 
-    def __init__(self, backend: Backend, directory: Path, trace: NoTrace) -> None:
+    def __init__(self, backend: Carrier, directory: Path, trace: NoTrace) -> None:
         self._backend = backend
         self._leaving = _Leaving(backend)
         self._file = OffloadFile(

@@ -27,6 +27,7 @@ from lema.settingtypes import (
     NameList,
     Names,
     NotNegative,
+    Offloading,
     Pattern,
     Patterns,
     Reports,
@@ -46,6 +47,8 @@ CONFIG_NAME = "lema_config.json"
 # Settings that only earlier versions saved, one at least in every file they wrote. Such a file may hold others that are
 # gone; in any other file an unknown setting is a slip.
 _EARLIER = {"ram_buffer_size", "use_lora", "vram_fraction", "training_mode"}
+
+_AT = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 
 class LemaConfig(BaseModel):
@@ -107,7 +110,7 @@ class LemaConfig(BaseModel):
     device_memory: Memory | None = None
     """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: only what streaming needs is used."""
     host_memory: Memory | None = None
-    """Limit of host memory for weights and boundary activations, likewise."""
+    """Limit of host memory for weights and activations, likewise."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of adapters, shuffling and dropout."""
     loss_chunk_tokens: Count = 1024
@@ -200,6 +203,10 @@ class LemaConfig(BaseModel):
     """Keep the input embeddings in host memory, and give the device the rows of the tokens that are there."""
     shard_weights: bool = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
+    activation_offloading: Offloading = False
+    """Have what waits for the backward wait off the device, which costs copying it there and back: the layers' inputs
+    with `gradient_checkpointing`; without it all that layers keep, so that nothing is computed twice. true: in host
+    memory; "disk": in `offload_dir`; "hidden_states": inputs of layers alone; "legacy": true, waiting for each copy."""
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
         names = list(type(self).model_fields)
@@ -236,6 +243,7 @@ class LemaConfig(BaseModel):
             raise Contradiction(
                 "boundary_activations", "without gradient_checkpointing no layer's input waits; set it to true"
             )
+        self._agree_on_offloading()
         if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
             raise Contradiction(
                 "cache_frozen_prefix",
@@ -253,6 +261,27 @@ class LemaConfig(BaseModel):
         for key, what in contradictions(self):
             raise Contradiction(key, what)
         return self
+
+    def _agree_on_offloading(self) -> None:
+        mode, place = self.activation_offloading, self.boundary_activations
+        if mode == "hidden_states" and not self.gradient_checkpointing:
+            raise Contradiction(
+                "activation_offloading",
+                "without gradient_checkpointing layers keep more than their inputs; set that to true, or this to true",
+            )
+        offloaded = self.offloading_tier
+        if offloaded is not None and self.gradient_checkpointing and place not in ("auto", offloaded):
+            raise Contradiction(
+                "boundary_activations",
+                f"with activation_offloading the layers' inputs wait {_AT[offloaded]}, not {_AT[place]}; leave one out",
+            )
+
+    @property
+    def offloading_tier(self) -> Literal["host", "disk"] | None:
+        """Where `activation_offloading` lets things wait; None: it is off."""
+        if self.activation_offloading is False:
+            return None
+        return "disk" if self.activation_offloading == "disk" else "host"
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class Run:
 
     def _measured(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         trainer, window = self._trainer, self._window
-        counters, seconds = trainer.memory.counters, time.perf_counter() - window.began
+        counters, seconds = trainer.model.counters, time.perf_counter() - window.began
         return {
             "loss": window.mean_loss,
             **numbers,
@@ -286,7 +286,7 @@ class Run:
         self._state.epoch = done / self._batches.steps_per_epoch
 
     def _open_window(self) -> Window:
-        return Window(time.perf_counter(), self._trainer.memory.counters)
+        return Window(time.perf_counter(), self._trainer.model.counters)
 
     def _agree(self) -> None:
         """Do in every process what a callback has asked for in any: a signal may have come to one of them first."""

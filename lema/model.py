@@ -180,15 +180,22 @@ class LemaModel:
     @cached_property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
+        if self.config.offloading_tier == "host" and self.backend.memory().shared:
+            warnings.warn(
+                "activation_offloading saves no memory on a device that computes in host memory: `disk` would",
+                stacklevel=2,
+            )
         adapter = StreamedModel(
             self.split,
             self.memory,
             self.backend,
             recompute=self.config.gradient_checkpointing,
             saved=self.allocation.saved,
+            saved_on=self.allocation.saved_on,
             loss_chunk_tokens=self.config.loss_chunk_tokens,
             boundaries=self.allocation.boundaries,
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
+            at_once=self.config.activation_offloading == "legacy",
         )
         adapter.room.advise = partial(
             advise, self.config, self.skeleton, self._layers, self.outside_bytes, self.allocation, self.backend

@@ -56,6 +56,16 @@ class OffloadFile:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-offload")
         self._size = 0
 
+    @property
+    def where(self) -> str:
+        """The directory, for errors."""
+        return self._where
+
+    @property
+    def size(self) -> int:
+        """How many bytes it can hold."""
+        return self._size
+
     def reserve(self, nbytes: int) -> None:
         """Make sure that the file can hold `nbytes`; it never becomes smaller.
 
@@ -85,12 +95,15 @@ class OffloadFile:
         """
         return self._pool.submit(self._write, memory, offset, before)
 
-    def read(self, memory: memoryview, offset: int, before: Callable[[], None]) -> Future[None]:
+    def read(
+        self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None = None
+    ) -> Future[None]:
         """Start filling `memory` from `offset`, once `before`, called in another thread, has returned.
 
-        The result raises ReadError where reading failed, and what `before` raised.
+        There `after` is called when it is filled. The result raises ReadError where reading failed, and what `before`
+        or `after` raised.
         """
-        return self._pool.submit(self._read, memory, offset, before)
+        return self._pool.submit(self._read, memory, offset, before, after)
 
     def close(self) -> None:
         """Wait for the transfers under way, drop those that have not begun, and give the space back."""
@@ -109,7 +122,9 @@ class OffloadFile:
         except OSError as error:
             raise self._error(DiskError, "writing failed", error) from error
 
-    def _read(self, memory: memoryview, offset: int, before: Callable[[], None]) -> None:
+    def _read(
+        self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None
+    ) -> None:
         before()
         try:
             with self._trace.span("boundaries", "read", nbytes=len(memory)):
@@ -118,12 +133,15 @@ class OffloadFile:
                     self._drop_from_cache(memory, offset)
         except OSError as error:
             raise self._error(ReadError, "reading failed", error) from error
+        if after is not None:
+            after()
 
     def _transfer(self, move: Callable[[int, memoryview, int], None], memory: memoryview, offset: int) -> None:
+        direct = self._direct  # now: another thread may be refused, and say so, while this one is
         try:
             move(self._descriptor, memory, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
             self._direct = _set_direct(self._descriptor, False)  # this file system refuses after all
             move(self._descriptor, memory, offset)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from lema.activations.moved import Packed
 from lema.needless import Needless
 from lema.reach import Reach
 from lema.stream.lease import Lease, WeightReference
@@ -47,12 +48,19 @@ class Graph:
         again: runs the layer once more, from the generator state of the first run; None: tensors are kept.
         needless: what to leave out then; None: nothing.
         anew: differentiate what `again` returns, instead of what it is to bring tensors back to.
+        keep: of a graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are.
     """
 
     def __init__(
-        self, again: Callable[[Lease], Any] | None = None, needless: Needless | None = None, *, anew: bool = False
+        self,
+        again: Callable[[Lease], Any] | None = None,
+        needless: Needless | None = None,
+        *,
+        anew: bool = False,
+        keep: Callable[[Tensor], Packed] | None = None,
     ) -> None:
         self._again, self._needless, self._anew = again, needless, anew and again is not None
+        self._keep = keep
         self._dropped: list[ref[_Dropped]] = []
         self._kinds = bytearray()  # of what was dropped
         self._count = 0  # of these, how many the recomputation under way has come to
@@ -70,7 +78,8 @@ class Graph:
             if (reference := self._lease.refer(tensor)) is not None:
                 return reference
             if self._again is None:
-                return tensor
+                # Not the tensor itself: an operation that keeps what it made would hold itself, for ever.
+                return tensor.detach() if self._keep is None else self._keep(tensor)
             dropped = _Dropped()
             self._dropped.append(ref(dropped))
             if self._needless is not None:
@@ -112,11 +121,13 @@ class Graph:
             return self._lease.resolve(packed)
         if isinstance(packed, Tensor):
             return packed
+        if not isinstance(packed, _Dropped):
+            kept: Packed = packed
+            return kept.unpack()
         if packed.tensor is None:
             self._recompute(self._lease)
         assert packed.tensor is not None, "a tensor did not come back"
-        tensor: Tensor = packed.tensor
-        return tensor
+        return packed.tensor
 
     def _recompute(self, lease: Lease) -> None:
         """Bring back what was dropped."""

@@ -25,6 +25,7 @@ __all__ = [
     "NameList",
     "Names",
     "NotNegative",
+    "Offloading",
     "Pattern",
     "Patterns",
     "Reports",
@@ -46,6 +47,9 @@ class MemoryStrategy(StrEnum):
     """In host memory, all of them."""
 
 
+OFFLOADING = ("legacy", "hidden_states", "disk")  # beside true and false
+
+
 def _memory(value: Any) -> Any:
     if isinstance(value, int | float | str):
         memory_bytes(value, 1)
@@ -57,6 +61,12 @@ def _strategy(value: Any) -> Any:
     if isinstance(value, str) and value.lower() in names:
         return MemoryStrategy(value.lower())
     raise ValueError(f"must be one of {', '.join(names)}, not {value!r}")
+
+
+def _offloading(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, str) and value in OFFLOADING):
+        return value
+    raise ValueError(f"must be one of true, false, {', '.join(OFFLOADING)}, not {value!r}")
 
 
 def _split(value: Any) -> Any:
@@ -117,6 +127,7 @@ NameList = Annotated[list[Name], Field(min_length=1), BeforeValidator(_listed)]
 InitialValues = Annotated[bool | str, BeforeValidator(_initial)]
 Memory = Annotated[int | float | str, BeforeValidator(_memory)]
 Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
+Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], BeforeValidator(_offloading)]
 Scale = Annotated[int | float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations import BoundaryArena, StepBoundaries
+from lema.activations.graphs import GraphsAway, StepGraphs
+from lema.activations.seams import Carrier
+from lema.activations.streams import AtOnce
 from lema.backend import Backend
 from lema.boundaries import TierName
 from lema.ends import Ends
@@ -23,7 +27,7 @@ from lema.layercall import LayerCall
 from lema.loss import LossChunks, targets_of
 from lema.prefix import PrefixCache
 from lema.split import Split
-from lema.stream.lease import LayerStream, Lease
+from lema.stream.lease import LayerStream, Lease, StreamCounters
 from lema.stream.schedule import forward_order, training_order
 from lema.visit import Engine, passed, turn, visit
 
@@ -43,11 +47,14 @@ class StreamedModel:
         recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
             which weights are references that pin nothing.
         saved: layers whose graph is kept all the same.
+        saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or "disk".
         loss_chunk_tokens: logits exist for this many tokens at a time.
         boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
-        offload_dir: where the last of these has its file; None: where the system keeps temporary files.
+        offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
+        at_once: wait for each copy of what waits elsewhere, before the step goes on.
 
     Attributes:
+        graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
         prefix: keeps what the layers below the lowest trained one make, while a run that repeats its batches is on.
         room: what fits on the device, and what becomes of a pass that does not.
     """
@@ -60,14 +67,22 @@ class StreamedModel:
         *,
         recompute: bool = True,
         saved: Collection[int] = (),
+        saved_on: TierName = "device",
         loss_chunk_tokens: int = 1024,
         boundaries: TierName = "device",
         offload_dir: Path | None = None,
+        at_once: bool = False,
     ) -> None:
         self.split, self.stream, self.backend = split, stream, backend
         self.recompute, self.saved = recompute, frozenset(saved)
         self._loss_chunk_tokens = loss_chunk_tokens
-        self.arena = BoundaryArena(backend, boundaries, offload_dir, stream.trace)
+        carrier: Carrier = AtOnce(backend.device) if at_once else backend
+        self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
+        self.graphs: GraphsAway | None = None
+        if saved_on != "device":
+            if backend.memory().shared:  # a slot is the host's buffer there, and what comes back would lie in it
+                carrier = AtOnce(backend.device)
+            self.graphs = GraphsAway(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
         self._engine = Engine(split, stream, backend)
         self.room = self._engine.room
         self.room.recomputes = recompute
@@ -76,8 +91,16 @@ class StreamedModel:
         self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
     def close(self) -> None:
-        """Give back where boundary activations wait."""
+        """Give back where activations wait."""
         self.arena.close()
+        if self.graphs is not None:
+            self.graphs.close()
+
+    @property
+    def counters(self) -> StreamCounters:
+        """What streaming has cost so far, and what left the device besides."""
+        left = self.arena.bytes_away + (0 if self.graphs is None else self.graphs.counters.bytes_out)
+        return replace(self.stream.counters, bytes_offloaded=left)
 
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
@@ -131,6 +154,7 @@ class StreamedModel:
             self.announce_step(micro_batches)
         top, outside = self.split.num_layers - 1, self.trained_outside()
         start, before = self._first_layer(micro_batches), self._engine.generator_state()
+        graphs = None if self.graphs is None else self.graphs.step()
         with nullcontext() if start else self.stream.lease(0) as first:
             hidden, calls = self._prelude(placed, first, differentiate=bool(outside))
             ends = Ends(self.backend, chunks, hidden, calls, outside)
@@ -142,7 +166,7 @@ class StreamedModel:
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(micro_batches)
             elif top > 0:
-                hidden = self._visit(0, calls[0], hidden, boundaries, differentiate=lowest <= 0)
+                hidden = self._visit(0, calls[0], hidden, boundaries, graphs, differentiate=lowest <= 0)
         for layer in range(max(start, 1), top + 1):
             if self.prefix is not None and layer == self.prefix.layer > start:
                 self.prefix.reach(lowest)
@@ -150,8 +174,13 @@ class StreamedModel:
                 handed_on = any(call.received is not None for call in calls[layer])
                 self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
             if layer < top:
-                hidden = self._visit(layer, calls[layer], hidden, boundaries, differentiate=lowest <= layer)
-        return turn(self._engine, calls[top], hidden, ends)
+                hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
+        if graphs is None:
+            return turn(self._engine, calls[top], hidden, ends)
+        graphs.turn()
+        loss = turn(self._engine, calls[top], hidden, ends)
+        graphs.expect(top - 1)
+        return loss
 
     def accompany(self, *, training: bool = True) -> None:
         """Take part in a step, or an evaluation, of which this process has no rows, for those that have some.
@@ -244,11 +273,12 @@ class StreamedModel:
         calls: Sequence[LayerCall],
         hidden: tuple[Tensor, ...],
         boundaries: StepBoundaries | None = None,
+        graphs: StepGraphs | None = None,
         *,
         differentiate: bool,
     ) -> tuple[Tensor, ...]:
         if differentiate:
-            return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries)
+            return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries, graphs)
         return passed(self._engine, layer, calls, hidden)
 
 

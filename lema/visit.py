@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lema.activations import StepBoundaries, graph_input
+from lema.activations.graphs import StepGraphs
 from lema.backend import Backend
 from lema.ends import Ends
 from lema.flow import tensors_in
@@ -64,6 +65,7 @@ def visit(
     calls: Sequence[LayerCall],
     hidden: Sequence[Tensor],
     boundaries: StepBoundaries | None,
+    graphs: StepGraphs | None = None,
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
 
@@ -73,9 +75,10 @@ def visit(
         calls: the layer's arguments, of each micro-batch.
         hidden: its inputs.
         boundaries: where they wait for the backward, which computes the layer again; None: its activations are kept.
+        graphs: where these wait then; None: on the device.
     """
     visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
-        _LayerVisit(engine, layer, calls, boundaries), engine.anchor, *hidden
+        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None), engine.anchor, *hidden
     )
     return visited
 
@@ -105,9 +108,15 @@ class _LayerVisit:
     """One layer, forward and backward, over all micro-batches of a step."""
 
     def __init__(
-        self, engine: Engine, layer: int, calls: Sequence[LayerCall], boundaries: StepBoundaries | None
+        self,
+        engine: Engine,
+        layer: int,
+        calls: Sequence[LayerCall],
+        boundaries: StepBoundaries | None,
+        graphs: StepGraphs | None,
     ) -> None:
-        self._engine, self._layer, self._calls, self._boundaries = engine, layer, calls, boundaries
+        self._engine, self._layer, self._calls = engine, layer, calls
+        self._boundaries, self._away = boundaries, graphs
         self._graphs: list[tuple[Graph, GradientEdge]] = []
         self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
         self._found: dict[int, Tensor] = {}  # gradients of the inputs
@@ -132,7 +141,8 @@ class _LayerVisit:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
         engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
         again = None if self._boundaries is None else self._runner(index, state, needs=needs, compiled=compiled)
-        graph = Graph(again, engine.split.needless[self._layer], anew=compiled)
+        keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.others()))
+        graph = Graph(again, engine.split.needless[self._layer], anew=compiled, keep=keep)
         with graph.built(lease):
             if needs:
                 given = graph_input(engine.anchor, given, self._found, index)
@@ -152,12 +162,14 @@ class _LayerVisit:
         ):
             for index, gradient in enumerate(gradients):
                 graph, edge = self._graphs[index]
+                if self._away is not None:
+                    self._away.expect_after(self._layer, index)
                 with graph.differentiated(lease), self._fetched(index):
                     graph.backward(edge, gradient)
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
         found = [self._found.get(index) for index in range(len(gradients))]
-        self._found, self._graphs, self._boundaries = {}, [], None
+        self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
         return found
 
     @contextmanager

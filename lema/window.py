@@ -37,6 +37,7 @@ def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
         "bytes_read",
         "bytes_uploaded",
         "bytes_gathered",
+        "bytes_offloaded",
         "layers_read",
         "layers_kept",
         "seconds_blocked_disk",

@@ -187,6 +187,7 @@ def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
         ("train_data", ["a.jsonl", ["a.jsonl", Path("b.csv")]], [[], [""], 3]),
         ("eval_split", [0.1, 5, None], [0, 0.0, 1.0, 1.5, -1, True]),
         ("report_to", ["wandb", [], ["wandb", "tensorboard"]], [None, 3]),
+        ("activation_offloading", [True, False, "legacy", "disk"], [1, "True", "Disk", "offload_disk", "", None, []]),
         ("output_dir", ["out", Path("out")], ["", 3]),
     ],
 )
@@ -223,6 +224,28 @@ def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[
     for name in settings:
         assert name in str(caught.value)
         LemaConfig("model", **{name: settings[name]})
+
+
+def test_layers_inputs_wait_in_one_place() -> None:
+    options = {"gradient_checkpointing": True}
+    for mode, place in ((True, "host"), ("legacy", "host"), ("hidden_states", "host"), ("disk", "disk")):
+        for agreed in ("auto", place):
+            config = LemaConfig("model", activation_offloading=mode, boundary_activations=agreed, **options)
+            assert config.offloading_tier == place
+        for other in {"device", "host", "disk"} - {place}:
+            with pytest.raises(ConfigError, match="boundary_activations") as caught:
+                LemaConfig("model", activation_offloading=mode, boundary_activations=other, **options)
+            assert "activation_offloading" in str(caught.value)
+    assert LemaConfig("model", boundary_activations="host", **options).offloading_tier is None
+
+
+def test_hidden_states_alone_wait_only_where_the_rest_is_recomputed() -> None:
+    with pytest.raises(ConfigError, match="without gradient_checkpointing layers keep more") as caught:
+        LemaConfig("model", activation_offloading="hidden_states")
+    assert [problem.key for problem in caught.value.problems] == ["activation_offloading"]  # type: ignore[attr-defined]
+    config = LemaConfig("model", activation_offloading="hidden_states", gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match="activation_offloading"):
+        config.gradient_checkpointing = False
 
 
 def test_a_list_of_layers_needs_numbers_to_count_in_it() -> None:
@@ -395,6 +418,7 @@ ANY_SETTINGS = st.fixed_dictionaries(
         "lora_trainable_token_indices": st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3),
         "device_memory": st.sampled_from([None, "4GB", "auto", 0.25, 10**9]),
         "eval_split": st.sampled_from([None, 0.1, 3]),
+        "activation_offloading": st.sampled_from([True, False, "legacy", "disk"]),
         "run_name": st.none() | st.text(min_size=1, max_size=10).filter(lambda text: text.isprintable()),
     },
 )

@@ -165,6 +165,7 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
         "bytes_read",
         "bytes_uploaded",
         "bytes_gathered",
+        "bytes_offloaded",
         "layers_read",
         "layers_kept",
         "seconds_blocked_disk",

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lema.activations.counters import Counters
+from lema.activations.seams import Carrier
 from lema.ahead import Key
-from lema.backend import Backend
 from lema.boundaries import Tier, TierName, make_tier
 from lema.trace import NO_TRACE, NoTrace
 
@@ -36,7 +37,7 @@ class BoundaryArena:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Carrier,
         tier: TierName = "device",
         directory: Path | None = None,
         trace: NoTrace = NO_TRACE,
@@ -44,12 +45,18 @@ class BoundaryArena:
         self._backend, self.tier, self._trace = backend, tier, trace
         self._directory = directory or Path(tempfile.gettempdir())
         self._kept_in: Tier | None = None
+        self._away = Counters()
         self._step: weakref.ref[StepBoundaries] | None = None
 
     @property
     def memory_bytes(self) -> int:
         """The bytes of memory that boundaries have; those on their way to a layer not counted."""
         return 0 if self._kept_in is None else self._kept_in.memory_bytes
+
+    @property
+    def bytes_away(self) -> int:
+        """The bytes of boundaries that have left the device so far."""
+        return 0 if self.tier == "device" else self._away.bytes_out
 
     def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> StepBoundaries:
         """Return where the boundaries of one step go.
@@ -67,7 +74,7 @@ class BoundaryArena:
         before = None if self._step is None else self._step()
         if self._kept_in is None or (before is not None and not before.done):
             self._kept_in = make_tier(self.tier, self._backend, self._directory, self._trace)
-        step = StepBoundaries(self._kept_in, hidden, layers, self._trace)
+        step = StepBoundaries(self._kept_in, hidden, layers, self._trace, self._away)
         self._step = weakref.ref(step)
         return step
 
@@ -81,8 +88,10 @@ class BoundaryArena:
 class StepBoundaries:
     """The boundary activations of one step; see `BoundaryArena.step`."""
 
-    def __init__(self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace) -> None:
-        self._tier, self._trace = tier, trace
+    def __init__(
+        self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace, counters: Counters
+    ) -> None:
+        self._tier, self._trace, self._counters = tier, trace, counters
         self._to_come = self._to_fetch = len(layers) * len(hidden)
         self._likes: dict[Key, Tensor] = {}
         tier.begin([_like(state) for state in hidden] * len(layers))
@@ -107,6 +116,7 @@ class StepBoundaries:
         with self._trace.span("boundaries", f"keep layer {layer}"):
             self._tier.keep((layer, index), given, like, self._to_come)
         self._likes[layer, index] = like
+        self._counters.bytes_out += like.nbytes
         if self._to_come == 0:
             self._tier.turn(sorted(self._likes.items(), key=lambda item: (-item[0][0], item[0][1])))
             self._likes.clear()

@@ -17,7 +17,7 @@ from lema.plan.allocate import of_one_process
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import MicroBatch, measure
 from lema.skeleton import find_layers
-from lema.stream.cost import Allocation, Demand, device_parts
+from lema.stream.cost import Allocation, Demand, Tier, device_parts
 from lema.stream.placement import LayerBytes
 
 __all__ = ["PARTS", "advise"]
@@ -100,7 +100,11 @@ def advise(
 def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> Iterator[tuple[str, int]]:
     """Yield settings that change what memory is spent on, and the peak with each."""
     if not config.gradient_checkpointing:
-        yield "gradient_checkpointing: true", _peak(demand, replace(allocation, saved=frozenset()))
+        yield "gradient_checkpointing: true", _peak(demand, replace(allocation, saved=frozenset(), saved_on="device"))
+        if config.activation_offloading is False:
+            away: Tier = "disk" if demand.shared else "host"
+            setting = "disk" if demand.shared else "true"
+            yield f"activation_offloading: {setting}", _peak(demand, replace(allocation, saved_on=away))
     elif allocation.boundaries == "device" and not demand.shared:
         yield "boundary_activations: host", _peak(demand, replace(allocation, boundaries="host"))
     if allocation.residents or (allocation.saved and config.gradient_checkpointing):

@@ -140,7 +140,10 @@ def allocated(
     """
     device_limit = None if config.device_memory is None else parse_memory(config.device_memory, device_total)
     host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
-    resident = config.strategy is MemoryStrategy.RESIDENT
+    resident, tier = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier
+    boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
+    if config.gradient_checkpointing and tier is not None:
+        boundaries = tier
     try:
         return solve(
             demand,
@@ -150,7 +153,8 @@ def allocated(
             host_limit=host_available if host_limit is None else host_limit,
             host_cache="all" if resident else "none" if host_limit is None else "fill",
             recompute=config.gradient_checkpointing,
-            boundaries=None if config.boundary_activations == "auto" else config.boundary_activations,
+            boundaries=boundaries,
+            saved_on=tier or "device",
         )
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:

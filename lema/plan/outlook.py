@@ -12,7 +12,7 @@ from lema.plan.machine import Machine
 from lema.plan.planner import Planner, planner_of
 from lema.plan.simulator import Simulated
 from lema.plan.workload import MicroBatch
-from lema.stream.cost import Allocation, Demand, device_parts, host_parts
+from lema.stream.cost import Allocation, Demand, device_parts, host_parts, saved_elsewhere
 
 __all__ = ["Plan", "PlannedMemory", "Room", "make_plan", "plan_with"]
 
@@ -176,12 +176,14 @@ def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code
 def _memory(planner: Planner, demand: Demand, allocation: Allocation) -> PlannedMemory:
     config, machine, blueprint = planner.config, planner.machine, planner.blueprint
     spilled = len(demand.visited_twice) * demand.boundary_bytes * (allocation.boundaries == "disk")
+    saved = sum(saved_elsewhere(demand, allocation).values()) * (allocation.saved_on == "disk")
     return PlannedMemory(
         device=device_parts(demand, allocation),
         host=host_parts(demand, allocation) | {"process": planner.process_bytes},
         disk={
             "model": blueprint.stored_bytes,
             "boundaries": spilled,
+            "saved": saved,
             "checkpoint": CHECKPOINTED * blueprint.adapter_parameters,
         },
         device_limit=_limit(config.device_memory, machine.device_memory, machine.device_memory),

@@ -125,7 +125,8 @@ class Planner:
 
     def crossover(self, demand: Demand, allocation: Allocation) -> float | None:
         """Return the tokens per step from which on the weights' way is no longer than the computation."""
-        both = phases(replace(demand, boundary_bytes=0), allocation, self.machine.speeds)
+        weights_alone = replace(demand, boundary_bytes=0), replace(allocation, saved_on="device")
+        both = phases(*weights_alone, self.machine.speeds)
         needed = [max(phase.link, phase.disk) / phase.compute for phase in both if phase.compute > 0]
         return self.shape.tokens * max(needed, default=0.0) or None
 

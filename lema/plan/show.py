@@ -67,7 +67,10 @@ def _step(plan: Plan) -> Iterator[Row]:
     yield "a step", "layers that stay on the device", str(len(allocation.residents))
     yield "a step", "layers kept in host memory", str(len(allocation.host_cached))
     yield "a step", "layers not recomputed", str(len(allocation.saved))
-    yield "a step", "inputs of layers wait", f"on the {allocation.boundaries}"
+    if allocation.saved_on == "device":
+        yield "a step", "inputs of layers wait", f"on the {allocation.boundaries}"
+    else:
+        yield "a step", "activations wait", f"on the {allocation.saved_on}"
     yield "a step", "read from disk", human_bytes(step.bytes_read)
     yield "a step", "copied to the device", human_bytes(step.bytes_uploaded)
     yield "a step", "takes", f"{step.seconds:.3g} s"
@@ -77,7 +80,7 @@ def _step(plan: Plan) -> Iterator[Row]:
     for name, seconds in (
         ("waiting for the disk", step.stall_disk),
         ("waiting for the link", step.stall_upload),
-        ("waiting for inputs of layers", step.stall_boundaries),
+        ("waiting for activations", step.stall_boundaries),
     ):
         yield "a step", name, f"{seconds:.3g} s"
     yield "a step", "tokens per second", human_count(plan.tokens_per_second)

@@ -12,14 +12,24 @@ from typing import Any
 from lema.plan.clock import Clock
 from lema.plan.disk import VirtualReader
 from lema.plan.virtual import VirtualDevice
-from lema.stream.cost import STAGED, Allocation, Demand, Speeds, device_parts, down_seconds, host_parts
+from lema.stream.cost import (
+    STAGED,
+    Allocation,
+    Demand,
+    Speeds,
+    Tier,
+    device_parts,
+    down_seconds,
+    host_parts,
+    saved_elsewhere,
+)
 from lema.stream.lease import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.schedule import training_order
 
 __all__ = ["Simulated", "layers_like", "simulate"]
 
-AHEAD = STAGED - 1  # boundaries on their way while one is in use
+AHEAD = STAGED - 1  # layers whose activations are on their way while one is in use
 STEPS = 3  # the first begins with nothing read; the last is what a run is made of
 
 
@@ -30,11 +40,11 @@ class Simulated:
     Attributes:
         seconds: from the end of the step before to its own.
         compute: seconds the device computed.
-        link: seconds the link carried weights or boundary activations to the device.
+        link: seconds the link carried weights or activations to the device.
         disk: seconds the disk was read from, or written to.
         stall_disk: seconds the device waited for bytes that were not read yet.
         stall_upload: seconds it waited for bytes on the link.
-        stall_boundaries: seconds it waited for boundary activations.
+        stall_boundaries: seconds it waited for activations.
         bytes_read: of weights, from disk.
         bytes_uploaded: of weights, over the link.
         device_peak: bytes of device memory, the most at once.
@@ -117,7 +127,7 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     return Simulated(
         **spent,
         device_peak=(device.host_peak - in_host["cached"] if device.shared else device.device_peak) + beside,
-        host_peak=device.host_peak + in_host["boundaries"],
+        host_peak=device.host_peak + in_host["boundaries"] + in_host["saved"],
     )
 
 
@@ -127,9 +137,13 @@ class _Run:
     def __init__(self, demand: Demand, allocation: Allocation, stream: LayerStream, device: VirtualDevice) -> None:
         self.demand, self.allocation, self.stream, self.device = demand, allocation, stream, device
         self.order = training_order(len(demand.layers), demand.lowest)
-        away = allocation.boundaries != "device"
-        self.boundaries_kept = frozenset(demand.visited_twice) - allocation.saved if away else frozenset[int]()
-        self._fetched: dict[int, float] = {}  # when a layer's boundaries are back on the device
+        self.away: dict[int, tuple[int, Tier]] = {}  # of each layer what leaves the device, and where to
+        for index in demand.visited_twice:
+            if index not in allocation.saved and allocation.boundaries != "device":
+                self.away[index] = demand.boundary_bytes, allocation.boundaries
+        for index, nbytes in saved_elsewhere(demand, allocation).items():
+            self.away[index] = nbytes, allocation.saved_on
+        self._fetched: dict[int, float] = {}  # when that is back
 
     def step(self) -> None:
         """Let one step pass, its leases those of `training_order`."""
@@ -137,14 +151,14 @@ class _Run:
         device.compute(demand.rest)
         for index in self.order[: demand.top]:
             self._visit(index, demand.layers[index].forward)
-            if index in self.boundaries_kept:
-                self._send_away()
+            if index in self.away:
+                self._send_away(*self.away[index])
         top = demand.layers[demand.top]
         self._visit(demand.top, top.forward + top.backward + demand.turn)
         device.synchronize()  # the loss is looked at
         self.stream.announce(self.order)
         below = self.order[demand.top + 1 :]
-        kept = deque(index for index in below if index in self.boundaries_kept)
+        kept = deque(index for index in below if index in self.away)
         for _ in range(min(AHEAD, len(kept))):
             self._bring_back(kept.popleft())
         for index in below:
@@ -175,16 +189,16 @@ class _Run:
         with self.stream.lease(index) as lease:
             self.device.compute(self.demand.layers[index].expand + seconds, lease.slot, self.stream.layers[index])
 
-    def _send_away(self) -> None:
-        """Write boundary activations behind the forward: over the link's other direction, then to the disk."""
-        device, nbytes = self.device, self.demand.boundary_bytes
+    def _send_away(self, nbytes: int, tier: Tier) -> None:
+        """Write activations behind the forward: over the link's other direction, then to the disk."""
+        device = self.device
         _, there = device.back.do(nbytes, device.computed_until)
-        if self.allocation.boundaries == "disk":
+        if tier == "disk":
             device.disk.do(nbytes, there)
 
     def _bring_back(self, index: int) -> None:
-        """Fetch boundary activations ahead of the backward."""
-        device, nbytes, here = self.device, self.demand.boundary_bytes, self.device.clock.now
-        if self.allocation.boundaries == "disk":
+        """Fetch activations ahead of the backward."""
+        (nbytes, tier), device, here = self.away[index], self.device, self.device.clock.now
+        if tier == "disk":
             _, here = device.disk.do(nbytes, here)
         _, self._fetched[index] = device.link.do(nbytes, here)

@@ -152,7 +152,8 @@ def demand_of(
         saved = 0 if workload is None else round(times * workload.works[kind].saved_bytes)
         expand = timings.expand[kind] if timings is not None and timings.expand else 0.0
         sizes = (layer.nbytes, layer.read_bytes, layer.nbytes, saved)
-        costs.append(LayerCost(*sizes, expand, forward, recompute, backward))
+        micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
+        costs.append(LayerCost(*sizes, expand, forward, recompute, backward, micro))
     known = Demand(
         tuple(costs),
         lowest=lowest,

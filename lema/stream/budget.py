@@ -46,6 +46,7 @@ def solve(
     host_cache: Literal["none", "fill", "all"] = "none",
     recompute: bool = True,
     boundaries: Tier | None = None,
+    saved_on: Tier = "device",
 ) -> Allocation:
     """Return the allocation with the fastest step among those whose predicted peaks are within the limits.
 
@@ -57,10 +58,11 @@ def solve(
         speeds: how fast bytes come.
         num_slots: of the ring on the device.
         device_limit: bytes on the device; None: no more is used than streaming needs.
-        host_limit: bytes of host memory for weights and boundaries; None: they are not counted.
+        host_limit: bytes of host memory for weights and activations; None: they are not counted.
         host_cache: keep in host memory, of the layers that do not stay on the device, none, as many as help, or all.
         recompute: drop each layer's graph and compute it again; else every layer's activations are kept.
         boundaries: where they wait; None: where it is best.
+        saved_on: without `recompute`, where activations wait; with it, those that are kept stay on the device.
 
     Raises:
         MemoryLimitError: nothing fits.
@@ -72,6 +74,7 @@ def solve(
     fitting: list[tuple[tuple[float, int, int], Allocation]] = []
     refused: list[Allocation] = []
     for bare in _candidates(demand, num_slots, tiers, limited=limited, recompute=recompute):
+        bare = bare if recompute else replace(bare, saved_on=saved_on)
         if host_cache == "all":
             bare = replace(bare, host_cached=frozenset(range(len(demand.layers))) - bare.residents)
         room = _left(device_limit, device_parts(demand, bare))
@@ -168,9 +171,9 @@ def _nothing_fits(
         )
     usable = [one for one in refused if _left(device_limit, device_parts(demand, one)) >= 0]
     needed = min(sum(host_parts(demand, one).values()) for one in usable)
+    to_disk = ", set activation_offloading: disk" if any(one.saved_on == "host" for one in usable) else ""
     return MemoryLimitError(
-        f"{needed:,} bytes of host memory are needed for weights and boundary activations, {host_limit or 0:,} are "
-        "allowed",
+        f"{needed:,} bytes of host memory are needed for weights and activations, {host_limit or 0:,} are allowed",
         where="host_memory",
-        how="allow that much, use strategy: streaming, or lower prefetch_depth",
+        how=f"allow that much{to_disk}, use strategy: streaming, or lower prefetch_depth",
     )

@@ -20,11 +20,13 @@ __all__ = [
     "LayerCost",
     "Phase",
     "Speeds",
+    "Tier",
     "device_parts",
     "down_seconds",
     "fetches",
     "host_parts",
     "phases",
+    "saved_elsewhere",
     "seconds",
 ]
 
@@ -40,7 +42,8 @@ class Allocation:
         residents: layers that stay on the device.
         host_cached: layers that stay in host memory, between disk and device.
         boundaries: where boundary activations wait for the backward.
-        saved: layers whose activations are kept on the device, so not recomputed.
+        saved: layers whose activations are kept, so not recomputed.
+        saved_on: where those activations wait for the backward, with these layers' inputs.
     """
 
     slots: int
@@ -48,6 +51,7 @@ class Allocation:
     host_cached: frozenset[int] = frozenset()
     boundaries: Tier = "device"
     saved: frozenset[int] = frozenset()
+    saved_on: Tier = "device"
 
     def summary(self) -> str:
         """Say it in a few words."""
@@ -57,8 +61,9 @@ class Allocation:
             "not recomputed": len(self.saved),
         }
         parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
-        waiting = {"device": [], "host": ["boundaries in host memory"], "disk": ["boundaries on disk"]}
-        return ", ".join(parts + waiting[self.boundaries])
+        where = {"device": "", "host": "in host memory", "disk": "on disk"}
+        waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
+        return ", ".join(parts + [f"{what} {place}" for what, place in waiting.items() if place])
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class LayerCost:
         forward: seconds.
         recompute: seconds of running it again in the backward.
         backward: seconds, without that.
+        micro_saved_bytes: of its activations those of the largest micro-batch.
     """
 
     slot_bytes: int
@@ -84,6 +90,7 @@ class LayerCost:
     forward: float = 0.0
     recompute: float = 0.0
     backward: float = 0.0
+    micro_saved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,13 +182,17 @@ class Phase:
 
 
 STAGED = 3  # boundaries between where they wait and their layer: one in use, the others on their way
+STAGING = 256 * 2**20  # bytes of host memory through which activations go to the disk and come back
 
 
 def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of device memory by part, in bytes."""
-    away = _away(demand, allocation)
+    away, gone = _away(demand, allocation), saved_elsewhere(demand, allocation)
     staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
     through = _streamed(demand, allocation, in_place=demand.shared)
+    kept = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
+    # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
+    passing = max((demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone), default=0)
     return {
         "slots": _ring(demand, allocation, through),
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
@@ -191,8 +202,8 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "flight": demand.flight_bytes,
         "expanded": demand.expanded_bytes,
         "gathered": demand.gathered_bytes,
-        "boundaries": (len(demand.visited_twice) - away) * demand.boundary_bytes + staged,
-        "saved": sum(demand.layers[index].saved_bytes for index in allocation.saved),
+        "boundaries": (len(demand.visited_twice) - away - len(gone)) * demand.boundary_bytes + staged,
+        "saved": kept + passing,
     }
 
 
@@ -203,11 +214,21 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """
     away = _away(demand, allocation) * demand.boundary_bytes
     staged = min(away, STAGED * demand.micro_boundary_bytes)
+    saved = sum(saved_elsewhere(demand, allocation).values())
     return {
         "ring": demand.processes * _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
         "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
         "boundaries": demand.processes * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
+        "saved": demand.processes * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
     }
+
+
+def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
+    """Return the layers whose activations are kept and leave the device, and their bytes, those of inputs included."""
+    if allocation.saved_on == "device":
+        return {}
+    gone = sorted(allocation.saved.intersection(demand.visited_twice))
+    return {index: demand.layers[index].saved_bytes + demand.boundary_bytes for index in gone}
 
 
 def _away(demand: Demand, allocation: Allocation) -> int:
@@ -233,9 +254,10 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     top = layers[demand.top]
     up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.turn
     down = sum(down_seconds(demand, allocation, index) for index in twice)
-    moved = _away(demand, allocation) * demand.boundary_bytes
-    spilled = moved * (allocation.boundaries == "disk")
-    # On the way up boundaries go against the stream of weights, which the link carries both ways at once.
+    inputs, saved = _away(demand, allocation) * demand.boundary_bytes, sum(saved_elsewhere(demand, allocation).values())
+    moved = inputs + saved
+    spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
+    # On the way up activations go against the stream of weights, which the link carries both ways at once.
     loads_up, loads_down = fetches(len(layers), allocation.slots, allocation.residents, demand.lowest)
     reads_up, reads_down = fetches(
         len(layers), allocation.slots, allocation.residents | allocation.host_cached, demand.lowest

@@ -17,6 +17,7 @@ class StreamCounters:
         bytes_read: bytes read from disk, those of residents and of host memory among them.
         bytes_uploaded: bytes handed to device slots.
         bytes_gathered: bytes of layers that came from other processes, device to device.
+        bytes_offloaded: bytes of activations that left the device, to wait for the backward in host memory or on disk.
         leases: leases begun.
         seconds_blocked_disk: how long leases waited for reads.
         seconds_blocked_upload: how long leases waited for the device to take their bytes.
@@ -31,6 +32,7 @@ class StreamCounters:
     bytes_read: int = 0
     bytes_uploaded: int = 0
     bytes_gathered: int = 0
+    bytes_offloaded: int = 0
     leases: int = 0
     seconds_blocked_disk: float = 0.0
     seconds_blocked_upload: float = 0.0

@@ -18,7 +18,18 @@ from lema.plan.disk import VirtualReader
 from lema.plan.machine import PROFILES, Machine
 from lema.plan.simulator import STEPS, layers_like, simulate
 from lema.plan.virtual import VirtualDevice
-from lema.stream.cost import Allocation, Demand, LayerCost, Speeds, device_parts, fetches, host_parts, phases, seconds
+from lema.stream.cost import (
+    Allocation,
+    Demand,
+    LayerCost,
+    Speeds,
+    device_parts,
+    fetches,
+    host_parts,
+    phases,
+    saved_elsewhere,
+    seconds,
+)
 from lema.stream.lease import LayerStream
 from lema.stream.ring import LayerRing
 
@@ -31,6 +42,7 @@ LAYERS = st.builds(
     slot_bytes=st.integers(1, 500),
     read_bytes=st.integers(1, 500),
     upload_bytes=st.integers(1, 500),
+    saved_bytes=st.integers(0, 800),
     expand=LENGTHS,
     forward=LENGTHS,
     recompute=LENGTHS,
@@ -59,7 +71,8 @@ def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
     tier: Any = draw(st.sampled_from(["device", "host", "disk"]))
     saved = frozenset(draw(indices)) & set(demand.visited_twice)
     slots = draw(st.integers(2, 5))
-    return demand, Allocation(slots, residents, frozenset(draw(indices)) - residents, tier, saved), speeds
+    saved_on: Any = draw(st.sampled_from(["device", "host", "disk"]))
+    return demand, Allocation(slots, residents, frozenset(draw(indices)) - residents, tier, saved, saved_on), speeds
 
 
 @settings(max_examples=300)
@@ -71,7 +84,8 @@ def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tupl
     assert found.seconds >= found.bound - 1e-6 * found.bound
     computed = sum(phase.compute for phase in phases(demand, allocation, speeds)) + demand.rest
     assert found.compute == pytest.approx(computed, rel=1e-6, abs=1e-6)
-    busy = found.compute + found.link + found.disk + demand.boundary_bytes * len(demand.layers) / speeds.link
+    left = demand.boundary_bytes * len(demand.layers) + sum(saved_elsewhere(demand, allocation).values())
+    busy = found.compute + found.link + found.disk + left / speeds.link
     assert found.seconds <= busy * (1 + 1e-6)  # at worst one thing after the other
     stalls = found.stall_disk + found.stall_upload + found.stall_boundaries
     assert found.compute + stalls <= found.seconds * (1 + 1e-6) + 1e-6

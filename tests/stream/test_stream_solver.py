@@ -21,6 +21,7 @@ LAYERS = st.builds(
     forward=st.floats(0, 9),
     recompute=st.floats(0, 9),
     backward=st.floats(0, 9),
+    micro_saved_bytes=st.integers(0, 200),
 )
 BYTES = st.integers(0, 400)
 
@@ -46,7 +47,11 @@ def demands(draw: st.DrawFn) -> Demand:
 SPEEDS = st.builds(Speeds, disk=st.floats(1, 1000), link=st.one_of(st.floats(1, 1000), st.just(float("inf"))))
 LIMITS = st.one_of(st.none(), st.integers(0, 9000))
 OPTIONS = st.fixed_dictionaries(
-    {"recompute": st.booleans(), "host_cache": st.sampled_from(["none", "fill", "all"])},
+    {
+        "recompute": st.booleans(),
+        "host_cache": st.sampled_from(["none", "fill", "all"]),
+        "saved_on": st.sampled_from(["device", "host", "disk"]),
+    },
 )
 
 
@@ -120,6 +125,39 @@ def test_the_input_of_a_layer_whose_activations_are_kept_stays_with_them(demand:
     assert (parts["saved"], parts["boundaries"]) == (activations, inputs)
     assert host_parts(demand, kept)["boundaries"] == 0
     assert host_parts(demand, away)["boundaries"] <= inputs
+
+
+@given(demands(), SPEEDS, st.integers(2, 4), st.sampled_from(["host", "disk"]))
+def test_what_waits_elsewhere_is_counted_there(demand: Demand, speeds: Speeds, slots: int, tier: Any) -> None:
+    here, away = (solve(demand, speeds, slots, recompute=False, saved_on=place) for place in ("device", tier))
+    assert (here.saved_on, away.saved_on) == ("device", tier)
+    assert here.saved == away.saved == set(demand.visited_twice)
+    total = sum(demand.layers[index].saved_bytes + demand.boundary_bytes for index in away.saved)
+    assert host_parts(demand, here)["saved"] == 0
+    assert host_parts(demand, away)["saved"] == total  # of these few bytes all pass through memory at once
+    passing = max((demand.layers[index].micro_saved_bytes for index in away.saved), default=0)
+    assert device_parts(demand, away)["saved"] <= passing + demand.micro_boundary_bytes
+    assert device_parts(demand, away)["boundaries"] == 0
+    for one, other in zip(phases(demand, here, speeds), phases(demand, away, speeds), strict=True):
+        assert one.compute == other.compute
+        assert other.disk - one.disk == pytest.approx(total / speeds.disk * (tier == "disk"), abs=1e-6)
+    down = [phases(demand, one, speeds)[1].link for one in (here, away)]
+    assert down[1] - down[0] == pytest.approx(total / speeds.link, abs=1e-6)
+
+
+@given(demands(), SPEEDS, st.integers(2, 4), st.integers(0, 9000))
+def test_a_refused_limit_of_host_memory_says_what_is_enough(
+    demand: Demand, speeds: Speeds, slots: int, limit: int
+) -> None:
+    try:
+        solve(demand, speeds, slots, host_limit=limit, recompute=False, saved_on="host")
+    except MemoryLimitError as error:
+        assert "activation_offloading: disk" in error.how
+        enough = int(error.what.partition(" bytes")[0].replace(",", ""))
+        assert enough > limit
+        solve(demand, speeds, slots, host_limit=enough, recompute=False, saved_on="host")
+        with pytest.raises(MemoryLimitError):
+            solve(demand, speeds, slots, host_limit=enough - 1, recompute=False, saved_on="host")
 
 
 @given(demands(), SPEEDS, st.integers(2, 4), st.booleans())

@@ -1,0 +1,167 @@
+"""The inputs of decoder layers: marked while their layers run, and where a checkpoint is about to save them.
+
+A checkpoint saves what it is given by position, and holds what it is given by keyword on the device. So an input that
+comes by keyword is handed to it by position.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from lema.activations.counters import Kept
+from lema.activations.hooks import Hooked, Hooks
+from lema.activations.scope import current
+
+__all__ = ["LayerInputs", "OnlyLayerInputs", "decoder_layers"]
+
+INPUT = "hidden_states"
+WRAPPED = "_checkpoint_wrapped_module"  # what a module that checkpoints another calls it
+
+
+class LayerInputs:
+    """The decoder layers of a model, while a context is open. It does not keep the model alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Mark the inputs of layers in a `with` block. Checkpointing may have been turned on or off since the last."""
+        model = self._model()
+        if model is None:
+            yield
+            return
+        hooked, checkpoints = Hooked(), _Checkpoints()
+        try:
+            for layer in decoder_layers(model):
+                hooked.add(layer, LAYER)
+            checkpoints.wrap(model)
+            del model
+            yield
+        finally:
+            checkpoints.unwrap()
+            hooked.close()
+
+
+class OnlyLayerInputs:
+    """A choice: the inputs of decoder layers that are being run, and nothing else."""
+
+    def why_kept(self, tensor: Tensor) -> Kept | None:
+        """Return None for what shares its memory with the input of a layer."""
+        scope = current()
+        marked = scope is not None and tensor.untyped_storage()._cdata in scope.layer_inputs
+        return None if marked else Kept.UNCHOSEN
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that can be checkpointed each by itself: layers, by their class or by a wrapper around them.
+
+    Where there are none they are taken to be the modules of the longest list that lies in no other list.
+    """
+    modeling = sys.modules.get("transformers.modeling_layers")  # not imported: no module is of its classes
+    kind = getattr(modeling, "GradientCheckpointingLayer", ())
+
+    def is_layer(module: nn.Module) -> bool:
+        return isinstance(module, kind) or hasattr(module, WRAPPED)
+
+    if layers := list(_outermost(model, is_layer)):
+        return layers
+    lists = list(_outermost(model, lambda module: isinstance(module, nn.ModuleList)))
+    return list(max(lists, key=lambda found: sum(1 for _ in found.children())).children()) if lists else []
+
+
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    if wanted(model):
+        yield model
+    else:
+        for child in model.children():
+            yield from _outermost(child, wanted)
+
+
+_wrapped: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many contexts are open on each
+_lock = threading.RLock()
+
+
+class _Checkpoints:
+    """The functions by which modules checkpoint, wrapped in one that marks what these are about to save."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[ref[nn.Module], str]] = []
+
+    def wrap(self, model: nn.Module) -> None:
+        with _lock:
+            for module in model.modules():
+                name = "checkpoint_fn" if hasattr(module, WRAPPED) else "_gradient_checkpointing_func"
+                if (checkpoint := vars(module).get(name)) is not None:
+                    if not _is_marking(checkpoint):  # it may have been replaced since another context wrapped it
+                        setattr(module, name, partial(_marking, checkpoint))
+                    _wrapped[module] = _wrapped.get(module, 0) + 1
+                    self._places.append((ref(module), name))
+
+    def unwrap(self) -> None:
+        with _lock:
+            while self._places:
+                where, name = self._places.pop()
+                if (module := where()) is None:
+                    continue
+                left = _wrapped.pop(module) - 1
+                if left > 0:
+                    _wrapped[module] = left
+                    continue
+                checkpoint: Any = vars(module).get(name)
+                if _is_marking(checkpoint):  # it may have been replaced meanwhile
+                    setattr(module, name, checkpoint.args[0])
+
+
+def _is_marking(checkpoint: Any) -> bool:
+    return isinstance(checkpoint, partial) and checkpoint.func is _marking
+
+
+def _marking(checkpoint: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `checkpoint(run, *args, **kwargs)`, the layer's input among `args` and marked."""
+    if torch.compiler.is_compiling():
+        return checkpoint(run, *args, **kwargs)
+    if isinstance(kwargs.get(INPUT), Tensor):
+        run, args = partial(_with_input, run), (kwargs.pop(INPUT), *args)
+    elif isinstance(run, partial) and isinstance(run.keywords.get(INPUT), Tensor):
+        others = {name: value for name, value in run.keywords.items() if name != INPUT}
+        run, args = partial(_with_input, partial(run.func, *run.args, **others)), (run.keywords[INPUT], *args)
+    scope, state = current(), _input_of(args, {})
+    if scope is None:
+        return checkpoint(run, *args, **kwargs)
+    scope.mark(state)
+    try:
+        return checkpoint(run, *args, **kwargs)
+    finally:
+        scope.unmark(state)
+
+
+def _with_input(run: Callable[..., Any], state: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **{INPUT: state}, **kwargs)
+
+
+def _input_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return a layer's input among its arguments; None: there is none."""
+    return next((value for value in args if isinstance(value, Tensor)), kwargs.get(INPUT))
+
+
+def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
+    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+        scope.mark(_input_of(args, kwargs))
+
+
+def _leave_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001
+    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+        scope.unmark(_input_of(args, kwargs))
+
+
+LAYER = Hooks(_enter_layer, _leave_layer)

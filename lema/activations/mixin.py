@@ -1,0 +1,167 @@
+"""A trainer of `transformers` or TRL whose training steps offload what they save for their backwards.
+
+    class MyTrainer(ActivationOffloadingMixin, Trainer): ...
+
+    MyTrainer(model, arguments, train_dataset=rows, activation_offloading="disk").train()
+
+A step is inside the offloading context as a whole: forward, loss and backward. Evaluation and prediction are outside.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from lema.activations.manager import MODES, Mode, get_lora_act_offloading_ctx_manager
+from lema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Trainer as Below
+else:
+    Below = object
+
+__all__ = ["ActivationOffloadingMixin"]
+
+THEIRS = "maybe_activation_offload_context"  # where TRL's trainers keep a context of their own
+
+
+class ActivationOffloadingMixin(Below):
+    """Put before the trainer in the bases of a class; it takes what that trainer takes, and two keywords more.
+
+    The model's hooks and the room for what waits are there from the first step to the end of `train()`, however that
+    ends. Steps outside of `train()` leave them until the trainer goes, or `close_activation_offloading()`.
+
+    Args:
+        activation_offloading: what is moved, and where to: True, "legacy", "hidden_states", "disk"; False: nothing is.
+            None: as `args.activation_offloading` says (the arguments of TRL's trainers have it). Arguments without it
+            mean True: who puts this in front of a trainer wants it.
+        activation_offloading_options: for `get_lora_act_offloading_ctx_manager`. With "disk", `offload_dir` is
+            `args.output_dir` if it is not there.
+
+    Attributes:
+        activation_offloading: the mode.
+        activation_offload_context: of the last training step; a null context before the first, and where nothing is
+            offloaded. Its `counters` say what was moved; those of a run are there when `train()` has ended.
+
+    Raises:
+        ConfigError: the mode is none of these; or transformers' own offloading of checkpoints is asked for as well; or
+            the model is one that runs in several threads (`torch.nn.DataParallel`).
+        TypeError: the class has the trainer before the mixin, so that no step would come by here.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        place = cls.__mro__.index(ActivationOffloadingMixin)
+        before, after = cls.__mro__[:place], cls.__mro__[place + 1 :]
+        others = [base for base in before if not issubclass(base, ActivationOffloadingMixin)]
+        stepping = [base.__name__ for base in others if "training_step" in vars(base)]
+        if stepping and not any("training_step" in vars(base) for base in after):
+            raise TypeError(f"{cls.__name__}: ActivationOffloadingMixin must stand before {stepping[-1]} in the bases")
+
+    def __init__(
+        self,
+        *args: Any,
+        activation_offloading: Mode | Literal[False] | None = None,
+        activation_offloading_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = next((one for one in (*args, *kwargs.values()) if hasattr(one, "activation_offloading")), None)
+        if activation_offloading is None:
+            activation_offloading = getattr(given, "activation_offloading", None)
+        with _asked_of_nobody_else(given):
+            super().__init__(*args, **kwargs)
+        if hasattr(self, THEIRS):
+            setattr(self, THEIRS, nullcontext())  # whatever it was made from
+        if activation_offloading is None:
+            asked = getattr(self.args, "activation_offloading", True)
+            activation_offloading = False if asked is None else asked
+        self.activation_offloading: Mode | Literal[False] = activation_offloading
+        self.activation_offload_context: AbstractContextManager[Any] = nullcontext()
+        self._offload_options = dict(activation_offloading_options or {})
+        self._offloaded: weakref.ref[nn.Module] | None = None  # whose context is open for steps
+        self._check_offloading()
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the step of the trainer below, with what it saves for its backward offloaded."""
+        if self.activation_offloading and isinstance(model, nn.DataParallel):
+            raise ConfigError(
+                "activation_offloading sees nothing of a model that runs in other threads (torch.nn.DataParallel)",
+                how="start one process for each device (torchrun, accelerate launch), or show only one of them",
+            )
+        with self._offloading():
+            return super().training_step(model, *args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer below does; the context is closed when that has ended, or failed."""
+        try:
+            result = super().train(*args, **kwargs)
+        finally:
+            self.close_activation_offloading()
+        self._say_if_nothing_moved()
+        return result
+
+    def close_activation_offloading(self) -> None:
+        """Take the hooks off the model and give the room back. The next training step makes a new context."""
+        if self._offloaded is None:
+            return
+        self._offloaded = None
+        context: Any = self.activation_offload_context
+        context.close()
+
+    def _offloading(self) -> AbstractContextManager[Any]:
+        """Return the context of a step; a new one where the model is not the one of the last step."""
+        if not self.activation_offloading:
+            return nullcontext()
+        model: Any = self.model
+        if self._offloaded is None or self._offloaded() is not model:
+            self.close_activation_offloading()
+            options = dict(self._offload_options)
+            if self.activation_offloading == "disk":
+                options.setdefault("offload_dir", self.args.output_dir)
+            self.activation_offload_context = get_lora_act_offloading_ctx_manager(
+                model, mode=self.activation_offloading, **options
+            )
+            self._offloaded = weakref.ref(model)
+        return self.activation_offload_context
+
+    def _say_if_nothing_moved(self) -> None:
+        counters = getattr(self.activation_offload_context, "counters", None)
+        if counters is not None and counters.seen and not counters.moved:
+            why = ", ".join(f"{reason.value} ({count:,})" for reason, count in counters.kept.most_common(3))
+            warnings.warn(f"activation_offloading={self.activation_offloading!r} moved nothing: {why}", stacklevel=3)
+
+    def _check_offloading(self) -> None:
+        """Raise where the mode is none, or checkpoints move their inputs on their own: no hook of ours sees those."""
+        if self.activation_offloading not in (*MODES, False):
+            known = ", ".join(map(repr, (*MODES, False)))
+            raise ConfigError(f"activation_offloading must be one of {known}, not {self.activation_offloading!r}")
+        if not self.activation_offloading:
+            return
+        for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+            options = getattr(self.args, name, None)
+            if isinstance(options, Mapping) and options.get("offload"):
+                raise ConfigError(
+                    "two ways to offload are asked for: activation_offloading, and that of the checkpoints",
+                    where=f"{name}: offload",
+                    how='leave that out; activation_offloading="hidden_states" moves the same tensors',
+                )
+
+
+@contextmanager
+def _asked_of_nobody_else(arguments: Any) -> Iterator[None]:
+    """Let `arguments` not ask for offloading while a trainer is made, so that it prepares none of its own."""
+    asked = getattr(arguments, "activation_offloading", False)
+    if not asked:
+        yield
+        return
+    arguments.activation_offloading = False
+    try:
+        yield
+    finally:
+        arguments.activation_offloading = asked

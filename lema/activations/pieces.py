@@ -1,0 +1,176 @@
+"""A piece: bytes of one storage that left the device, and every tensor that autograd saved in them.
+
+Storages are moved, not tensors: what several saved tensors share is copied once, and each comes back with the strides
+and the offset it had. A storage is known by its address and by a weak reference that keeps the address from being used
+again, and by its version: what was written into since is another piece.
+
+All device memory here belongs to the queue that computes: a source is let go when compute has been made to wait for its
+copy, and what comes back lies in memory of its own, which compute waits to be filled. So whoever else holds a view of
+either, as long as they like, reads and frees it in the order of compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lema.errors import LemaError
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
+
+    from lema.activations.counters import Counters
+    from lema.activations.seams import Carrier, Place
+    from lema.backend import Download, Upload
+
+__all__ = ["ALIGNMENT", "Piece", "span_of", "view"]
+
+ALIGNMENT = 64  # kernels may take another way where an address is aligned otherwise: it comes back as it was
+
+
+class Piece:
+    """Bytes `start` to `start + nbytes` of a storage; begins to leave when it is made.
+
+    Attributes:
+        alive: packed tensors in it.
+        wanted: of these, those that have not been asked for since it came back.
+        round: how often it came back.
+        spent: the backward in which all of them were asked for.
+    """
+
+    def __init__(
+        self, tensor: Tensor, start: int, nbytes: int, place: Place, carrier: Carrier, counters: Counters
+    ) -> None:
+        storage = tensor.untyped_storage()
+        self.start, self.nbytes, self.version, self.device = start, nbytes, tensor._version, tensor.device
+        self.key = (storage._cdata, self.version)
+        self.alive = self.wanted = self.round = 0
+        self.spent = -1
+        self._left_at = self.version
+        self._guard = StorageWeakRef(storage)
+        self._place, self._carrier, self._counters = place, carrier, counters
+        self._upload: Upload | None = None
+        self._waited = False
+        self.source: Tensor | None = tensor.detach()
+        self._download: Download = carrier.download(view(storage, tensor.device, start, nbytes), place.fill())
+        place.filled(self._download.landed)
+        counters.copies_out += 1
+        counters.bytes_out += nbytes
+        self._original: Tensor | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether the bytes are on the device, or on their way back."""
+        return self.source is not None or self._upload is not None
+
+    @property
+    def version_copied(self) -> int:
+        """The version of the storage when nobody could write into it any more before it was copied."""
+        return self._left_at if self.source is None else self.source._version
+
+    def covers(self, start: int, nbytes: int) -> bool:
+        """Whether a range of bytes of the same storage is in it."""
+        return self.start <= start and start + nbytes <= self.start + self.nbytes
+
+    def release(self) -> None:
+        """Hold the source on the device no longer."""
+        if self.source is not None:
+            self._download.release()
+            self._left_at = self.source._version
+            self.source = None
+
+    def expect(self, *, fetch: bool) -> bool:
+        """Be wanted soon; return whether the bytes may be fetched without waiting for a disk. Never blocks.
+
+        Args:
+            fetch: whether they are to be, if so.
+        """
+        if fetch and self._place.ready():
+            return True
+        self._place.expect()
+        return False
+
+    def fetch(self) -> None:
+        """Begin the copy to the device."""
+        if self.here:
+            return
+        upload = self._carrier.device_slots(self.nbytes, 1).upload(self._place.memory())
+        self._upload, self._waited = upload, False
+        self._place.used(upload.drained)
+        self.round += 1
+        self.wanted = self.alive
+        self._counters.copies_back += 1
+        self._counters.bytes_back += self.nbytes
+
+    def memory(self) -> Tensor:
+        """Return what came back, uint8 `[nbytes]`; compute queued after this call sees it."""
+        self.fetch()
+        assert self._upload is not None, "a piece was asked for that never left"
+        self._waited = True
+        return self._upload.wait()[: self.nbytes]
+
+    def forget(self) -> None:
+        """Hold what came back no longer; it can come again."""
+        if self._upload is not None:
+            if not self._waited:
+                self._upload.wait()  # else its memory, and the host's, could be used again under the copy
+            self._upload = None
+
+    def certify(self) -> None:
+        """Keep the bytes on the device as well, to be compared with what comes back."""
+        assert self.source is not None, "a piece was to be certified that has left"
+        storage = self.source.untyped_storage()
+        self._original = view(storage, self.device, self.start, self.nbytes).clone()
+
+    def compare(self) -> None:
+        """Compare what came back with what left, where that was kept.
+
+        Raises:
+            LemaError: a byte differs.
+        """
+        if self._original is not None and not torch.equal(self.memory(), self._original):
+            raise LemaError(
+                f"{self.nbytes:,} bytes of activations came back otherwise than they left",
+                where=str(self.device),
+                how="gradients would be wrong: this is a defect, of the device's copies or of LEMA; please report it",
+            )
+
+    def gone(self) -> None:
+        """Nobody wants the bytes any more."""
+        self.release()
+        self.forget()
+        self._place.drop()
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of the storage that goes with `tensor`, and how many.
+
+    That is the whole storage where the tensor lies in at least half of it, else as much as it lies in.
+    """
+    total, width = tensor.untyped_storage().nbytes(), tensor.element_size()
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * width
+    end = first + (last + 1) * width
+    if 2 * (end - first) >= total:
+        return 0, total
+    start = first // ALIGNMENT * ALIGNMENT
+    return start, end - start
+
+
+def view(
+    storage: UntypedStorage,
+    device: torch.device,
+    first: int,
+    nbytes: int = 0,
+    *,
+    dtype: torch.dtype = torch.uint8,
+    shape: tuple[int, ...] | None = None,
+    stride: tuple[int, ...] = (1,),
+) -> Tensor:
+    """Return a tensor at byte `first` of a storage: of a dtype, shape and strides, or its next `nbytes` bytes."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    with torch.no_grad():
+        return empty.set_(storage, first // dtype.itemsize, (nbytes,) if shape is None else shape, stride)

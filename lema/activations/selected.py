@@ -1,0 +1,266 @@
+"""Operators whose outputs wait for the backward inside a checkpoint, which recomputes everything else.
+
+For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offloaded_ops(...))`. Attention costs much
+to compute again and little to keep. Selective checkpointing keeps such outputs on the device; here they are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lema.activations.moved import Offload, Packed
+from lema.activations.scope import current
+from lema.activations.weights import storages_of
+from lema.errors import ConfigError, LemaError
+
+if TYPE_CHECKING:
+    from lema.activations.manager import OffloadActivations
+
+__all__ = ["DEFAULT_ATTENTION_OPS", "offloaded_ops"]
+
+# Of the kinds of attention that torch has, those that no torch here knows are passed over.
+DEFAULT_ATTENTION_OPS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+)
+
+Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
+
+
+def offloaded_ops(
+    offload: Offload | OffloadActivations, ops: Collection[Any] = DEFAULT_ATTENTION_OPS
+) -> Callable[[], Contexts]:
+    """Return a `context_fn` for checkpoints that are not reentrant.
+
+    Args:
+        offload: what moves the outputs, or the context that does; it need not be open.
+        ops: whose outputs are kept: names as "aten::mm", or what `torch.ops` has under these; all others' are
+            recomputed.
+
+    Raises:
+        ConfigError: one of `ops` is unknown, writes into what it is given or returns a view of it, or is made of other
+            operators, so that it never runs itself.
+    """
+    chosen = frozenset(overload for op in ops for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS))
+
+    def contexts() -> Contexts:
+        region = _Region(chosen, offload if isinstance(offload, Offload) else offload._offload)
+        return _Keeping(region), _BringingBack(region)
+
+    return contexts
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Stands for a tensor in what an operator returned."""
+
+    packed: Packed
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of an operator that was chosen.
+
+    Attributes:
+        op: the operator.
+        out: what it returned, with `_Waiting` for tensors.
+        drawn: for each device on which it drew random numbers, the generator's state before and after.
+    """
+
+    op: Any
+    out: Any
+    drawn: dict[torch.device, tuple[Tensor, Tensor]]
+
+
+@dataclass(eq=False)
+class _Region:
+    """One run of a checkpointed function: the calls it made, in order. The graph holds it."""
+
+    ops: frozenset[Any]
+    offload: Offload
+    calls: list[_Call] = field(default_factory=list)
+
+
+class _Keeping(TorchDispatchMode):
+    """The forward of a region."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's is
+        self._region = region
+        self._kept: dict[int, tuple[StorageWeakRef, Any]] = {}  # storages of outputs, and whose they are
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            self._refuse_if_kept(func, tensor)
+        if func not in self._region.ops:
+            return func(*args, **kwargs)
+        devices = {tensor.device for tensor in _tensors((*args, *kwargs.values()))}
+        before = {device: _random_state(device) for device in devices}
+        out = func(*args, **kwargs)
+        after = {device: _random_state(device) for device in devices}
+        drawn = {device: (old, after[device]) for device, old in before.items() if not torch.equal(old, after[device])}
+        self._region.calls.append(_Call(func, self._packed(out), drawn))
+        for tensor in _tensors(out):
+            for key in storages_of(tensor):
+                self._kept[key] = StorageWeakRef(tensor.untyped_storage()), func
+        return out
+
+    def _packed(self, out: Any) -> Any:
+        """Return an operator's output with every tensor in it packed."""
+        if isinstance(out, (list, tuple)):
+            return type(out)(map(self._packed, out))
+        return _Waiting(self._pack(out)) if isinstance(out, Tensor) else out
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        # Down here autograd has done its part, and aliases would not share their version with what they are aliases of;
+        # with this they do, so that a write into the tensor is seen. An alias is packed, for autograd is about to make
+        # the tensor itself part of the graph, which will hold this region.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            alias, scope = tensor.detach(), current()
+            if scope is None:
+                return self._region.offload.pack(alias)
+            scope.mark(alias)  # chosen by name, even where only layers' inputs are
+            try:
+                return self._region.offload.pack(alias)
+            finally:
+                scope.unmark(alias)
+
+    def _refuse_if_kept(self, func: Any, tensor: Tensor) -> None:
+        for key in storages_of(tensor):
+            if key in self._kept:
+                op = self._kept[key][1]
+                raise ConfigError(
+                    f"the output of {op} is kept for the backward, and {func} writes into it",
+                    where="offloaded_ops",
+                    how=f"leave {op} out of the operators, or write to a copy",
+                )
+
+
+class _BringingBack(TorchDispatchMode):
+    """The recomputation of a region, which may take place more than once."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's is
+        self._region, self._next = region, 0
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        return super().__enter__()  # type: ignore[no-untyped-call] # torch's is
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._region.ops:
+            return func(*args, **(kwargs or {}))
+        calls = self._region.calls
+        call = calls[self._next] if self._next < len(calls) else None
+        if call is None or call.op is not func:
+            raise LemaError(
+                f"a checkpoint's recomputation came to {func} where its forward had "
+                f"{'no more of the chosen operators' if call is None else call.op}",
+                where=f"operator {self._next} of those that offloaded_ops keeps",
+                how="the function under the checkpoint must do the same both times",
+            )
+        self._next += 1
+        for device, (before, after) in call.drawn.items():
+            # What follows shall draw what it drew. Where the checkpoint does not preserve the state, it draws anew.
+            if torch.equal(_random_state(device), before):
+                _set_random_state(device, after)
+        return _unpacked(call.out)
+
+
+def _unpacked(out: Any) -> Any:
+    if isinstance(out, (list, tuple)):
+        return type(out)(map(_unpacked, out))
+    # An alias, for autograd makes it part of a graph: what stayed on the device may be asked for again.
+    return out.packed.unpack().detach() if isinstance(out, _Waiting) else out
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a call of `func` writes into."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    if schema is None or not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+
+
+def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
+    """Yield the overloads of an operator that can be kept.
+
+    Args:
+        op: a name, or what `torch.ops` has under it.
+        needed: whether it is an error that there is no such operator.
+    """
+    if isinstance(op, str):
+        space, _, name = op.partition("::")
+        found = getattr(getattr(torch.ops, space), name, None) if name else None
+        if found is None and needed:
+            raise ConfigError(f"there is no operator {op!r}", where="offloaded_ops", how='name it as in "aten::mm"')
+        if found is None:
+            return
+        op = found
+    all_overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
+    refused = [(overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None]
+    if len(refused) == len(all_overloads):
+        raise ConfigError(
+            f"the output of {refused[0][0]} cannot be kept: {refused[0][1]}",
+            where="offloaded_ops",
+            how="choose operators that return tensors of their own",
+        )
+    yield from set(all_overloads) - {overload for overload, _ in refused}
+
+
+def _why_refused(overload: Any) -> str | None:
+    schema = getattr(overload, "_schema", None)
+    if schema is None:
+        return None
+    if schema.is_mutable:
+        return "it writes into what it is given"
+    if any(result.alias_info is not None for result in schema.returns):
+        return "it returns a view of what it is given"
+    if not any("Tensor" in str(argument.type) for argument in schema.arguments):
+        return "it is given no tensor"
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        return "it is made of other operators, and only those run"
+    return None

@@ -1,0 +1,88 @@
+"""The benchmark of activation offloading runs from end to end in a tiny form, and its memory counts what it says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+HIDDEN, LAYERS, ROWS, TOKENS = 64, 6, 2, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks() -> Iterator[None]:
+    """Let the files of `benchmarks/` be imported by their names, as they import each other."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def child() -> ModuleType:
+    import activations_child
+
+    return activations_child
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
+    """One tiny run of two modes: its rows by mode and checkpointing."""
+    directory = tmp_path_factory.mktemp("activations")
+    sizes = {"hidden": HIDDEN, "intermediate": 128, "layers": LAYERS, "vocabulary": 64, "rows": ROWS, "tokens": TOKENS}
+    shape = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    places = ["--directory", str(directory), "--out", str(directory / "results")]
+    command = [sys.executable, str(BENCHMARKS / "activations.py"), *shape, *places]
+    options = ["--modes", "hidden_states,true", "--devices", "cpu", "--rounds", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [path.name for path in directory.iterdir()] == ["results"], "nothing is left on disk"
+    found = json.loads((directory / "results" / "activations-cpu.json").read_text())
+    assert found["device"] == "cpu"
+    assert found["machine"]["date"]
+    return {(row["mode"], row["checkpointing"]): row for row in found["rows"]}
+
+
+def test_every_mode_has_both_kinds_of_rows(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
+    assert set(rows) == {(mode, on) for mode in ("none", "hidden_states", "true") for on in (False, True)}
+    assert all(len(row["all_seconds"]) == 2 for row in rows.values())
+    assert all(rows["none", on]["ratio"] == 1 for on in (False, True))
+
+
+def test_bytes_moved_are_those_of_a_step(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
+    for on in (False, True):
+        assert rows["none", on]["bytes_out"] == rows["none", on]["bytes_back"] == 0
+        assert rows["hidden_states", on]["bytes_out"] == LAYERS * ROWS * TOKENS * HIDDEN * 4
+        assert rows["true", on]["bytes_out"] >= rows["hidden_states", on]["bytes_out"]
+    assert rows["true", False]["bytes_out"] > 10 * rows["true", True]["bytes_out"]
+
+
+def test_offloading_lowers_the_peak(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
+    for on in (False, True):
+        assert rows["true", on]["peak_device"] < rows["none", on]["peak_device"]
+    assert rows["hidden_states", True]["peak_device"] < rows["none", True]["peak_device"]
+    assert rows["none", True]["peak_device"] < rows["none", False]["peak_device"]
+
+
+def test_live_bytes_are_of_results_while_they_live(child: ModuleType) -> None:
+    outside = torch.frombuffer(bytearray(4096), dtype=torch.uint8)
+    weight = torch.ones(1024)
+    with child.LiveBytes("cpu") as live:
+        kept = weight * 2  # 4096 bytes
+        gone = kept.reshape(2, 512) + 1  # as many, and the view is nothing new
+        assert live.peak == 8192
+        del gone
+        again = kept[:512] + 1
+        assert live.peak == 8192
+        mapped = outside[:2048]
+        mapped.copy_(again.view(torch.uint8)[:2048])
+        assert live.peak == 8192
+        both = torch.cat([kept, again, again])
+    assert live.peak == 4096 + 2048 + both.nbytes

@@ -1,0 +1,189 @@
+"""On a lazy device inputs of layers wait in host memory, and nothing looks at a tensor but between two layers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lazydevice import DEVICE, LazyDevice
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lema.activations.byvalue import ByValue
+from lema.activations.counters import Kept
+
+BLOCKS, ROWS, WIDTH = 8, 6, 16
+NBYTES = ROWS * WIDTH * 4
+
+
+class Marked:
+    """A choice: the inputs of blocks that are being run, as long as no backward runs."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+
+    def why_kept(self, tensor: Tensor) -> Kept | None:
+        if torch._C._current_graph_task_id() != -1:
+            return Kept.BACKWARD
+        return None if any(tensor is one for one in self.inputs) else Kept.UNCHOSEN
+
+
+class Stack:
+    """Blocks of two linear layers each, every one of them a checkpoint.
+
+    Args:
+        device: where its weights are.
+        reentrant: which kind of checkpoint; None: none.
+    """
+
+    def __init__(self, device: torch.device, reentrant: bool | None) -> None:
+        self.reentrant, self.marked = reentrant, Marked()
+        generator = torch.Generator().manual_seed(5)
+        weights = [torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(2 * BLOCKS)]
+        self.weights = [weight.to(device).requires_grad_() for weight in weights]
+        self.state = torch.randn(ROWS, WIDTH, generator=generator).to(device).requires_grad_()
+
+    def forward(self) -> Tensor:
+        state = self.state
+        for index in range(BLOCKS):
+            up, down = self.weights[2 * index : 2 * index + 2]
+            self.marked.inputs.append(state)
+            if self.reentrant is None:
+                state = _block(state, up, down)
+            else:
+                state = checkpoint(_block, state, up, down, use_reentrant=self.reentrant, preserve_rng_state=False)
+            self.marked.inputs.clear()
+        return state.sum()
+
+    def gradients(self) -> list[Tensor]:
+        return [leaf.grad.to("cpu") for leaf in (self.state, *self.weights) if leaf.grad is not None]
+
+
+def _block(state: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return state + torch.tanh(state @ up) @ down
+
+
+@pytest.fixture
+def lazy() -> Iterator[LazyDevice]:
+    with LazyDevice() as device:
+        yield device
+
+
+def expected(reentrant: bool | None) -> list[Tensor]:
+    whole = Stack(torch.device("cpu"), reentrant)
+    whole.forward().backward()
+    found = whole.gradients()
+    assert len(found) == 1 + 2 * BLOCKS
+    return found
+
+
+def offloaded(stack: Stack, sync: Callable[[], None]) -> ByValue:
+    return ByValue(stack.marked, sync=sync)
+
+
+def hooks(offload: ByValue) -> Any:
+    offload.line()
+    return saved_tensors_hooks(offload.pack, lambda packed: packed.unpack())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_are_the_same_and_graphs_are_cut_between_blocks_alone(lazy: LazyDevice, reentrant: bool) -> None:
+    stack = Stack(DEVICE, reentrant)
+    syncs: list[int] = []
+    offload = offloaded(stack, lambda: (syncs.append(len(lazy.graphs)), lazy.run())[1])
+    with hooks(offload):
+        loss = stack.forward()
+        assert len(syncs) == BLOCKS, "the forward is cut once for each block"
+        assert offload.live_bytes == BLOCKS * NBYTES
+        loss.backward()
+    assert len(syncs) == 2 * BLOCKS, "the backward is cut once for each block"
+    assert lazy.forced == 0, "a graph was cut where nobody said so"
+    assert max(lazy.graphs) < 4 * min(size for size in lazy.graphs[1:]), "one graph has grown over many blocks"
+    for found, right in zip(stack.gradients(), expected(reentrant), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_only_inputs_of_layers_are_moved_each_once_each_way(lazy: LazyDevice, reentrant: bool) -> None:
+    stack = Stack(DEVICE, reentrant)
+    offload = offloaded(stack, lazy.run)
+    uploads = lazy.uploads
+    with hooks(offload):
+        stack.forward().backward()
+    counters = offload.counters
+    assert (counters.moved, counters.copies_out, counters.copies_back) == (BLOCKS, BLOCKS, BLOCKS)
+    assert (counters.bytes_out, counters.bytes_back) == (BLOCKS * NBYTES, BLOCKS * NBYTES)
+    assert counters.kept[Kept.UNCHOSEN] >= 2 * BLOCKS, "weights stay"
+    assert lazy.uploads - uploads == BLOCKS
+    assert offload.live_bytes == 0
+
+
+def test_an_input_that_is_saved_several_times_is_moved_once(lazy: LazyDevice) -> None:
+    stack = Stack(DEVICE, None)
+    with hooks(offload := offloaded(stack, lazy.run)):
+        state, (one, two, three) = stack.state, stack.weights[:3]
+        stack.marked.inputs.append(state)
+        total = ((state @ one) + (state @ two) + (state @ three)).sum()
+        stack.marked.inputs.clear()
+    graphs = len(lazy.graphs)
+    total.backward()
+    counters = offload.counters
+    assert (counters.moved, counters.restored) == (3, 3)
+    assert (counters.copies_out, counters.copies_back) == (1, 1)
+    assert len(lazy.graphs) == graphs + 1, "what comes back for several is waited for once"
+
+
+def test_a_tensor_that_was_written_into_is_another_value(lazy: LazyDevice) -> None:
+    stack = Stack(DEVICE, None)
+    state = torch.ones(ROWS, WIDTH).to(DEVICE)
+    offload = offloaded(stack, lazy.run)
+    stack.marked.inputs.append(state)
+    before = offload.pack(state)
+    state.add_(1)
+    after = offload.pack(state)
+    assert torch.equal(before.unpack().to("cpu"), torch.ones(ROWS, WIDTH))
+    assert torch.equal(after.unpack().to("cpu"), torch.full((ROWS, WIDTH), 2.0))
+    assert offload.counters.copies_out == 2
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_a_graph_may_be_differentiated_twice_or_never(lazy: LazyDevice, reentrant: bool | None) -> None:
+    stack = Stack(DEVICE, reentrant)
+    with hooks(offload := offloaded(stack, lazy.run)):
+        loss = stack.forward()
+        stack.forward()  # nobody wants this one
+    lazy.run()  # it holds what it has to run
+    gc.collect()
+    assert offload.live_bytes == BLOCKS * NBYTES
+    loss.backward(retain_graph=True)
+    first = stack.gradients()
+    loss.backward()
+    for found, once in zip(stack.gradients(), first, strict=True):
+        assert torch.equal(found, 2 * once)
+    del loss
+    lazy.run()
+    gc.collect()
+    assert offload.live_bytes == 0
+
+
+def test_the_next_value_is_on_its_way_while_one_is_used(lazy: LazyDevice) -> None:
+    """What was packed last is wanted first; one is fetched ahead, and none of it stays when it is given up."""
+    stack = Stack(DEVICE, None)
+    offload = offloaded(stack, lazy.run)
+    states = [torch.full((ROWS, WIDTH), float(number)).to(DEVICE) for number in range(4)]
+    stack.marked.inputs += states
+    line = offload.line()
+    packed = [offload.pack(state, line) for state in states]
+    offload.expect(line)
+    assert offload.counters.copies_back == 1
+    for number in (3, 2, 1):
+        assert torch.equal(packed[number].unpack().to("cpu"), torch.full((ROWS, WIDTH), float(number)))
+        assert offload.counters.copies_back == 5 - number, "the one before it"
+    offload.let_go()
+    packed[0].unpack()
+    assert offload.counters.copies_back == 5, "what was fetched ahead was kept"
+    offload.close()
