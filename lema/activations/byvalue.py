@@ -70,7 +70,7 @@ class ByValue:
         self.let_go()
 
     def bring(self, value: _Value) -> Tensor:
-        """Return a value on its device. Where it is wanted for the first time, what led there is run."""
+        """Return a value on its device. Where it is wanted for the first time, what comes before it is run."""
         if not value.reached:
             self._sync()
             value.reached = True

@@ -62,11 +62,12 @@ class GraphsAway:
         self._at_once, self._staging = at_once, staging
         self._held: set[int] = set()  # storages that the graph now built may hold as they are
         self._offload: Offload | None = None
+        self._counters = Counters()  # once it is closed
 
     @property
     def counters(self) -> Counters:
         """What was moved so far."""
-        return Counters() if self._offload is None else self._offload.counters
+        return self._counters if self._offload is None else self._offload.counters
 
     @property
     def live_bytes(self) -> int:
@@ -91,6 +92,7 @@ class GraphsAway:
     def close(self) -> None:
         """Give the memory back, or the disk space."""
         if self._offload is not None:
+            self._counters = self._offload.counters
             self._offload.close()
         self._offload = None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,28 +28,33 @@ WRAPPED = "_checkpoint_wrapped_module"  # what a module that checkpoints another
 
 
 class LayerInputs:
-    """The decoder layers of a model, while a context is open. It does not keep the model alive."""
+    """The decoder layers of a model, for a context that is opened again and again. It does not keep the model alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
+        self._hooked, self._layers = Hooked(), WeakSet[nn.Module]()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Mark the inputs of layers in a `with` block. Checkpointing may have been turned on or off since the last."""
-        model = self._model()
-        if model is None:
-            yield
-            return
-        hooked, checkpoints = Hooked(), _Checkpoints()
+        checkpoints = _Checkpoints()
         try:
-            for layer in decoder_layers(model):
-                hooked.add(layer, LAYER)
-            checkpoints.wrap(model)
-            del model
+            if (model := self._model()) is not None:
+                # Hooks stay on: a compiled model is compiled again wherever it finds other hooks than the last time.
+                for layer in decoder_layers(model):
+                    if layer not in self._layers:
+                        self._layers.add(layer)
+                        self._hooked.add(layer, LAYER)
+                checkpoints.wrap(model)
+                del model
             yield
         finally:
             checkpoints.unwrap()
-            hooked.close()
+
+    def close(self) -> None:
+        """Take the hooks off that nobody else asks for. May be called twice; it may be opened again."""
+        self._hooked.close()
+        self._layers.clear()
 
 
 class OnlyLayerInputs:

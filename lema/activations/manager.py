@@ -104,7 +104,8 @@ class OffloadActivations:
         certify: bool = False,
     ) -> None:
         if mode not in MODES:
-            raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {', '.join(map(repr, MODES))}")
+            known = ", ".join(map(repr, MODES))
+            raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {known}")
         if max_fwd_stash_size < 1:
             raise ConfigError(f"max_fwd_stash_size is {max_fwd_stash_size}", how="use at least 1")
         if mode == "hidden_states" and model is None:
@@ -113,20 +114,20 @@ class OffloadActivations:
         carrier = partial(carrier_for, use_streams=use_streams and mode != "legacy", pin_memory=use_pin_memory)
         self._scope, self._weights = Scope(), Weights(model)
         self._sites = None if model is None else Sites(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
-        self._layers = LayerInputs(model) if mode == "hidden_states" and model is not None else None
+        self._layers = None if model is None else LayerInputs(model)
         self._devices = set(_device_types(model))
         choice = Everything(
             self._weights,
             self._devices.__contains__,
             min_bytes=min_offload_size,
-            but=None if self._layers is None else OnlyLayerInputs(),
+            but=OnlyLayerInputs() if mode == "hidden_states" else None,
         )
         where = next(iter(sorted(self._devices)))
         allocate = carrier(torch.device(where)).host_buffer
         store = _store(mode, allocate, offload_dir, host_memory, disk_space)
         self._offload = Offload(choice, store, carrier, stash=max_fwd_stash_size, certify=certify)
         self._entered: list[ExitStack] = []
-        self._close = weakref.finalize(self, _close, self._offload, self._sites)
+        self._close = weakref.finalize(self, _close, self._offload, self._sites, self._layers)
         self._model = None if model is None else weakref.ref(model)
 
     @property
@@ -238,7 +239,9 @@ def _store(
     return disk if mode == "disk" else TieredStore(HostStore(HostPool(allocate, host_memory)), disk)
 
 
-def _close(offload: Offload, sites: Sites | None) -> None:
+def _close(offload: Offload, sites: Sites | None, layers: LayerInputs | None) -> None:
     offload.close()
     if sites is not None:
         sites.close()
+    if layers is not None:
+        layers.close()

@@ -235,8 +235,6 @@ class Offload:
     def fetch_ahead(self, line: Line, position: int) -> None:
         """Begin to bring back what left before what stands at `position`: it is wanted next."""
         backward, to_fetch = torch._C._current_graph_task_id(), self._stash_size
-        if backward == NO_BACKWARD:
-            return
         while position > 0 and to_fetch > 0:
             position -= 1
             piece = line.pieces[position]() if position < len(line.pieces) else None

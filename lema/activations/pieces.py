@@ -38,7 +38,7 @@ class Piece:
         alive: packed tensors in it.
         wanted: of these, those that have not been asked for since it came back.
         round: how often it came back.
-        spent: the backward in which all of them were asked for.
+        spent: the backward in which all of them were asked for; None: there was none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Piece:
         self.start, self.nbytes, self.version, self.device = start, nbytes, tensor._version, tensor.device
         self.key = (storage._cdata, self.version)
         self.alive = self.wanted = self.round = 0
-        self.spent = -1
+        self.spent: int | None = None
         self._left_at = self.version
         self._guard = StorageWeakRef(storage)
         self._place, self._carrier, self._counters = place, carrier, counters

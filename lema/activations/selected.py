@@ -128,18 +128,16 @@ class _Keeping(TorchDispatchMode):
         return _Waiting(self._pack(out)) if isinstance(out, Tensor) else out
 
     def _pack(self, tensor: Tensor) -> Packed:
-        # Down here autograd has done its part, and aliases would not share their version with what they are aliases of;
-        # with this they do, so that a write into the tensor is seen. An alias is packed, for autograd is about to make
-        # the tensor itself part of the graph, which will hold this region.
+        # Down here aliases do not share their version with what they are aliases of. Those that `pack` makes must, so
+        # that a write into the tensor is seen, and with this they do.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            alias, scope = tensor.detach(), current()
-            if scope is None:
-                return self._region.offload.pack(alias)
-            scope.mark(alias)  # chosen by name, even where only layers' inputs are
+            if (scope := current()) is None:
+                return self._region.offload.pack(tensor)
+            scope.mark(tensor)  # chosen by name, even where only layers' inputs are
             try:
-                return self._region.offload.pack(alias)
+                return self._region.offload.pack(tensor)
             finally:
-                scope.unmark(alias)
+                scope.unmark(tensor)
 
     def _refuse_if_kept(self, func: Any, tensor: Tensor) -> None:
         for key in storages_of(tensor):

@@ -63,8 +63,8 @@ class Sites:
         elif warn_if_no_head:
             warnings.warn(
                 f"no output head was found in {type(levels[-1]).__name__}, so what its head and its loss save, as wide "
-                "as the vocabulary, is moved as well. Exclude the head by its name (exclude), or compute the loss "
-                "outside; warn_if_no_head=False says that this is meant",
+                "as the vocabulary, is moved as well. Exclude the head by its name (exclude_modules), or compute the "
+                "loss outside; warn_if_no_head=False says that this is meant",
                 stacklevel=3,
             )
         for module in {id(module): module for module in excluded}.values():
@@ -135,7 +135,7 @@ def _matching(levels: Sequence[nn.Module], patterns: Sequence[str]) -> Iterator[
                 whole = re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"{pattern!r} ends no module's name, and is no regular expression: {error}", where="exclude"
+                    f"{pattern!r} ends no module's name, and is no regular expression: {error}", where="exclude_modules"
                 ) from error
             found = [module for name, module in named if whole.fullmatch(name)]
         if not found:
@@ -148,7 +148,7 @@ def _no_match(pattern: str, names: Sequence[str]) -> ConfigError:
     close = difflib.get_close_matches(pattern, sorted(ends | set(names)), n=3)
     return ConfigError(
         f"no module matches {pattern!r}",
-        where="exclude",
+        where="exclude_modules",
         how=f"close names are: {', '.join(close)}" if close else "name the end of a module's name, or all by a pattern",
     )
 
@@ -178,7 +178,7 @@ def _include(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _enter_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
-    if not torch.compiler.is_compiling() and (scope := current()) is not None and _autocast(module):
+    if not torch.compiler.is_compiling() and (scope := current()) is not None:
         scope.modules.append((module, [0]))
 
 
@@ -187,15 +187,6 @@ def _leave_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     if scope.modules and scope.modules[-1][0] is module:
         scope.modules.pop()
-
-
-def _autocast(module: nn.Module) -> bool:
-    """Return whether autocast may cast the weights of `module`."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            kind = parameter.device.type
-            return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return False
 
 
 BEGINNING = Hooks(_begin)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-HIDDEN, LAYERS, ROWS, TOKENS = 64, 6, 2, 64
+HIDDEN, LAYERS, ROWS, TOKENS = 64, 16, 2, 256  # activations outweigh the gradients of adapters
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +59,9 @@ def test_every_mode_has_both_kinds_of_rows(rows: dict[tuple[str, bool], dict[str
 def test_bytes_moved_are_those_of_a_step(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     for on in (False, True):
         assert rows["none", on]["bytes_out"] == rows["none", on]["bytes_back"] == 0
-        assert rows["hidden_states", on]["bytes_out"] == LAYERS * ROWS * TOKENS * HIDDEN * 4
+        # A checkpoint saves its input whatever that is; without one nobody saves the first: no gradient goes there.
+        inputs = LAYERS if on else LAYERS - 1
+        assert rows["hidden_states", on]["bytes_out"] == inputs * ROWS * TOKENS * HIDDEN * 4
         assert rows["true", on]["bytes_out"] >= rows["hidden_states", on]["bytes_out"]
     assert rows["true", False]["bytes_out"] > 10 * rows["true", True]["bytes_out"]
 

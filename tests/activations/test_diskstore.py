@@ -371,6 +371,20 @@ def test_what_was_used_can_be_had_again(tmp_path: Path) -> None:
     assert not wrong
 
 
+def test_what_is_being_read_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, gate, real, wrong = opened(tmp_path, blocks=1), Gate(), os.preadv, list[str]()
+    kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(2)]
+    store.settle()
+    monkeypatch.setattr(os, "preadv", lambda *arguments: gate.landed() or real(*arguments))
+    kept[0].place.expect()
+    assert gate.reached.wait(60)
+    assert not kept[0].place.ready()
+    gate.opened.set()
+    kept[0].read()
+    store.close()
+    assert not wrong
+
+
 def test_who_needs_its_buffer_least_loses_it_first(tmp_path: Path) -> None:
     store, wrong = opened(tmp_path, blocks=4), list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(4)]
@@ -667,12 +681,14 @@ def test_a_device_that_fails_is_told(tmp_path: Path) -> None:
 def test_two_writes_that_a_file_system_refuses_at_once_both_go_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, both, numbers = os.pwrite, threading.Barrier(2, timeout=60), iter((1, 2))
+    real, both, numbers, again = os.pwrite, threading.Barrier(2, timeout=60), iter((1, 2)), threading.Event()
 
     def refusing(descriptor: int, memory: memoryview, offset: int) -> int:
-        for _ in numbers:
+        for number in numbers:
             both.wait()
+            assert number == 1 or again.wait(60)  # the other was refused, and tries again
             raise OSError(errno.EINVAL, "refused")
+        again.set()
         return real(descriptor, memory, offset)
 
     store = opened(tmp_path)

@@ -371,11 +371,47 @@ def test_evaluation_marks_nothing_that_stays_and_a_lost_model_is_no_error() -> N
         pass
 
 
+def hooks_on(model: nn.Module) -> list[tuple[list[int], list[int]]]:
+    return [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in model.modules()]
+
+
 def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
     model = adapted("mixtral", use_reentrant=True)
-    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    sites = Sites(model)
-    with LayerInputs(model).opened():
-        pass
+    before = hooks_on(model)
+    sites, one, other = Sites(model), LayerInputs(model), LayerInputs(model)
+    with one.opened(), other.opened():
+        within = hooks_on(model)
+    assert hooks_on(model) == within
     sites.close()
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before
+    one.close()
+    assert hooks_on(model) != before
+    del other
+    gc.collect()
+    assert hooks_on(model) == before
+    with one.opened():
+        assert hooks_on(model) != before
+    one.close()
+    one.close()
+    assert hooks_on(model) == before
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(use_reentrant: bool | None) -> None:
+    torch._dynamo.reset()
+    model = Stack(CheckpointedLayer)
+    if use_reentrant is not None:
+        model.checkpointed(use_reentrant=use_reentrant)
+    compilations = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    compiled, sites = torch.compile(model, backend=backend, fullgraph=True), Sites(model, warn_if_no_head=False)
+    inputs, scope = LayerInputs(model), Scope()
+    for _ in range(3):
+        with entered(scope), inputs.opened():
+            compiled(start().detach())
+    assert len(compilations) == 1 and scope == Scope()
+    sites.close()
+    torch._dynamo.reset()

@@ -130,7 +130,7 @@ def hooks_on(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("checkpointed", CHECKPOINTED)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_is_the_same_to_the_last_bit(
+def test_a2_a_run_is_the_same_to_the_last_bit(
     mode: Any, checkpointed: str, run_without: Callable[..., Run], tmp_path: Path
 ) -> None:
     reentrant = CHECKPOINTED[checkpointed]
@@ -185,7 +185,7 @@ class Watching(Offloading):
         return found
 
 
-def test_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a2_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = []
     allocate = AtOnce.host_buffer
     monkeypatch.setattr(AtOnce, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes))
@@ -226,7 +226,7 @@ def test_buffers_are_used_again_from_step_to_step(tmp_path: Path, monkeypatch: p
     assert after_step[0] > 0
 
 
-def test_off_is_a_null_context_and_no_hooks(tmp_path: Path) -> None:
+def test_a2_off_is_a_null_context_and_no_hooks(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, False, kind=Watching)
     before = hooks_on(trainer.model)
     trainer.train()

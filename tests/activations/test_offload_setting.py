@@ -1,4 +1,4 @@
-"""What `activation_offloading` has a run spend memory on, what a plan says of it, and that a step moves what it told."""
+"""What `activation_offloading` has a run spend memory on, what a plan says of it; a step moves what was told."""
 
 from contextlib import closing
 from pathlib import Path

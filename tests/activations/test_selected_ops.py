@@ -1,9 +1,10 @@
 """Chosen operators under a checkpoint: their outputs are moved and come back, everything else is computed again."""
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -279,13 +280,43 @@ def test_a_function_that_does_otherwise_the_second_time_is_an_error() -> None:
         loss.backward()
 
 
-def test_what_was_kept_goes_with_the_graph() -> None:
-    block, away = Block(), offload()
-    loss = run(block, block, context_fn=offloaded_ops(away))
-    assert away.live_bytes > 0
+class Token:
+    pass
+
+
+class Tokened(torch.autograd.Function):
+    """Gives each node of a graph something that dies with it."""
+
+    made: ClassVar[list[weakref.ref[Token]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.token = Token()
+        Tokened.made.append(weakref.ref(ctx.token))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("choice", [Everything(), Nothing()])
+def test_what_was_kept_goes_with_the_graph_and_keeps_no_recomputation(choice: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.sin(torch.tanh(torch.mm(Tokened.apply(x)[0], x[1].T)))
+
+    away = offload(choice)
+    Tokened.made.clear()
+    loss = run(function, context_fn=offloaded_ops(away, [MM])).sum()
+    away.let_go()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    gc.collect()
+    assert [token() is None for token in Tokened.made] == [False, True, True]
+    assert (away.live_bytes > 0) is isinstance(choice, Everything)
     del loss
     gc.collect()
-    assert away.live_bytes == 0
+    assert away.live_bytes == 0 and all(token() is None for token in Tokened.made)
 
 
 def test_without_gradients_nothing_is_kept() -> None:

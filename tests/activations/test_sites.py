@@ -409,12 +409,10 @@ def modules_in(model: nn.Module, batch: dict[str, Tensor], scope: Scope) -> Iter
 
 
 @pytest.mark.parametrize("make", [whole, adapted])
-def test_modules_with_weights_are_known_under_autocast_and_only_there(make: Callable[[], nn.Module]) -> None:
+def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Module]) -> None:
     model, (batch,) = make(), micro_batches(1)
     sites, scope = Sites(model), Scope()
-    assert set(modules_in(model, batch, scope)) == {None}
-    with torch.autocast("cpu", torch.bfloat16):
-        running = set(modules_in(model, batch, scope)) - {None}
+    running = set(modules_in(model, batch, scope)) - {None}
     assert scope.modules == []
     linears = {module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".0." not in name}
     assert len(linears) > 70 and linears <= running  # in the first layer nothing below an adapter is trained

@@ -46,7 +46,7 @@ def test_no_byte_is_handed_out_twice_and_the_limit_holds(steps: list[tuple[str, 
     one = pool(limit)
     out: list[tuple[Tensor, int]] = []
     forced = False
-    most = 0
+    most = peak = 0
     for number, (step, chance) in enumerate(steps):
         if step in ("take", "must"):
             nbytes = 1 + chance % 12 * 1000
@@ -73,6 +73,8 @@ def test_no_byte_is_handed_out_twice_and_the_limit_holds(steps: list[tuple[str, 
         most = max(most, asked, one.used_bytes)
         assert asked <= one.used_bytes <= 2 * asked
         assert one.held_bytes <= most
+        peak = max(peak, one.held_bytes)
+        assert one.peak_bytes >= peak
         assert forced or limit is None or one.peak_bytes <= limit
         assert limit is None or one.held_bytes <= max(limit, one.used_bytes)
     for buffer, _ in out:
@@ -142,6 +144,14 @@ def test_by_default_the_machine_says_how_much_it_has(monkeypatch: pytest.MonkeyP
     taken(one, 1)
     monkeypatch.setattr(stores, "_available", lambda: 0)
     assert HostPool(anonymous).take(1) is None
+
+
+def test_what_may_still_be_written_into_is_not_used_again() -> None:
+    one = pool()
+    buffer = taken(one, BLOCK)
+    one.forget(buffer)
+    assert one.held_bytes == 0
+    assert taken(one, BLOCK).data_ptr() != buffer.data_ptr()
 
 
 def test_what_is_given_back_twice_is_noticed() -> None:

@@ -134,7 +134,7 @@ def test_without_one_of_them_some_course_goes_wrong(mutant: str, monkeypatch: py
             scenario(fake, seed).run()
 
 
-def test_compute_is_the_stream_that_is_current_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a14_compute_is_the_stream_that_is_current_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may compute on a stream of theirs: its work is waited for, and it waits, not the one that was first."""
     fake = FakeTorch(monkeypatch)
     fake.device = device = FakeDevice(Random(0), holds_tensors=True)

@@ -1,0 +1,212 @@
+"""A mixture of data sets whose i-th sample is a pure function of seed, stage and i, so a run goes on anywhere.
+
+Which data set gives a sample is dealt out, not drawn (see `lema.data.interleave`); which row of it comes next is a
+shuffled order of the data set, new in each epoch (see `lema.data.permutation`). Both take constant time and memory.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lema.data.batches import Batch, collate, share_of
+from lema.data.columns import IGNORED
+from lema.data.dataset import TokenDataset
+from lema.data.interleave import WINDOW, Interleaving
+from lema.data.packed import PackedTokens
+from lema.data.permutation import shuffled_row
+from lema.data.sampling import Sampling, Style, check_rates
+from lema.errors import ConfigError, DataError
+from lema.problems import nearest
+
+__all__ = ["Draw", "Mixture", "Source"]
+
+
+class Source(Protocol):
+    """Rows of one data set: a `TokenDataset`, `PackedTokens`, or any sequence of rows with `input_ids` and `labels`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+class Draw(NamedTuple):
+    """One sample: a row of a data set, in one of its epochs."""
+
+    source: str
+    epoch: int
+    row: int
+
+
+class Mixture:
+    """The samples of one stage of training.
+
+    Up to the end of any window of 1024 samples, a data set has given its rate of them, give or take less than 2; drawn
+    at random it would be off by the square root of their number. Each epoch of a data set gives every row once.
+
+    Args:
+        samplings: the data sets and their rates.
+        sources: their rows, by `Sampling.full_name`; others may be among them.
+        seed: decides the order, with the stage and nothing else.
+        block: tokens of a sample, padding counted.
+        stage: which of the run it is. Stages order the same data differently.
+        held_out: the rows of the same data sets to validate on, by the same names.
+        pad_token_id: stands after the last token of a row that is shorter than a block.
+
+    Raises:
+        ConfigError: the rates make no mixture, a data set is unknown, or its style is another than its source's.
+        DataError: a data set is empty, has a row longer than a block, or is cut into blocks of another length.
+    """
+
+    def __init__(
+        self,
+        samplings: Sequence[Sampling],
+        sources: Mapping[str, Source],
+        seed: int,
+        block: int,
+        *,
+        stage: int = 0,
+        held_out: Mapping[str, Source] | None = None,
+        pad_token_id: int = 0,
+    ) -> None:
+        check_rates(samplings)
+        self.samplings, self.seed, self.block, self.stage = tuple(samplings), seed, block, stage
+        self.pad_token_id = pad_token_id
+        self._sources = _found(samplings, sources, block)
+        self._held_out = None if held_out is None else _found(samplings, held_out, block)
+        self._turns = Interleaving({one.full_name: one.rate for one in samplings}, "turns", seed, stage)
+
+    def sample(self, index: int) -> Draw:
+        """Which row the `index`-th sample is."""
+        if index < 0:
+            raise IndexError(f"samples count from 0, not {index}")
+        name, taken = self._turns.sample(index)
+        return Draw(name, *shuffled_row(len(self._sources[name]), taken, "rows", self.seed, self.stage, name))
+
+    def rows(
+        self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
+    ) -> list[Draw]:
+        """The rows that one process works on, of the global batch of `count` samples from `start` on.
+
+        The shares of all processes, one after the other, are the global batch: its order is the same for any number
+        of processes and any micro-batch.
+
+        Args:
+            start: the first sample of the batch.
+            count: samples in it, over all processes.
+            rank: of the process.
+            size: how many there are.
+            micro_batch_size: rows that a process computes at once, which stay together; None: all it gets.
+        """
+        return [self.sample(index) for index in share_of(_span(start, count), rank, size, micro_batch_size)]
+
+    def batch(
+        self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
+    ) -> Batch | None:
+        """The tokens of `rows`, `[rows, block]`; None: this process has no row of the batch.
+
+        Raises:
+            DataError: a row is longer than a block, or holds a token that is not in the vocabulary.
+        """
+        return self._batch(self.rows(start, count, rank, size, micro_batch_size), self._sources, size)
+
+    def validation(self, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None) -> Batch | None:
+        """The first `count` samples of the rows held out, shared among processes as `batch` does.
+
+        They are the same whatever the seed and the stage, so losses compare between runs. Where a data set holds
+        fewer rows than its rate asks for, its rows come again.
+
+        Raises:
+            ConfigError: no rows were held out.
+        """
+        if self._held_out is None:
+            what = "there is nothing to validate on: the mixture has no rows held out"
+            raise ConfigError(what, where="held_out", how="give the rows to validate on, of every data set")
+        mine = share_of(_span(0, count), rank, size, micro_batch_size)
+        draws = []
+        for name, taken in map(self._turns.slot, mine):  # not shuffled: also a small batch has all rates
+            draws.append(Draw(name, *shuffled_row(len(self._held_out[name]), taken, "held out", name)))
+        return self._batch(draws, self._held_out, size)
+
+    def counts(self, count: int, start: int = 0) -> dict[str, int]:
+        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`."""
+        before, after = self._turns.counts(start), self._turns.counts(start + count)
+        return {name: after[name] - before[name] for name in after}
+
+    def fingerprint(self) -> str:
+        """A digest of what decides which row is which sample; not of the tokens in the rows."""
+        names = {one.full_name: (one.rate, one.style, len(self._sources[one.full_name])) for one in self.samplings}
+        about = {"seed": self.seed, "stage": self.stage, "block": self.block, "window": WINDOW, "data": names}
+        return blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def _batch(self, draws: list[Draw], sources: Mapping[str, Source], size: int) -> Batch | None:
+        if not draws:
+            return None
+        rows = [sources[draw.source][draw.row] for draw in draws]
+        for draw, row in zip(draws, rows, strict=True):
+            if len(row["input_ids"]) > self.block:
+                raise _too_long(draw.source, f"row {draw.row}", len(row["input_ids"]), self.block)
+        return _padded(collate(rows, self.pad_token_id, untrained=size > 1), self.block, self.pad_token_id)
+
+
+def _span(start: int, count: int) -> range:
+    if start < 0:
+        raise IndexError(f"samples count from 0, not {start}")
+    if count < 1:
+        raise DataError(f"a batch of {count} samples is none", where="count", how="use 1 or more")
+    return range(start, start + count)
+
+
+def _found(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: int) -> dict[str, Source]:
+    """The source of each data set, checked."""
+    found = {}
+    for sampling in samplings:
+        name = sampling.full_name
+        if name not in sources:
+            near = nearest(name, sources) or sorted(sources)[:3]
+            how = f"did you mean {' or '.join(near)}?" if near else "give its rows"
+            raise ConfigError(f"there is no data set {name!r}", where="datasets", how=how)
+        _check(sampling, sources[name], block)
+        found[name] = sources[name]
+    return found
+
+
+def _check(sampling: Sampling, source: Source, block: int) -> None:
+    name, packed = sampling.full_name, isinstance(source, PackedTokens)
+    if packed != (sampling.style is Style.PMD):
+        given, fit = ("packed", Style.PMD) if packed else ("rows", Style.PADDED)
+        what = f"the data set {name!r} has the style {sampling.style}, and its tokens are {given}"
+        raise ConfigError(what, where=name, how=f"use style: {fit}, or the other form of the data")
+    if not len(source):
+        raise DataError(f"the data set {name!r} is empty", where=name, how="give at least one row")
+    if isinstance(source, PackedTokens) and source.block_size != block:
+        what = f"the data set {name!r} is cut into blocks of {source.block_size:,} tokens, not of {block:,}"
+        raise DataError(what, where=str(source.path), how="open it with the block of the mixture")
+    if isinstance(source, TokenDataset):
+        for row in range(len(source)):
+            if (length := source.num_tokens(row)) > block:
+                raise _too_long(name, source.origin(row), length, block)
+
+
+def _too_long(name: str, where: str, length: int, block: int) -> DataError:
+    what = f"a row of {name!r} has {length:,} tokens, more than a block of {block:,}"
+    return DataError(what, where=where, how="use longer blocks, or prepare the data with max_length as long as a block")
+
+
+def _padded(batch: Batch, block: int, pad_token_id: int) -> Batch:
+    """The batch, its rows padded to a block: the padding is neither seen nor learnt."""
+    more = block - batch["input_ids"].shape[1]
+    if not more:
+        return batch
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+
+    def wider(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, more), value=value)
+
+    return Batch(
+        input_ids=wider(batch["input_ids"], pad_token_id),
+        labels=wider(batch["labels"], IGNORED),
+        attention_mask=wider(mask, 0),
+    )

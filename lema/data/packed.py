@@ -1,0 +1,304 @@
+"""Packed memory-mapped tokens ("PMD"): one long row of token ids in a file, cut into blocks, read where it is needed.
+
+A packed data set is a directory with `train.bin` and perhaps `val.bin`, little-endian unsigned numbers and no more,
+and a header beside each, `train.json` and `val.json`. Blocks do not overlap, and begin at multiples of their length;
+tokens after the last whole block are not read. `lema.data.permutation.shuffled_row` gives blocks a shuffled order.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lema.errors import ConfigError, DataError, DiskError
+from lema.partial import open_partial
+
+__all__ = ["PackedHeader", "PackedTokens", "write_packed"]
+
+FORMAT, VERSION = "lema packed tokens", 1
+LIMITS = {"uint16": 2**16, "uint32": 2**32}
+SPLITS = ("train", "val")
+CHUNK = 1 << 16  # tokens that are given one by one are written so many at a time
+READ_BYTES = 1 << 20
+AGAIN = "write it again with write_packed, or copy it again"
+
+Item: TypeAlias = int | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
+"""A token, a row of tokens, or a row with `input_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHeader:
+    """What a packed file holds.
+
+    Args:
+        dtype: of its numbers: "uint16" or "uint32".
+        num_tokens: how many there are.
+        vocab_size: ids are below it; None: not known.
+        tokenizer: the name of the tokenizer that made them; None: not known.
+        sha256: of the file, in hexadecimal; None: not known.
+    """
+
+    dtype: str
+    num_tokens: int
+    vocab_size: int | None = None
+    tokenizer: str | None = None
+    sha256: str | None = None
+
+
+class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
+    """The whole blocks of a packed file, as a sequence of rows with `input_ids` and `labels`, which are the same.
+
+    Args:
+        path: a `.bin` file with its header beside it, or the directory of `train.bin`.
+        block: tokens in a block.
+        vocab_size: how many tokens the model knows; None: not known, and ids are compared with the header alone.
+
+    Raises:
+        DataError: the file or its header is missing or damaged, or it is shorter than one block.
+    """
+
+    def __init__(self, path: str | Path, block: int, vocab_size: int | None = None) -> None:
+        if block < 2:
+            raise DataError(f"blocks of {block} tokens have nothing to predict", where="block", how="use 2 or more")
+        path = Path(path).expanduser()
+        self.path = path / "train.bin" if path.is_dir() else path
+        self.block_size = block
+        self.header = _read_header(self.path)
+        if self.header.num_tokens < block:
+            what = f"{self.path.name} has {self.header.num_tokens:,} tokens, fewer than one block of {block:,}"
+            raise DataError(what, where=str(self.path), how="use shorter blocks, or pack more tokens")
+        self._limit = min(size for size in (LIMITS[self.header.dtype], self.header.vocab_size, vocab_size) if size)
+        self._tokens = _mapped(self.path, self.header)
+
+    def __len__(self) -> int:
+        return self.header.num_tokens // self.block_size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        tokens = self.block(index if index >= 0 else len(self) + index)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def block(self, index: int) -> npt.NDArray[np.int64]:
+        """Read one block, int64 `[block]`; nothing else of the file is read.
+
+        Raises:
+            DataError: a token is not in the vocabulary.
+            IndexError: there is no such block.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        first = index * self.block_size
+        tokens = np.array(self._tokens[first : first + self.block_size], dtype=np.int64)
+        if (largest := int(tokens.max())) >= self._limit:
+            where = f"{self.path}, token {first + int(tokens.argmax()):,}"
+            what = f"token id {largest} is outside the vocabulary of {self._limit:,} tokens"
+            made = f" ({self.header.tokenizer})" if self.header.tokenizer else ""
+            raise DataError(what, where=where, how=f"use the model whose tokenizer{made} packed it; or {AGAIN}")
+        return tokens
+
+    def verify(self) -> None:
+        """Read the whole file, and compare it with the digest in its header, if there is one.
+
+        Raises:
+            DataError: it is another.
+        """
+        digest = hashlib.sha256()
+        with self.path.open("rb") as file:
+            while piece := file.read(READ_BYTES):
+                digest.update(piece)
+        if self.header.sha256 not in (None, digest.hexdigest()):
+            raise _damaged(self.path, "its sha256 is not the one in its header")
+
+
+def write_packed(
+    tokens: Iterable[Item],
+    directory: str | Path,
+    dtype: Literal["uint16", "uint32"] = "uint16",
+    *,
+    split: Literal["train", "val"] = "train",
+    vocab_size: int | None = None,
+    tokenizer: str | None = None,
+) -> Path:
+    """Write a packed file and its header; one that is there is replaced when the new one is complete.
+
+    Nothing is put between rows: give rows that end in the end-of-sequence token. Whatever fails or is killed, the file
+    is the old one, the new one, or one without a header, which is not read.
+
+    Args:
+        tokens: rows (sequences of ids, or dictionaries with `input_ids`), or ids; taken one at a time.
+        directory: of the data set; made where it is not there.
+        dtype: of the numbers: "uint16" for vocabularies up to 65,536 tokens, "uint32" for others.
+        split: "train" or "val": the name of the file.
+        vocab_size: ids must be below it; None: below what `dtype` holds.
+        tokenizer: a name for the header.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: no such `dtype` or `split`, or the vocabulary does not fit into `dtype`.
+        DataError: there are no tokens, or one is no id of the vocabulary.
+        DiskError: the file could not be written; what was there before is untouched.
+    """
+    _check_names(dtype, split, vocab_size)
+    file = Path(directory).expanduser() / f"{split}.bin"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written: list[PackedHeader] = []
+
+        def write(out: BinaryIO) -> None:
+            count, digest = _write_tokens(tokens, out, dtype, vocab_size)
+            if not count:
+                raise DataError("there are no tokens to pack", where=str(file), how="give rows with tokens")
+            written.append(PackedHeader(dtype, count, vocab_size, tokenizer, digest))
+
+        # Other bytes under an old header would be read as what they are not: it goes before they come.
+        _replace(file, write, before=lambda: file.with_suffix(".json").unlink(missing_ok=True))
+        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(written[0])}, indent=1) + "\n"
+        _replace(file.with_suffix(".json"), lambda out: out.write(text.encode()))
+    except OSError as error:
+        what = f"{file.name} could not be written: {error.strerror or error}"
+        raise DiskError(what, where=str(file), how="free space, or choose another place that may be written") from error
+    return file
+
+
+def _check_names(dtype: str, split: str, vocab_size: int | None) -> None:
+    if dtype not in LIMITS:
+        raise ConfigError(f"tokens cannot be packed as {dtype!r}", where="dtype", how=f"use {' or '.join(LIMITS)}")
+    if split not in SPLITS:
+        raise ConfigError(f"{split!r} is no part of a data set", where="split", how=f"use {' or '.join(SPLITS)}")
+    if vocab_size is not None and not 0 < vocab_size <= LIMITS[dtype]:
+        what = f"a vocabulary of {vocab_size:,} tokens does not fit into {dtype}, which holds {LIMITS[dtype]:,}"
+        raise ConfigError(what, where="dtype", how="use uint32" if vocab_size > 0 else "give the size, or None")
+
+
+def _write_tokens(tokens: Iterable[Item], out: BinaryIO, dtype: str, vocab_size: int | None) -> tuple[int, str]:
+    """Write ids as they come; return how many, and the digest of the file."""
+    count, digest, limit = 0, hashlib.sha256(), vocab_size or LIMITS[dtype]
+    for origin, ids in _pieces(tokens):
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            if ids.size == 0 and ids.ndim == 1:
+                continue
+            raise DataError("a row is not a list of token ids", where=origin, how="give whole numbers")
+        wrong = np.flatnonzero((ids < 0) | (ids >= limit))
+        if wrong.size:
+            what = f"token id {ids[wrong[0]]} is outside the vocabulary of {limit:,} tokens"
+            how = "use the tokenizer of the model" + ("" if vocab_size else "; or dtype uint32 for more tokens")
+            raise DataError(what, where=f"{origin}, position {wrong[0]}", how=how)
+        content = ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+        out.write(content)
+        digest.update(content)
+        count += len(ids)
+    return count, digest.hexdigest()
+
+
+def _pieces(tokens: Iterable[Item]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Arrays of ids, each with the words for where it is from."""
+    items = iter(tokens)
+    first = next(items, None)
+    if first is None:
+        return
+    items = chain([first], items)
+    if isinstance(first, int | np.integer):
+        start = 0
+        while chunk := list(islice(items, CHUNK)):
+            yield f"tokens from {start:,} on", _array(chunk)
+            start += len(chunk)
+        return
+    for number, item in enumerate(items):
+        yield f"row {number}", _array(item.get("input_ids") if isinstance(item, Mapping) else item)
+
+
+def _array(ids: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(ids)
+    except ValueError:  # rows within a row, of several lengths
+        return np.empty((0, 0))
+
+
+def _replace(file: Path, write: Callable[[BinaryIO], object], before: Callable[[], object] = lambda: None) -> None:
+    """Write a file under another name, and give it its own when it is on the disk; `before`: done just before that."""
+    descriptor, partial = open_partial(file)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            write(out)
+            out.flush()
+            os.fsync(out.fileno())
+            before()
+            partial.replace(file)  # before it is closed: what is not locked may be swept
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    directory = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the name is on the disk only after its directory is
+    finally:
+        os.close(directory)
+
+
+def _read_header(file: Path) -> PackedHeader:
+    beside = file.with_suffix(".json")
+    for needed in (file, beside):
+        if not needed.is_file():
+            there = sorted(path.name for path in file.parent.glob("*.bin")) if file.parent.is_dir() else []
+            packed = f"the directory has {', '.join(there)}" if there else "no packed tokens are there"
+            how = f"{packed}; check the name, or write it with write_packed"
+            if needed == beside:
+                how = f"{AGAIN}; a run that was killed while it replaced the tokens leaves them without"
+            kind = "packed tokens" if needed == file else f"the header of {file.name}"
+            raise DataError(f"{needed.name} is missing: {kind}", where=str(needed), how=how)
+    try:
+        fields = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(beside, f"it cannot be read ({str(error)[:200]})") from error
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+        raise _damaged(beside, "it is not the header of packed tokens")
+    if (version := fields.pop("version", None)) != VERSION:
+        what = f"{beside.name} is of version {version!r}; this program reads version {VERSION}"
+        raise DataError(what, where=str(beside), how="use the program that wrote it, or pack the tokens again")
+    header = PackedHeader(**_checked(fields, beside))
+    size, needed_bytes = file.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
+    if size != needed_bytes:
+        what = f"it has {size:,} bytes, and its header says {header.num_tokens:,} tokens of {header.dtype}"
+        raise _damaged(file, f"{what}, which are {needed_bytes:,}")
+    return header
+
+
+def _checked(fields: dict[str, Any], file: Path) -> dict[str, Any]:
+    def number(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**63
+
+    demands: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "dtype": ("uint16 or uint32", lambda value: isinstance(value, str) and value in LIMITS),
+        "num_tokens": ("a number", number),
+        "vocab_size": ("a number above 0, or null", lambda value: value is None or (number(value) and value > 0)),
+        "tokenizer": ("text or null", lambda value: value is None or isinstance(value, str)),
+        "sha256": ("text or null", lambda value: value is None or isinstance(value, str)),
+    }
+    if unknown := sorted(fields.keys() - demands.keys()):
+        raise _damaged(file, f"it has the unknown keys {', '.join(unknown)}")
+    for key, (wanted, fits) in demands.items():
+        if not fits(fields.get(key)):
+            raise _damaged(file, f"{key} is {fields.get(key)!r}, not {wanted}")
+    return fields
+
+
+def _mapped(file: Path, header: PackedHeader) -> npt.NDArray[Any]:
+    try:
+        mapped = np.memmap(file, dtype=np.dtype(header.dtype).newbyteorder("<"), mode="r", shape=(header.num_tokens,))
+    except OSError as error:
+        what = f"{file.name} cannot be opened: {error.strerror or error}"
+        raise DataError(what, where=str(file), how="check its permissions") from error
+    return cast("npt.NDArray[Any]", mapped)
+
+
+def _damaged(file: Path, what: str) -> DataError:
+    return DataError(f"{file.name} is damaged: {what}", where=str(file), how=AGAIN)

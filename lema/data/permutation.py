@@ -1,0 +1,77 @@
+"""A shuffled order of any number of rows of which each place is computed alone, in constant time and memory.
+
+The order is a Feistel network over the bits of a place, which is a bijection whatever its round function is. Places
+beyond the last are sent through again until they fall inside ("cycle walking"), less than twice on average. Black and
+Rogaway, "Ciphers with arbitrary finite domains" (2002), describe both. It is made for shuffling, not for secrets.
+"""
+
+import json
+from functools import lru_cache
+from hashlib import blake2b
+
+__all__ = ["Permutation", "permutation", "shuffled_row"]
+
+ROUNDS = 12
+ROUNDS_OF_FEW = 24  # a network of fewer than six bits needs more until all its orders are equally likely
+MASK = 2**64 - 1
+
+
+class Permutation:
+    """A permutation of `range(count)`, called with a place and returning what stands there.
+
+    Args:
+        count: how many there are, 1 or more.
+        key: numbers and words that decide the order, together with `count` and nothing else.
+    """
+
+    def __init__(self, count: int, *key: int | str) -> None:
+        if count < 1:
+            raise ValueError(f"a permutation of {count} things is none")
+        self.count = count
+        bits = max(2, (count - 1).bit_length())
+        self._low = bits // 2
+        self._low_mask, self._high_mask = (1 << self._low) - 1, (1 << (bits - self._low)) - 1
+        text = json.dumps(key).encode()
+        rounds = range(ROUNDS_OF_FEW if bits < 6 else ROUNDS)
+        digests = [blake2b(text, digest_size=8, salt=bytes([number])).digest() for number in rounds]
+        self._keys = [int.from_bytes(digest, "little") for digest in digests]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __call__(self, place: int) -> int:
+        """Return what stands at `place`; IndexError: there is no such place."""
+        if not 0 <= place < self.count:
+            raise IndexError(f"place {place} of {self.count}")
+        place = self._network(place)
+        while place >= self.count:
+            place = self._network(place)
+        return place
+
+    def _network(self, place: int) -> int:
+        high, low = place >> self._low, place & self._low_mask
+        keys = iter(self._keys)
+        for first, second in zip(keys, keys, strict=True):
+            high ^= _mixed(low + first) & self._high_mask
+            low ^= _mixed(high + second) & self._low_mask
+        return high << self._low | low
+
+
+def _mixed(value: int) -> int:
+    """64 bits of which each depends on all of `value`: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
+    return value ^ value >> 31
+
+
+permutation = lru_cache(maxsize=256)(Permutation)
+"""`Permutation`, the latest of which are kept: rows asked for one after the other are of few orders."""
+
+
+def shuffled_row(count: int, index: int, *key: int | str) -> tuple[int, int]:
+    """Return epoch and row of the `index`-th row drawn from `count` rows, each epoch of which has an order of its own.
+
+    Every row comes once in an epoch: in `count` draws from a multiple of `count` on.
+    """
+    epoch, place = divmod(index, count)
+    return epoch, permutation(count, *key, epoch)(place)

@@ -1,0 +1,103 @@
+"""Which data sets a stage of training reads, how often each, and in what form."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Strict
+
+from lema.errors import ConfigError
+
+__all__ = ["Sampling", "SamplingError", "Style", "check_rates"]
+
+TOLERANCE = 1e-6  # of the sum of the rates; rates like 0.3333333 are meant to sum to 1
+
+
+class Style(StrEnum):
+    """How the rows of a data set fill blocks."""
+
+    PADDED = "PADDED"
+    """One row to a block, padded at its end; the labels of the data count, padding does not."""
+    PMD = "PMD"
+    """Packed tokens in a memory-mapped file, cut into whole blocks; every token counts."""
+
+
+class SamplingError(ConfigError, ValueError):
+    """A `Sampling` is malformed; a `ValueError` as well, so that pydantic lists it beside a file's other problems."""
+
+
+def _style(value: Any) -> Style:
+    """The style by its name, in capitals or not."""
+    known = ", ".join(Style)
+    name = value.upper() if isinstance(value, str) else value
+    if name == "CONTRASTIVE":
+        what = "the style CONTRASTIVE is not supported: pairs of rows have no loss here"
+        raise SamplingError(what, where="style", how=f"use one of {known}")
+    if name not in list(Style):
+        raise SamplingError(f"{value!r} is no style of sampling", where="style", how=f"use one of {known}")
+    return Style(name)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One data set of a mixture. Pydantic takes a dictionary for it, and refuses names it does not know.
+
+    Args:
+        name: of the data set.
+        rate: its share of the samples, more than 0 and at most 1. The rates of a mixture sum to 1.
+        style: how its rows fill blocks: a `Style`, or its name.
+        suffix: is put after `name` for a variant of the data set, such as one packed for another tokenizer.
+
+    Raises:
+        SamplingError: a value is none of these.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: str
+    rate: Annotated[float, Strict()]
+    style: Annotated[Style, BeforeValidator(_style)] = Style.PADDED
+    suffix: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise SamplingError(f"{self.name!r} is no name of a data set", where="name", how="give its name")
+        if not isinstance(self.suffix, str):
+            raise SamplingError(f"the suffix of {self.name} is {self.suffix!r}, not text", where="suffix")
+        number = isinstance(self.rate, int | float) and not isinstance(self.rate, bool)
+        if not number or not 0 < self.rate <= 1 + TOLERANCE:  # also refuses NaN
+            what = f"the rate of {self.name} is {self.rate!r}, not a share of the samples"
+            how = "use more than 0 and at most 1; leave out a data set that shall not be read"
+            raise SamplingError(what, where="rate", how=how)
+        object.__setattr__(self, "rate", float(self.rate))
+        object.__setattr__(self, "style", _style(self.style))
+
+    @property
+    def full_name(self) -> str:
+        """Name and suffix: what the data set is looked up by, and the name of its directory where it is packed."""
+        return self.name + self.suffix
+
+
+def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
+    """Check that data sets make a mixture.
+
+    Args:
+        samplings: the data sets of one stage.
+        where: the key or the stage, for the message.
+
+    Raises:
+        ConfigError: there are none, one is given twice, or the rates do not sum to 1 within 1e-6.
+    """
+    if not samplings:
+        raise ConfigError("a mixture has no data sets", where=where, how="give one at least, with rate: 1.0")
+    names = [sampling.full_name for sampling in samplings]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        what = f"a mixture has {', '.join(twice)} more than once"
+        raise ConfigError(what, where=where, how="give each data set once, with the sum of its rates")
+    total = math.fsum(sampling.rate for sampling in samplings)
+    if abs(total - 1) > TOLERANCE:
+        rates = ", ".join(f"{sampling.full_name} {sampling.rate:g}" for sampling in samplings)
+        what = f"the rates of a mixture sum to {total:.9g}, not to 1: {rates}"
+        raise ConfigError(what, where=where, how="change the rates so that they sum to 1")

@@ -1,0 +1,93 @@
+"""How rows are divided: a global batch among processes and micro-batches, and a phase's tokens among steps."""
+
+from dataclasses import dataclass
+
+from lema.errors import ConfigError
+
+__all__ = ["GlobalBatch", "TokenSteps", "solve_batch", "steps_of"]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The rows of one optimizer step: `rows == micro_batch_size * accumulation * num_processes`, always.
+
+    Args:
+        rows: of all processes together.
+        micro_batch_size: rows that a process computes at once.
+        accumulation: micro-batches of a process per step.
+        num_processes: how many processes there are.
+    """
+
+    rows: int
+    micro_batch_size: int
+    accumulation: int
+    num_processes: int
+
+
+def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
+    """Divide a global batch exactly: the largest micro-batch that is allowed and leaves nothing over.
+
+    Args:
+        rows: per optimizer step, of all processes together.
+        per_device: most rows that a process may compute at once; None: as many as it gets.
+        num_processes: how many processes there are.
+
+    Raises:
+        ConfigError: a number is below 1, or the rows cannot be divided among the processes; names the nearest that can.
+    """
+    for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{key} must be at least 1, not {number}", where=key, how="give a whole number from 1 on")
+    share, over = divmod(rows, num_processes)
+    if over:
+        near = [str(count * num_processes) for count in (share, share + 1) if count]
+        raise ConfigError(
+            f"{rows} rows cannot be divided among {num_processes} processes",
+            where="batch_size",
+            how=f"set it to {' or '.join(near)}, or run another number of processes",
+        )
+    largest = min(share, per_device or share)
+    micro_batch_size = next(size for size in range(largest, 0, -1) if share % size == 0)
+    return GlobalBatch(rows, micro_batch_size, share // micro_batch_size, num_processes)
+
+
+@dataclass(frozen=True)
+class TokenSteps:
+    """The optimizer steps that tokens make.
+
+    Args:
+        steps: whole ones.
+        tokens: that they take, padding included: rows x block each.
+        leftover: tokens asked for beyond that; fewer than one step has.
+    """
+
+    steps: int
+    tokens: int
+    leftover: int
+
+
+def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
+    """Return the whole steps in a number of tokens: `steps == tokens // (rows * block)`, never one more.
+
+    Numbers of tokens are round, and a step's seldom divides them: 10**9 are 3814.7 steps of 512 rows of 512. To refuse
+    those would refuse nearly every plan, and to round up would train on more than was asked for. So what is less than a
+    step is left out, and is told. It is not added to the next phase: the steps of a phase follow from its own settings,
+    and a change in one leaves the others as they are.
+
+    Args:
+        tokens: of the phase.
+        rows: of a global batch.
+        block: tokens of a row.
+
+    Raises:
+        ConfigError: they do not make one step.
+    """
+    step = rows * block
+    steps, leftover = divmod(tokens, step)
+    if steps < 1:
+        raise ConfigError(
+            f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens",
+            where="tokens",
+            how=f"give at least {step} tokens, or lower batch_size or block_size",
+        )
+    return TokenSteps(steps, steps * step, leftover)

@@ -1,0 +1,51 @@
+"""What one phase leaves behind and the next one needs: names, adapters, moments of the optimizer."""
+
+from collections.abc import Iterator, Sequence
+
+from lema.phaseplan.phase import LoRAConfig, Phase
+from lema.problems import Problem
+
+__all__ = ["between_phases"]
+
+
+def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
+    """Yield what does not fit between phases, in order."""
+    before: Phase | None = None
+    attached: LoRAConfig | None = None  # adapters that are not merged yet
+    names: set[str | None] = set()
+    for place, phase in enumerate(phases):
+        path = f"phases[{place}]"
+        if phase.name in names:
+            yield Problem(
+                f"{path}.name", f"{path}.name: {phase.name} is the name of an earlier phase", "choose another"
+            )
+        names.add(phase.name)
+        yield from _merging(phase, attached, f"{path}.merge")
+        if phase.merge:
+            attached = None
+        if attached is not None and phase.adapters not in (None, attached):
+            what = f"{path}.lora: the phase goes on with adapters of rank {attached.rank}, and describes others"
+            yield Problem(f"{path}.lora", what, "make it like theirs, or set merge: true for new adapters")
+        if phase.optimizer == "carry" and (why := _nothing_carried(before, phase)):
+            what = f"{path}.optimizer: carry, and {why}"
+            yield Problem(f"{path}.optimizer", what, "set optimizer: reset")
+        before, attached = phase, attached or phase.adapters
+
+
+def _merging(phase: Phase, attached: LoRAConfig | None, key: str) -> Iterator[Problem]:
+    if phase.merge and attached is None:
+        yield Problem(key, f"{key}: there are no adapters to merge before this phase", "leave merge out")
+    elif attached is not None and not phase.merge and phase.trains != "lora":
+        what = f"{key}: the weights would train below adapters that were made for them as they were"
+        yield Problem(key, what, "set merge: true")
+
+
+def _nothing_carried(before: Phase | None, phase: Phase) -> str:
+    """Why no moment can be carried into a phase; empty where some can."""
+    if before is None:
+        return "there is no phase before this one"
+    if phase.trains == "lora" and phase.merge:
+        return "the adapters of this phase are new"
+    if "lora" in (before.trains, phase.trains) and before.trains != phase.trains:
+        return f"the phase before trains {before.trains}, so that nothing of this one has moments"
+    return ""
