@@ -227,6 +227,7 @@ def test_rows_are_padded_to_a_block_even_where_all_are_shorter() -> None:
     batch = mixture().batch(0, 4)
     assert batch["input_ids"].shape == (4, BLOCK)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]] * 4
+    assert batch["labels"].eq(-100).tolist() == [[False] * 3 + [True] * 5] * 4
 
 
 def test_no_mask_where_nothing_is_padded(packed: PackedTokens) -> None:

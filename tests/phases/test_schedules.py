@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -74,6 +74,7 @@ def test_the_ordinary_schedules_are_those_of_transformers(name: str, total: int,
 
 
 @given(st.integers(1, 10**6), st.integers(0, 99))
+@example(100, 29)  # as floats 28.999999999999996
 def test_a_fraction_is_of_the_steps_as_it_is_written_and_rounded_down(total: int, percent: int) -> None:
     assert spans_of("constant", total, warmup=percent / 100).warmup == total * percent // 100
 
