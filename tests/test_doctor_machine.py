@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lema.controlgroups import memory_left, memory_limit
 from lema.doctor.environment import LAUNCHED, environment
 from lema.doctor.finding import Finding, Level
 from lema.doctor.machine import (
@@ -15,7 +16,6 @@ from lema.doctor.machine import (
     locked_memory,
     machine,
     memory,
-    memory_limit,
     open_files,
     processors,
     shared_memory,
@@ -83,6 +83,35 @@ def limits_of(soft: int, hard: int = resource.RLIM_INFINITY) -> Limits:
 )
 def test_the_limit_is_the_least_of_all_control_groups(files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
     assert memory_limit(root_with(tmp_path, files)) == limit
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"sys/fs/cgroup/a/memory.max": "1000", "sys/fs/cgroup/a/memory.current": "600"}, 400),
+        (
+            {
+                "sys/fs/cgroup/a/memory.max": "1000",
+                "sys/fs/cgroup/a/memory.current": "600",
+                "sys/fs/cgroup/a/memory.stat": "anon 250\nfile 350\nshmem 50\n",  # 300 can be dropped
+            },
+            700,
+        ),
+        (
+            {
+                "sys/fs/cgroup/a/memory.max": "max",
+                "sys/fs/cgroup/memory.max": "500",
+                "sys/fs/cgroup/memory.current": "100",
+            },
+            400,
+        ),
+        ({"sys/fs/cgroup/a/memory.max": "max"}, None),
+    ],
+)
+def test_what_is_left_of_a_limit_leaves_out_what_can_be_dropped(
+    files: dict[str, str], left: int | None, tmp_path: Path
+) -> None:
+    assert memory_left(root_with(tmp_path, {"proc/self/cgroup": "0::/a\n", **files})) == left
 
 
 def test_a_limit_below_the_machines_memory_is_warned_of(tmp_path: Path) -> None:

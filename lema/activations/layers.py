@@ -21,7 +21,7 @@ from lema.activations.counters import Kept
 from lema.activations.hooks import Hooked, Hooks
 from lema.activations.scope import current
 
-__all__ = ["LayerInputs", "OnlyLayerInputs", "decoder_layers"]
+__all__ = ["LayerInputs", "OnlyLayerInputs", "OnlyLayerValues", "decoder_layers"]
 
 INPUT = "hidden_states"
 WRAPPED = "_checkpoint_wrapped_module"  # what a module that checkpoints another calls it
@@ -65,6 +65,19 @@ class OnlyLayerInputs:
         scope = current()
         marked = scope is not None and tensor.untyped_storage()._cdata in scope.layer_inputs
         return None if marked else Kept.UNCHOSEN
+
+
+class OnlyLayerValues:
+    """The same choice on a device whose tensors have no storage: by the tensors themselves."""
+
+    def why_kept(self, tensor: Tensor) -> Kept | None:
+        """Return None for what is the input of a layer."""
+        if torch._C._current_graph_task_id() != -1:
+            return Kept.BACKWARD  # a recomputation: what it saves is used at once
+        scope = current()
+        if scope is not None and scope.excluded:
+            return Kept.EXCLUDED
+        return None if scope is not None and id(tensor) in scope.layer_values else Kept.UNCHOSEN
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lema.activations.byvalue import ByValue
 from lema.activations.choice import Everything
 from lema.activations.counters import Counters
 from lema.activations.diskstore import DiskStore
-from lema.activations.layers import LayerInputs, OnlyLayerInputs
+from lema.activations.layers import LayerInputs, OnlyLayerInputs, OnlyLayerValues
 from lema.activations.moved import Offload, Packed
-from lema.activations.scope import Scope, current, entered
+from lema.activations.scope import Scope, current, entered, has_storage
 from lema.activations.seams import Store
 from lema.activations.sites import Sites
 from lema.activations.stores import HostPool, HostStore, TieredStore
@@ -79,9 +81,13 @@ class OffloadActivations:
         exclude_modules: modules in which nothing is moved: the ends of their names, or regular expressions for them.
         warn_if_no_head: warn where the model has no output head that is known as one.
         certify: compare every byte that comes back with what left, which is kept on the device for it.
+        sync: on a lazy device, whose tensors have no storage, runs what was computed so far: it is called where layers'
+            inputs leave and come back. There "hidden_states" is the only mode.
 
     Attributes:
         counters: what was seen, moved, brought back and left, and why.
+        mode: the mode.
+        offload: what does it.
 
     Raises:
         ConfigError: a setting is wrong, or `exclude_modules` match nothing. DiskError: there is no room for the file.
@@ -102,59 +108,60 @@ class OffloadActivations:
         exclude_modules: Sequence[str] = (),
         warn_if_no_head: bool = True,
         certify: bool = False,
+        sync: Callable[[], None] | None = None,
     ) -> None:
-        if mode not in MODES:
-            known = ", ".join(map(repr, MODES))
-            raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {known}")
-        if max_fwd_stash_size < 1:
-            raise ConfigError(f"max_fwd_stash_size is {max_fwd_stash_size}", how="use at least 1")
-        if mode == "hidden_states" and model is None:
-            raise ConfigError("hidden_states moves inputs of a model's layers, and no model is given", where="model")
+        by_value = model is not None and not all(map(has_storage, islice(model.parameters(), 1)))
+        _check(mode, max_fwd_stash_size, model, by_value=by_value)
         self.mode = mode
         carrier = partial(carrier_for, use_streams=use_streams and mode != "legacy", pin_memory=use_pin_memory)
         self._scope, self._weights = Scope(), Weights(model)
         self._sites = None if model is None else Sites(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
         self._layers = None if model is None else LayerInputs(model)
         self._devices = set(_device_types(model))
-        choice = Everything(
-            self._weights,
-            self._devices.__contains__,
-            min_bytes=min_offload_size,
-            but=OnlyLayerInputs() if mode == "hidden_states" else None,
-        )
-        where = next(iter(sorted(self._devices)))
-        allocate = carrier(torch.device(where)).host_buffer
-        store = _store(mode, allocate, offload_dir, host_memory, disk_space)
-        self._offload = Offload(choice, store, carrier, stash=max_fwd_stash_size, certify=certify)
+        self._by_value = by_value
+        self.offload: Offload | ByValue
+        if by_value:
+            self.offload = ByValue(OnlyLayerValues(), sync=sync or (lambda: None))
+        else:
+            choice = Everything(
+                self._weights,
+                self._devices.__contains__,
+                min_bytes=min_offload_size,
+                but=OnlyLayerInputs() if mode == "hidden_states" else None,
+            )
+            allocate = carrier(torch.device(min(self._devices))).host_buffer
+            store = _store(mode, allocate, offload_dir, host_memory, disk_space)
+            self.offload = Offload(choice, store, carrier, stash=max_fwd_stash_size, certify=certify)
         self._entered: list[ExitStack] = []
-        self._close = weakref.finalize(self, _close, self._offload, self._sites, self._layers)
+        self._close = weakref.finalize(self, _close, self.offload, self._sites, self._layers)
         self._model = None if model is None else weakref.ref(model)
 
     @property
     def counters(self) -> Counters:
         """What was done so far."""
-        return self._offload.counters
+        return self.offload.counters
 
     @property
     def live_bytes(self) -> int:
         """Bytes that wait for a backward now."""
-        return self._offload.live_bytes
+        return self.offload.live_bytes
 
     def __enter__(self) -> Self:
         if not self._close.alive:
             raise ConfigError("this offloading context was closed", how="build another")
         if not self._entered:
-            self._offload.let_go()
+            self.offload.let_go()
             self._scope.reset()
-            self._weights.refresh()
-            self._devices.clear()
-            self._devices |= _device_types(None if self._model is None else self._model())
-            self._offload.line()
+            if not self._by_value:
+                self._weights.refresh()
+                self._devices.clear()
+                self._devices |= _device_types(None if self._model is None else self._model())
+            self.offload.line()
         with ExitStack() as stack:
             stack.enter_context(entered(self._scope))
             if self._layers is not None:
                 stack.enter_context(self._layers.opened())
-            stack.enter_context(saved_tensors_hooks(self._offload.pack, _unpack))
+            stack.enter_context(saved_tensors_hooks(self.offload.pack, _unpack))
             self._entered.append(stack.pop_all())
         return self
 
@@ -165,7 +172,7 @@ class OffloadActivations:
             self._entered.pop().__exit__(kind, error, trace)
         finally:
             if not self._entered:
-                self._offload.let_go()
+                self.offload.let_go()
 
     def close(self) -> None:
         """Take the hooks off the model and give all memory back. What still waits for a backward is lost."""
@@ -215,6 +222,21 @@ def get_lora_act_offloading_ctx_manager(
     )
 
 
+def _check(mode: Mode, stash: int, model: nn.Module | None, *, by_value: bool) -> None:
+    """Raise ConfigError where a setting is wrong."""
+    if mode not in MODES:
+        known = ", ".join(map(repr, MODES))
+        raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {known}")
+    if stash < 1:
+        raise ConfigError(f"max_fwd_stash_size is {stash}", how="use at least 1")
+    if mode == "hidden_states" and model is None:
+        raise ConfigError("hidden_states moves inputs of a model's layers, and no model is given", where="model")
+    if by_value and mode != "hidden_states":
+        raise ConfigError(
+            f"{mode!r} moves storages, and tensors of this device have none", where="mode", how="use hidden_states"
+        )
+
+
 def _unpack(packed: Packed) -> Tensor:
     return packed.unpack()
 
@@ -239,7 +261,7 @@ def _store(
     return disk if mode == "disk" else TieredStore(HostStore(HostPool(allocate, host_memory)), disk)
 
 
-def _close(offload: Offload, sites: Sites | None, layers: LayerInputs | None) -> None:
+def _close(offload: Offload | ByValue, sites: Sites | None, layers: LayerInputs | None) -> None:
     offload.close()
     if sites is not None:
         sites.close()

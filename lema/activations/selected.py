@@ -54,10 +54,13 @@ def offloaded_ops(
         ConfigError: one of `ops` is unknown, writes into what it is given or returns a view of it, or is made of other
             operators, so that it never runs itself.
     """
+    core = offload if isinstance(offload, Offload) else offload.offload
+    if not isinstance(core, Offload):
+        raise ConfigError("outputs of operations are moved as storages, and tensors of this device have none")
     chosen = frozenset(overload for op in ops for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS))
 
     def contexts() -> Contexts:
-        region = _Region(chosen, offload if isinstance(offload, Offload) else offload._offload)
+        region = _Region(chosen, core)
         return _Keeping(region), _BringingBack(region)
 
     return contexts

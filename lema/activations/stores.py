@@ -11,6 +11,7 @@ import psutil
 from torch import Tensor
 
 from lema.activations.seams import Place, Store
+from lema.controlgroups import memory_left
 from lema.offload import whole_blocks
 
 __all__ = ["HostPool", "HostStore", "TieredStore", "floor_bytes"]
@@ -32,7 +33,7 @@ class HostPool:
     Args:
         allocate: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own.
         limit: bytes of all buffers, free and in use; None: as many as the machine has.
-        available: returns the bytes of memory that the machine can still give; None: psutil says it.
+        available: returns the bytes of memory that can still be had; None: the machine and the control groups say it.
 
     Attributes:
         allocated: how many buffers were made.
@@ -256,4 +257,6 @@ class TieredStore:
 
 
 def _available() -> int:
-    return int(psutil.virtual_memory().available)
+    """Return the bytes that the machine can still give this process, and its control groups, if they are limited."""
+    available, left = int(psutil.virtual_memory().available), memory_left()
+    return available if left is None else min(available, left)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from lema.controlgroups import groups, memory_limit
 from lema.doctor.finding import Fact, Finding, Level
 from lema.metrics import human_bytes
 
@@ -21,7 +22,6 @@ __all__ = ["SECTION", "machine"]
 
 SECTION = "machine"
 ROOT = Path("/")
-UNLIMITED = 1 << 60  # bytes; what the older control groups say when they mean none is a little below 2^63
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
 MAY_LOCK = 1 << 14  # CAP_IPC_LOCK
@@ -65,7 +65,7 @@ def processors(root: Path = ROOT) -> Finding:
 def usable_processors(root: Path = ROOT) -> float:
     """Return how many hardware threads this process may keep busy, by its affinity and its control group."""
     threads: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in _groups(root, "cpu"):
+    for group in groups(root, "cpu"):
         with suppress(OSError, ValueError):
             if (group / "cpu.max").exists():
                 quota, period = (group / "cpu.max").read_text().split()
@@ -98,16 +98,6 @@ def memory(root: Path = ROOT) -> Finding:
         f"set host_memory in bytes, below {human_bytes(limit)}",
         facts=facts,
     )
-
-
-def memory_limit(root: Path = ROOT) -> int | None:
-    """Return the bytes that this process's control groups may have; None: as many as there are."""
-    found = []
-    for group in _groups(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # not there, or "max"
-                found.append(int((group / name).read_text()))
-    return min((limit for limit in found if limit < UNLIMITED), default=None)
 
 
 def huge_pages(root: Path = ROOT) -> Finding:
@@ -193,19 +183,6 @@ def shared_memory(root: Path = ROOT) -> Finding:
         )
     amount = "" if size is None else f", and /dev/shm has {human_bytes(size)}"
     return Finding(SECTION, "shared memory", Level.OK, f"Processes can share host memory{amount}.", facts=facts)
-
-
-def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of the control groups that this process is in, from its own up to the root."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            top = root / "sys/fs/cgroup" / (controller if controllers else "")
-            own = top / path.lstrip("/")
-            # In a container the path is that of the host, and what is mounted is the container's own group.
-            yield from (group for group in (own, *own.parents) if group.is_relative_to(top) and group.is_dir())
 
 
 def _model(root: Path) -> str:

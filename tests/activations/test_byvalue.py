@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from lazydevice import DEVICE, LazyDevice
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from lema.activations import get_lora_act_offloading_ctx_manager
 from lema.activations.byvalue import ByValue
 from lema.activations.counters import Kept
+from lema.errors import ConfigError
 
 BLOCKS, ROWS, WIDTH = 8, 6, 16
 NBYTES = ROWS * WIDTH * 4
@@ -208,3 +211,38 @@ def test_the_next_value_is_on_its_way_while_one_is_used(lazy: LazyDevice) -> Non
     packed[0].unpack()
     assert offload.counters.copies_back == 5, "what was fetched ahead was kept"
     offload.close()
+
+
+class Block(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        values = [(torch.randn(WIDTH, WIDTH, generator=generator) / 4).to(device) for _ in range(2)]
+        self.up, self.down = (nn.Parameter(value) for value in values)
+
+    def forward(self, state: Tensor) -> Tensor:
+        return _block(state, self.up, self.down)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_b6_the_contexts_that_users_open_move_values_there(lazy: LazyDevice, reentrant: bool) -> None:
+    def stack(device: torch.device) -> nn.Module:
+        kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        blocks = [checkpoint_wrapper(Block(device), kind, preserve_rng_state=False) for _ in range(BLOCKS)]
+        return nn.Sequential(*blocks)
+
+    def gradients(model: nn.Module, device: torch.device) -> list[Tensor]:
+        state = torch.linspace(0, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(device).requires_grad_()
+        model(state).sum().backward()
+        return [leaf.grad.to("cpu") for leaf in (state, *model.parameters()) if leaf.grad is not None]
+
+    whole, model = gradients(stack(torch.device("cpu")), torch.device("cpu")), stack(DEVICE)
+    with pytest.raises(ConfigError, match="storages"):
+        get_lora_act_offloading_ctx_manager(model, warn_if_no_head=False)
+    context = get_lora_act_offloading_ctx_manager(model, warn_if_no_head=False, mode="hidden_states", sync=lazy.run)
+    with context:
+        found = gradients(model, DEVICE)
+    assert len(found) == 2 * BLOCKS + 1
+    assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+    assert context.counters.copies_out == BLOCKS and context.counters.bytes_out == BLOCKS * NBYTES  # type: ignore[union-attr]
+    assert context.live_bytes == 0  # type: ignore[union-attr]

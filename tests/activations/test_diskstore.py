@@ -339,8 +339,10 @@ def test_what_nobody_wants_any_more_is_not_written(tmp_path: Path) -> None:
 
 def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp_path: Path) -> None:
     store, chance, wrong = opened(tmp_path, blocks=4), Random(3), list[str]()
-    kept = [Kept(store, data(chance, BLOCK), wrong) for _ in range(12)]
-    store.settle()
+    kept = []
+    for _ in range(12):
+        kept.append(Kept(store, data(chance, BLOCK), wrong))
+        store.settle()  # else a buffer goes whose write ended first, whichever that is
     for one in reversed(kept[8:]):
         one.place.expect()
         assert one.place.ready()

@@ -149,13 +149,13 @@ def test_a6_host_tensors_small_ones_and_special_classes_stay(offloading: Callabl
 def moved_by(context: OffloadActivations, action: Callable[[], Any]) -> list[Tensor]:
     """Return every tensor whose memory was moved while `action` ran in the context."""
     found: list[Tensor] = []
-    pack = context._offload.pack
-    context._offload.pack = lambda tensor, line=None: _noting(found, tensor, pack(tensor, line))  # type: ignore[method-assign]
+    pack = context.offload.pack
+    context.offload.pack = lambda tensor, line=None: _noting(found, tensor, pack(tensor, line))  # type: ignore[method-assign]
     try:
         with context:
             action()
     finally:
-        context._offload.pack = pack  # type: ignore[method-assign]
+        context.offload.pack = pack  # type: ignore[method-assign]
     return found
 
 
@@ -309,7 +309,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 def test_a11_shape_strides_and_values_come_back(layout: str, offloading: Callable[..., OffloadActivations]) -> None:
     tensor = LAYOUTS[layout]()
     context = offloading(min_offload_size=1, max_fwd_stash_size=1)
-    offload = context._offload
+    offload = context.offload
     packed, other = offload.pack(tensor), offload.pack(torch.randn(64))
     offload.let_go()
     back = packed.unpack()
@@ -324,7 +324,7 @@ def test_a11_shape_strides_and_values_come_back(layout: str, offloading: Callabl
 
 def test_a11_a_part_of_a_large_storage_moves_alone(offloading: Callable[..., OffloadActivations]) -> None:
     context = offloading()
-    packed = context._offload.pack(torch.randn(100, 64)[70:72])
+    packed = context.offload.pack(torch.randn(100, 64)[70:72])
     assert context.counters.bytes_out <= 2 * 64 * 4 + 64
     del packed
 
@@ -352,7 +352,7 @@ def test_a12_what_is_saved_thrice_is_copied_once_and_frees_the_device(
 def test_a12_memory_that_was_used_again_for_another_tensor_is_another_piece(
     offloading: Callable[..., OffloadActivations],
 ) -> None:
-    offload = offloading(max_fwd_stash_size=1)._offload
+    offload = offloading(max_fwd_stash_size=1).offload
     packed, expected = [], []
     for value in range(30):  # the allocator gives out the same addresses again and again
         tensor = torch.full((64, 64), float(value))
@@ -476,8 +476,8 @@ def test_a16_every_mode_has_its_place_and_leaves_nothing(
         loss = loss_of(model)
         assert context.live_bytes > 0
         if mode == "disk":
-            context._offload._store.settle()
-            assert context._offload._store.bytes_written >= context.live_bytes  # type: ignore[attr-defined]
+            context.offload._store.settle()
+            assert context.offload._store.bytes_written >= context.live_bytes  # type: ignore[attr-defined]
             assert list(tmp_path.iterdir()) == [], "a file that a kill would leave behind"
         loss.backward()
     del loss
@@ -501,7 +501,7 @@ def test_a17_buffers_are_used_again_and_a_limit_holds(offloading: Callable[..., 
     model = tiny_model()
     context = offloading(model)
     step(model, context)
-    pool = context._offload._store.pool  # type: ignore[attr-defined]
+    pool = context.offload._store.pool  # type: ignore[attr-defined]
     allocated = pool.allocated
     assert allocated > 0
     step(model, context)
@@ -510,7 +510,7 @@ def test_a17_buffers_are_used_again_and_a_limit_holds(offloading: Callable[..., 
     with pytest.warns(UserWarning, match="no room for"):
         found = step(model, limited)
     assert_same(found, step(model))
-    assert limited._offload._store.pool.peak_bytes <= 100_000  # type: ignore[attr-defined]
+    assert limited.offload._store.pool.peak_bytes <= 100_000  # type: ignore[attr-defined]
     assert limited.counters.kept[Kept.FULL] > 0 and limited.counters.moved > 0
 
 
@@ -568,9 +568,9 @@ def test_b4_a_graph_may_be_differentiated_twice(offloading: Callable[..., Offloa
     expected = torch.autograd.grad(value.sin().exp().sum(), value)[0]
     with offloading(max_fwd_stash_size=1) as context:
         total = value.sin().exp().sum()
-        context._offload.let_go()
+        context.offload.let_go()
         first = torch.autograd.grad(total, value, retain_graph=True)[0]
-        on_device = [piece for pieces in context._offload._pieces.values() for piece in pieces if piece.here]
+        on_device = [piece for pieces in context.offload._pieces.values() for piece in pieces if piece.here]
         assert not on_device, "what a kept graph needs again waits elsewhere meanwhile"
         second = torch.autograd.grad(total, value)[0]
     assert torch.equal(first, expected) and torch.equal(second, expected)
@@ -626,14 +626,14 @@ def test_b7_what_finds_no_room_in_host_memory_goes_to_disk(
     context = offloading(model, offload_dir=tmp_path, host_memory=100_000)
     assert_same(step(model, context), step(model))
     assert context.counters.kept[Kept.FULL] == 0
-    assert context._offload._store.disk.bytes_written > 0  # type: ignore[attr-defined]
+    assert context.offload._store.disk.bytes_written > 0  # type: ignore[attr-defined]
 
 
 def test_b9_a_byte_that_comes_back_wrong_is_found(offloading: Callable[..., OffloadActivations]) -> None:
     with offloading(max_fwd_stash_size=1, certify=True) as context:
         total = big().sin().exp().sum()
-        context._offload.let_go()
-        (piece,) = next(iter(context._offload._pieces.values()))
+        context.offload.let_go()
+        (piece,) = next(iter(context.offload._pieces.values()))
         piece._place.memory()[5] += 1
         with pytest.raises(LemaError, match="came back otherwise"):
             total.backward()
