@@ -29,6 +29,7 @@ from lema.prefix import PrefixCache
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease, StreamCounters
 from lema.stream.schedule import forward_order, training_order
+from lema.trainedweights import TrainedWeights
 from lema.visit import Engine, passed, turn, visit
 
 __all__ = ["StreamedModel"]
@@ -102,6 +103,16 @@ class StreamedModel:
         left = self.arena.bytes_away + (0 if self.graphs is None else self.graphs.counters.bytes_out)
         return replace(self.stream.counters, bytes_offloaded=left)
 
+    def train_weights(self, trained: TrainedWeights) -> None:
+        """Let weights of the layers train themselves, from the next step on.
+
+        Raises:
+            ConfigError: layers are compiled: those gradients are not handed over.
+        """
+        if self.split.compiled is not None:
+            raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
+        self._engine.trained = trained
+
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
         inside = f"{self.split.layers_name}."
@@ -113,7 +124,7 @@ class StreamedModel:
         """The lowest layer that gradients reach: nothing below it is visited by the backward."""
         if self._starts_below:
             return 0
-        trained = (layer for layer in range(self.split.num_layers) if self._engine.adapters_of(layer))
+        trained = (layer for layer in range(self.split.num_layers) if self._engine.trains(layer))
         return next(trained, self.split.num_layers - 1)
 
     def announce_step(self, micro_batches: Sequence[Mapping[str, Tensor]] | None = None) -> None:

@@ -26,6 +26,7 @@ from lema.outofmemory import Room
 from lema.recompute import Graph
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease
+from lema.trainedweights import Leaves, TrainedWeights, add
 
 __all__ = ["Engine", "passed", "turn", "visit"]
 
@@ -36,12 +37,14 @@ class Engine:
     Attributes:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
         room: what fits on the device.
+        trained: the weights of layers that train themselves.
     """
 
     def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
         self.split, self.stream, self.backend = split, stream, backend
         self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
         self.room = Room(stream, backend)
+        self.trained = TrainedWeights({}, lambda *_: None)
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
@@ -53,6 +56,10 @@ class Engine:
         if self._state is None or not torch.equal(state, self._state):
             self._state = state
         return self._state
+
+    def trains(self, layer: int) -> bool:
+        """Whether anything in a layer trains."""
+        return self.trained.trains(layer) or bool(self.adapters_of(layer))
 
     def adapters_of(self, layer: int) -> list[nn.Parameter]:
         """Return the trainable parameters of one layer."""
@@ -120,6 +127,7 @@ class _LayerVisit:
         self._graphs: list[tuple[Graph, GradientEdge]] = []
         self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
         self._found: dict[int, Tensor] = {}  # gradients of the inputs
+        self._leaves: Leaves = {}  # for the weights that train
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
@@ -130,6 +138,7 @@ class _LayerVisit:
             engine.stream.lease(layer) as lease,
             engine.stream.trace.span("forward", f"layer {layer}"),
         ):
+            self._leaves = engine.trained.leaves(layer, lease)
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
                 given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
                 drawn = engine.generator_state()
@@ -146,7 +155,8 @@ class _LayerVisit:
         with graph.built(lease):
             if needs:
                 given = graph_input(engine.anchor, given, self._found, index)
-            output = engine.split.run_layer(self._layer, lease.weights, call, given, compiled=compiled)
+            weights = {**lease.weights, **self._leaves}
+            output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
         # The edge, not the output: that is the next layer's input, and kept as such.
         self._graphs.append((graph, get_gradient_edge(output)))
         return output.detach()
@@ -155,6 +165,7 @@ class _LayerVisit:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
         engine = self._engine
         after = engine.backend.rng_state()
+        engine.trained.begin(self._layer, self._leaves)
         with (
             engine.room.at(f"in the backward of layer {self._layer}"),
             engine.stream.lease(self._layer) as lease,
@@ -168,6 +179,8 @@ class _LayerVisit:
                     graph.backward(edge, gradient)
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
+        engine.trained.end(self._layer, self._leaves)
+        self._leaves = {}
         found = [self._found.get(index) for index in range(len(gradients))]
         self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
         return found
@@ -199,7 +212,9 @@ class _LayerVisit:
                 given = graph_input(engine.anchor, boundary[0], found, index)
             else:
                 given = boundary[0].detach().requires_grad_(needs)
-            return engine.split.run_layer(layer, lease.weights, call, given, compiled=compiled)
+            # Leaves again: what a module saves depends on whether its weight requires grad.
+            weights = {**lease.weights, **engine.trained.leaves(layer, lease)}
+            return engine.split.run_layer(layer, weights, call, given, compiled=compiled)
 
         return run
 
@@ -232,12 +247,14 @@ class _Turn(torch.autograd.Function):
     ) -> Tensor:
         top, room = engine.split.num_layers - 1, engine.room
         place = f"in the forward of layer {top}"
-        ctx.ends, ctx.inputs, ctx.gradients = ends, [], []
+        ctx.ends, ctx.inputs, ctx.gradients, ctx.engine = ends, [], [], engine
         total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
         with room.at(place), engine.stream.lease(top) as lease:
+            ctx.leaves = engine.trained.leaves(top, lease)
+            engine.trained.begin(top, ctx.leaves)
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
                 needs = ctx.needs_input_grad[4 + index]
-                run = partial(_turned, engine, lease, call, ends, index, state, needs=needs)
+                run = partial(_turned, engine, lease, ctx.leaves, call, ends, index, state, needs=needs)
                 # What the head has summed cannot be taken out of the sum again.
                 value, given, others = room.tried(place, run, engine.generator_state(), lambda: not ends.summed)
                 total = total + value
@@ -253,13 +270,25 @@ class _Turn(torch.autograd.Function):
             pairs = [(leaf, gradient * factor) for leaf, gradient in found if gradient is not None]
             if pairs:
                 torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])  # adds to .grad, in order
+        for leaf in ctx.leaves.values():
+            if leaf.grad is not None:
+                leaf.grad *= factor  # 1, but where the loss was changed after it was formed
+        ctx.engine.trained.end(ctx.engine.split.num_layers - 1, ctx.leaves)
         scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
-        ctx.gradients = ctx.inputs = ctx.ends = None
+        ctx.gradients = ctx.inputs = ctx.ends = ctx.leaves = None
         return None, None, None, None, *scaled
 
 
 def _turned(
-    engine: Engine, lease: Lease, call: LayerCall, ends: Ends, index: int, state: Tensor, *, needs: bool
+    engine: Engine,
+    lease: Lease,
+    leaves: Leaves,
+    call: LayerCall,
+    ends: Ends,
+    index: int,
+    state: Tensor,
+    *,
+    needs: bool,
 ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor | None]]]:
     """Run one micro-batch through the top layer, the head and the loss, and back.
 
@@ -269,11 +298,15 @@ def _turned(
     top, room, trace = engine.split.num_layers - 1, engine.room, engine.stream.trace
     leaf = state.detach().requires_grad_(needs)
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):
-        output = engine.split.run_layer(top, lease.weights, call, leaf)
+        output = engine.split.run_layer(top, {**lease.weights, **leaves}, call, leaf)
     with room.at("in the head and the loss"), trace.span("forward", "head and loss"):
         value, gradient = ends.turn(index, output.detach())
     given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
-    wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given]
+    wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
     with room.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
         found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
-    return value, found[0] if needs else None, list(zip(wanted[needs:], found[needs:], strict=True))
+    pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, found, strict=True)
+    others = list(pairs)[needs:]
+    for weight, formed in others[len(others) - len(leaves) :]:
+        add(weight, formed)
+    return value, found[0] if needs else None, others[: len(others) - len(leaves)]
