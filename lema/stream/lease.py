@@ -216,6 +216,22 @@ class LayerStream:
         held = self._held.keys() if self._gathered is None else self._gathered.under_way
         return held - self.residents
 
+    def stored(self, layer: int) -> dict[str, Tensor]:
+        """Return the weights of a layer that is kept in host memory, as views of that memory, by parameter name."""
+        assert layer in self.host_cached and not self.layers[layer].expansions, "a layer is not in memory as it is used"
+        return weights_in(self._host[layer], self.layers[layer], None)
+
+    @contextmanager
+    def rewritten(self, layer: int) -> Iterator[None]:
+        """Let what `stored` returns of a layer be written to in a `with` block; leases after it have what was written.
+
+        The layer is not on lease.
+        """
+        assert layer not in self._held, "a layer was written to while it was on lease"
+        self._ring.forget(layer)
+        yield
+        self._ring.pump()
+
     def cancel(self) -> None:
         """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
         self._ring.cancel()

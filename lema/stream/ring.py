@@ -148,6 +148,14 @@ class LayerRing:
         slot.empty()
         return True
 
+    def forget(self, layer: int) -> None:
+        """Let no slot hold a layer, nor anything be copied from its host memory: it is about to change."""
+        for place in self.slots:
+            if place.layer == layer:
+                if place.upload is not None:
+                    place.upload.drained()
+                place.empty()
+
     def close(self) -> None:
         """Drop every buffer; the reader has been closed."""
         for place in self.slots:

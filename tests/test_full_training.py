@@ -1,0 +1,147 @@
+"""A model whose own weights train while they stream is, step after step, the model that trains in memory."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from latedevice import LateDevice
+from parity import accumulate
+from test_trained_weights import attention_of_the_last_four, everything, one_in_the_middle
+from tiny import Checkpoint, micro_batches
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lema import LemaConfig, LemaModel
+from lema.backend import Backend
+from lema.errors import ConfigError
+from lema.fulltraining import FullTraining
+from lema.optim import make_optimizer
+from lema_cpu import CpuBackend
+
+STEPS = 10
+Weights = dict[str, Tensor]
+
+
+def config_of(checkpoint: Checkpoint, **settings: object) -> LemaConfig:
+    fixed = {"device": "cpu", "save_steps": 0, "strategy": "resident", "learning_rate": 1e-2, "weight_decay": 0.1}
+    return LemaConfig(str(checkpoint.streamed), **{**fixed, **settings})
+
+
+def whole(
+    checkpoint: Checkpoint, config: LemaConfig, chosen: Callable[[str], bool], count: int, steps: int = STEPS
+) -> tuple[list[Tensor], Weights]:
+    """Train in memory, by torch and transformers alone; return the losses and what was trained."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.published)
+    model.config.use_cache = False
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(chosen(name))
+    trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
+    optimizer, losses = make_optimizer(trained, config), []
+    for _ in range(steps):
+        losses.append(accumulate(model, micro_batches(count)).detach())
+        if config.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def streamed(
+    config: LemaConfig,
+    chosen: Callable[[str], bool],
+    count: int,
+    backend: Backend | None = None,
+    steps: int = STEPS,
+) -> tuple[list[Tensor], Weights]:
+    """Do the same streamed."""
+    model = LemaModel(config, backend=backend or CpuBackend(poison=True))
+    try:
+        model.skeleton.train()
+        training = FullTraining(model.adapter, config, chosen)
+        losses = [training.step([micro_batches(count)]) for _ in range(steps)]
+        return losses, {name: master.detach().clone() for name, master in training.masters.items()}
+    finally:
+        model.close()
+
+
+def assert_same(one: tuple[Sequence[Tensor], Weights], other: tuple[Sequence[Tensor], Weights]) -> None:
+    assert one[1].keys() == other[1].keys() and other[1]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[0], other[0], strict=True))
+    assert not [name for name, weight in other[1].items() if not torch.equal(one[1][name], weight)]
+
+
+@pytest.mark.parametrize("clipped", [None, 0.5])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_ten_steps_are_bitwise_those_in_memory(
+    tied: bool, count: int, clipped: float | None, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of("llama", tied)
+    config = config_of(checkpoint, max_grad_norm=clipped, gradient_checkpointing=True)
+    expected = whole(checkpoint, config, everything, count)
+    assert expected[0][-1] < expected[0][0]
+    assert_same(streamed(config, everything, count), expected)
+
+
+@pytest.mark.parametrize("selection", [attention_of_the_last_four, one_in_the_middle])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("clipped", [None, 0.5])
+def test_any_subset_may_train(
+    name: str, selection: Callable[[str], bool], clipped: float | None, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of(name)
+    config = config_of(checkpoint, max_grad_norm=clipped)
+    assert_same(streamed(config, selection, 2, steps=4), whole(checkpoint, config, selection, 2, steps=4))
+
+
+@pytest.mark.parametrize("backend", [CpuBackend, lambda: LateDevice(None), lambda: LateDevice(3)])
+def test_what_was_written_is_what_the_next_lease_has_on_every_device(
+    backend: Callable[[], Backend], checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    for clipped in (None, 0.5):
+        config = config_of(checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, prefetch_depth=4)
+        expected = whole(checkpoint, config, everything, 2, steps=4)
+        assert_same(streamed(config, everything, 2, backend(), steps=4), expected)
+
+
+def test_gradients_of_one_layer_exist_at_a_time_without_clipping(checkpoint_of: Callable[..., Checkpoint]) -> None:
+    config = config_of(checkpoint_of("llama"), gradient_checkpointing=True)
+    model = LemaModel(config, backend=CpuBackend())
+    training = FullTraining(model.adapter, config, lambda name: ".layers." in name)
+    most, done = [], training._done
+
+    def counted(layer: int, gradients: Weights) -> None:
+        held = {name.split(".")[2] for name, master in training.masters.items() if master.grad is not None}
+        most.append(len(held))
+        done(layer, gradients)
+
+    model.adapter._engine.trained._done = counted
+    training.step([micro_batches(2)])
+    assert most == [0] * len(model.split.layers)
+    model.close()
+
+
+def test_half_precision_streams_what_masters_in_fp32_are_rounded_to(checkpoint_of: Callable[..., Checkpoint]) -> None:
+    checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
+    config = config_of(checkpoint, learning_rate=1e-5, gradient_checkpointing=True)
+    model = LemaModel(config, backend=CpuBackend(poison=True))
+    training = FullTraining(model.adapter, config, lambda name: ".layers." in name)
+    before = {name: master.detach().clone() for name, master in training.masters.items()}
+    for _ in range(3):
+        training.step([micro_batches(2)])
+    for name, master in training.masters.items():
+        assert master.dtype == torch.float32
+        assert not torch.equal(master, before[name]), "a step was lost in rounding"
+        assert torch.equal(training._streamed[name], master.detach().bfloat16())
+    model.close()
+
+
+def test_layers_that_are_read_from_disk_do_not_train(checkpoint_of: Callable[..., Checkpoint]) -> None:
+    config = config_of(checkpoint_of("llama"), strategy="streaming")
+    model = LemaModel(config)
+    with pytest.raises(ConfigError, match="not kept in host memory"):
+        FullTraining(model.adapter, config)
+    with pytest.raises(ConfigError, match="no weight"):
+        FullTraining(model.adapter, config, lambda name: False)
+    model.close()
