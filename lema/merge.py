@@ -6,14 +6,9 @@ whole model is never in memory, and the directory appears under its name only wh
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +18,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.adapter import load_weights, read_settings
-from lema.errors import ConfigError
-from lema.header import DTYPE_BITS
 from lema.hub import own_weights, resolve_model
+from lema.hubformat import appearing, free_directory, shards_of, write_shards
 from lema.lora import configured_lora, inject_lora_params
 from lema.merged import MergedTensors, check_mergeable, untied
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.prepare import visit_order
 from lema.quantized.records import Stored
-from lema.rewrite import METADATA, copy_companions, stored_name, write_config
+from lema.rewrite import copy_companions, stored_name, write_config
 from lema.skeleton import find_layers, meta_model, read_config
-from lema.tensorfile import TensorFile, TensorSpec, disk_error
-from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex
+from lema.tensorfile import TensorSpec
+from lema.weights import GlobalBinaryIndex
 
 __all__ = ["merge_adapter"]
-
-SHARD_NAME = "model-{:05}-of-{:05}.safetensors"  # the hub's
 
 
 def merge_adapter(
@@ -65,15 +57,7 @@ def merge_adapter(
         WeightsError: the base model is damaged, does not fit its config, or must be prepared first.
         DiskError: a file could not be written; nothing is left behind.
     """
-    if max_shard_size < 1:
-        raise ConfigError(
-            f"a file cannot hold {max_shard_size} bytes", where="max_shard_size", how="give a size such as 5GB"
-        )
-    out, adapter = Path(out_dir).resolve(), Path(adapter_dir)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(
-            "the place for the merged model is taken", where=str(out), how="name a new or an empty directory"
-        )
+    out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
     base, lora = _open_base(adapter, trust_remote_code)
     specs, (layers_name, _) = base.specs(), find_layers(base.skeleton)
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
@@ -86,8 +70,8 @@ def merge_adapter(
     else:
         specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
     tensors = MergedTensors(base.skeleton, base.records, base.dtypes)
-    with _appearing(out) as partial:
-        _write_shards(partial, _shards(specs, max_shard_size), tensors)
+    with appearing(out) as partial:
+        write_shards(partial, shards_of(specs, max_shard_size), tensors)
         copy_companions(base.directory, partial, code=trust_remote_code)
         write_config(base.directory / "config.json", partial, changes)
     return out
@@ -124,63 +108,3 @@ def _open_base(adapter: Path, trust: bool) -> tuple[_Base, LoraConfig]:
     records, dtypes = match_names(skeleton, index), target_dtypes(skeleton)
     lora = saved or configured_lora(skeleton, settings)
     return _Base(directory, skeleton, records, dtypes, dtype, settings.dtype is not None), lora
-
-
-def _shards(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Cut the tensors, in their order, into files of at most `max_bytes`."""
-    shards: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        nbytes = _bytes(spec)
-        if shards[-1] and size + nbytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(spec)
-        size += nbytes
-    return shards
-
-
-def _bytes(spec: TensorSpec) -> int:
-    _, dtype, shape = spec
-    return prod(shape) * DTYPE_BITS[dtype] // 8
-
-
-def _write_shards(directory: Path, shards: list[list[TensorSpec]], tensors: MergedTensors) -> None:
-    single = len(shards) == 1
-    weight_map: dict[str, str] = {}
-    for number, specs in enumerate(shards, start=1):
-        file = directory / (SINGLE_NAME if single else SHARD_NAME.format(number, len(shards)))
-        with TensorFile(file, specs, METADATA) as out:
-            for name, _, _ in specs:
-                out.write(name, tensors.pieces(name))
-                weight_map[name] = file.name
-    if not single:
-        size = sum(_bytes(spec) for specs in shards for spec in specs)
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _appearing(directory: Path) -> Iterator[Path]:
-    """Give a sibling to write into, which takes the name of `directory` at the end; on failure it goes."""
-    partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        _flush(*partial.iterdir(), partial)  # what has its name is on disk
-        partial.replace(directory)
-        _flush(directory.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise disk_error(error, directory) from error
-        raise
-
-
-def _flush(*paths: Path) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

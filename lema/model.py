@@ -87,6 +87,7 @@ class LemaModel:
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
         self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)
         records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
+        self.records, self.dtypes = records, dtypes
         self._trace = trace
         self._reader = LayerReader(trace=trace)
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)

@@ -1,6 +1,7 @@
 """A model whose own weights train while they stream is, step after step, the model that trains in memory."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lema.backend import Backend
 from lema.errors import ConfigError
 from lema.fulltraining import FullTraining
 from lema.optim import make_optimizer
+from lema.trainedmodel import save_trained
 from lema_cpu import CpuBackend
 
 STEPS = 10
@@ -135,6 +137,32 @@ def test_half_precision_streams_what_masters_in_fp32_are_rounded_to(checkpoint_o
         assert not torch.equal(master, before[name]), "a step was lost in rounding"
         assert torch.equal(training._streamed[name], master.detach().bfloat16())
     model.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_saved_is_the_model_that_was_trained(
+    name: str, tied: bool, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of(name, tied)
+    config = config_of(checkpoint)
+    model = LemaModel(config)
+    training = FullTraining(model.adapter, config, one_in_the_middle if tied else everything)
+    for _ in range(2):
+        training.step([micro_batches(2)])
+    out = save_trained(model, training, tmp_path / "out", max_shard_size=200_000)
+    with pytest.raises(ConfigError, match="taken"):
+        save_trained(model, training, out)
+    model.close()
+    assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
+    saved, base = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out, checkpoint.published))
+    assert saved.keys() == base.keys()
+    for key, weight in saved.items():
+        expected = training.masters[key].detach() if key in training.masters else base[key]
+        if not (tied and key == "lm_head.weight"):
+            assert torch.equal(weight, expected), key
+    changed = {key for key in saved if not torch.equal(saved[key], base[key])}
+    assert changed == set(training.masters) & set(saved) and changed
 
 
 def test_layers_that_are_read_from_disk_do_not_train(checkpoint_of: Callable[..., Checkpoint]) -> None:

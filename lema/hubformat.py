@@ -1,0 +1,107 @@
+"""A model's weights in the hub's format, shard by shard, in a directory that appears when it is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+from lema.errors import ConfigError
+from lema.header import DTYPE_BITS
+from lema.rewrite import METADATA
+from lema.tensorfile import TensorFile, TensorSpec, disk_error
+from lema.weights import INDEX_NAME, SINGLE_NAME
+
+__all__ = ["Tensors", "appearing", "free_directory", "shards_of", "write_shards"]
+
+SHARD_NAME = "model-{:05}-of-{:05}.safetensors"  # the hub's
+
+
+class Tensors(Protocol):
+    """The tensors of a model, asked for one after the other."""
+
+    def pieces(self, name: str) -> Iterable[memoryview]:
+        """Return the bytes of one tensor."""
+
+
+def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
+    """Return where a model may be written.
+
+    Raises:
+        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
+    """
+    if max_shard_size < 1:
+        raise ConfigError(
+            f"a file cannot hold {max_shard_size} bytes", where="max_shard_size", how="give a size such as 5GB"
+        )
+    out = Path(out_dir).resolve()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError("the place for the model is taken", where=str(out), how="name a new or an empty directory")
+    return out
+
+
+def shards_of(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Cut the tensors, in their order, into files of at most `max_bytes`; a larger one has a file to itself."""
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        nbytes = _bytes(spec)
+        if shards[-1] and size + nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += nbytes
+    return shards
+
+
+def _bytes(spec: TensorSpec) -> int:
+    _, dtype, shape = spec
+    return prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def write_shards(directory: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Tensors) -> None:
+    """Write each shard, and where there are several the index of which tensor is where."""
+    single = len(shards) == 1
+    weight_map: dict[str, str] = {}
+    for number, specs in enumerate(shards, start=1):
+        file = directory / (SINGLE_NAME if single else SHARD_NAME.format(number, len(shards)))
+        with TensorFile(file, specs, METADATA) as out:
+            for name, _, _ in specs:
+                out.write(name, tensors.pieces(name))
+                weight_map[name] = file.name
+    if not single:
+        size = sum(_bytes(spec) for specs in shards for spec in specs)
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """Give a sibling to write into, which takes the name of `directory` at the end; on failure it goes."""
+    partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _flush(*partial.iterdir(), partial)  # what has its name is on disk
+        partial.replace(directory)
+        _flush(directory.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise disk_error(error, directory) from error
+        raise
+
+
+def _flush(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
