@@ -9,18 +9,26 @@ in fp32 the streamed weights are the masters, in half precision they are rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from lema.checkpoint import read_state, restore_optimizer, restore_own, states_of_all, write_checkpoint
 from lema.config import LemaConfig
-from lema.errors import ConfigError
+from lema.errors import AdapterError, ConfigError
 from lema.optim import make_optimizer
 from lema.streamed import StreamedModel
 from lema.trainedweights import Leaves, TrainedWeights
 
 __all__ = ["FullTraining"]
+
+MASTERS = "masters.safetensors"
+KIND = "full"  # of training, as a checkpoint says it
 
 
 class FullTraining:
@@ -30,6 +38,11 @@ class FullTraining:
         model: the streamed model; its layers are all kept in host memory.
         config: the optimizer's settings, and `max_grad_norm`.
         chosen: says of a parameter's name in the model whether it trains.
+
+    Attributes:
+        masters: what trains, by its name in the model: in host memory those of the layers.
+        optimizer: over them.
+        global_step: optimizer steps taken.
 
     Raises:
         ConfigError: a layer that trains is not in host memory, nothing trains, or there are several processes.
@@ -57,13 +70,9 @@ class FullTraining:
         for layer, own in self._names.values():
             by_layer.setdefault(layer, []).append(own)
         model.train_weights(TrainedWeights(by_layer, self._done, self._begun))
-        groups = [[self._named(layer, own) for own in names] for layer, names in by_layer.items()]
-        groups.append([name for name in order if name not in self._names])
-        # One per layer: a layer may be stepped as soon as its backward is over.
-        self._optimizers = [
-            make_optimizer([self.masters[name] for name in names], config) if names else None for names in groups
-        ]
-        self._of_layer = dict(zip(by_layer, self._optimizers, strict=False))
+        self._by_layer = {layer: [self._named(layer, own) for own in names] for layer, names in by_layer.items()}
+        self.optimizer = make_optimizer(self.masters.values(), config)
+        self.global_step = 0
         self._last = True
 
     def step(self, passes: Sequence[Sequence[Mapping[str, Tensor]]], num_tokens: int | None = None) -> Tensor:
@@ -81,18 +90,72 @@ class FullTraining:
             total = total + loss.detach()
         if self._config.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm)
-            for layer in self._of_layer:
+            for layer in self._by_layer:
                 self._step_layer(layer)
-        if (outside := self._optimizers[-1]) is not None:
-            outside.step()
-            outside.zero_grad()
+        self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
+        self.optimizer.zero_grad()
         self._model.backend.end_step()
+        self.global_step += 1
         return total
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers: of each layer that trains, and of what lies outside the layers."""
-        return [optimizer for optimizer in self._optimizers if optimizer is not None]
+    def save_checkpoint(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write masters, optimizer, generators and step: whole, or not at all.
+
+        Args:
+            directory: its name; replaced if it is there.
+            extra: further JSON state, for the caller's own use.
+
+        Raises:
+            DiskError: it could not be written.
+        """
+
+        def write_files(part: Path) -> None:
+            save_file({name: master.detach().cpu() for name, master in self.masters.items()}, part / MASTERS)
+
+        state = {
+            "kind": KIND,
+            "global_step": self.global_step,
+            "schedule": None,
+            "scaler": {},
+            **states_of_all(self._model.backend),
+            "extra": dict(extra or {}),
+        }
+        write_checkpoint(Path(directory), self.optimizer, state, write_files)
+
+    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote; return its `extra`.
+
+        Raises:
+            AdapterError: it is damaged, of another kind of training, or of other weights.
+        """
+        path = Path(directory)
+        state = read_state(path)
+        if (kind := state.get("kind", "adapters")) != KIND:
+            raise AdapterError(
+                f"this is a checkpoint of {kind}, not of weights",
+                where=str(path),
+                how="name one of this kind of training",
+            )
+        try:
+            saved = load_file(path / MASTERS)
+        except (OSError, SafetensorError) as error:
+            raise AdapterError(f"the weights cannot be read: {error}", where=str(path / MASTERS)) from error
+        shapes = {name: master.shape for name, master in self.masters.items()}
+        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+            other = next(iter(shapes.keys() ^ saved.keys()), "of other shapes")
+            raise AdapterError(
+                f"other weights were trained there: {other}", where=str(path / MASTERS), how="train the same selection"
+            )
+        with ExitStack() as stack, torch.no_grad():
+            for layer in self._by_layer:
+                stack.enter_context(self._model.stream.rewritten(layer))
+            for name, master in self.masters.items():
+                master.copy_(saved[name])
+                self._round(name)
+        restore_optimizer(self.optimizer, path, state["optimizer"])
+        restore_own(self._model.backend, state, self._config.seed)
+        self.global_step = int(state["global_step"])
+        return dict(state["extra"])
 
     def _done(self, layer: int, gradients: Leaves) -> None:
         for own, gradient in gradients.items():
@@ -107,14 +170,26 @@ class FullTraining:
 
     def _step_layer(self, layer: int) -> None:
         """Step one layer and give the stream what it has become."""
-        optimizer = self._of_layer[layer]
-        assert optimizer is not None
+        names = self._by_layer[layer]
+        mine = {id(self.masters[name]) for name in names}
+        others = [master for master in self.masters.values() if master.grad is not None and id(master) not in mine]
+        waiting = [master.grad for master in others]
+        for master in others:
+            master.grad = None  # the optimizer leaves out what has none
         with self._model.stream.rewritten(layer):
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, (number, _) in self._names.items():
-                if number == layer and self.masters[name].dtype != self._streamed[name].dtype:
-                    self._streamed[name].copy_(self.masters[name].detach())
+            self.optimizer.step()
+            for name in names:
+                self.masters[name].grad = None
+                self._round(name)
+        for master, gradient in zip(others, waiting, strict=True):
+            master.grad = gradient
+
+    @torch.no_grad()
+    def _round(self, name: str) -> None:
+        """Have the streamed copy of a master be what that is now, where it is a copy."""
+        streamed = self._streamed.get(name)
+        if streamed is not None and streamed.dtype != self.masters[name].dtype:
+            streamed.copy_(self.masters[name])
 
     def _named(self, layer: int, own: str) -> str:
         return f"{self._layers_name}{layer}.{own}"

@@ -1,5 +1,6 @@
 """A model whose own weights train while they stream is, step after step, the model that trains in memory."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema.backend import Backend
-from lema.errors import ConfigError
+from lema.errors import AdapterError, ConfigError
 from lema.fulltraining import FullTraining
 from lema.optim import make_optimizer
 from lema.trainedmodel import save_trained
@@ -136,6 +137,49 @@ def test_half_precision_streams_what_masters_in_fp32_are_rounded_to(checkpoint_o
         assert master.dtype == torch.float32
         assert not torch.equal(master, before[name]), "a step was lost in rounding"
         assert torch.equal(training._streamed[name], master.detach().bfloat16())
+    model.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clipped", [None, 0.5])
+def test_a_run_that_was_resumed_is_the_run_that_was_not(
+    clipped: float | None, dtype: str, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of("llama", False, 0.1, dtype)
+    config = config_of(checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, learning_rate=1e-3)
+
+    def opened() -> tuple[LemaModel, FullTraining]:
+        model = LemaModel(config, backend=CpuBackend(poison=True))
+        model.skeleton.train()
+        return model, FullTraining(model.adapter, config)
+
+    model, training = opened()
+    torch.manual_seed(5)
+    for _ in range(2):
+        training.step([micro_batches(2)])
+    training.save_checkpoint(tmp_path / "there", {"phase": 1})
+    expected = [training.step([micro_batches(2)]) for _ in range(2)]
+    model.close()
+    again, resumed = opened()
+    assert resumed.load_checkpoint(tmp_path / "there") == {"phase": 1}
+    assert resumed.global_step == 2
+    found = [resumed.step([micro_batches(2)]) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(resumed.masters[name], master) for name, master in training.masters.items())
+    again.close()
+
+
+def test_checkpoints_of_something_else_are_refused(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
+    config = config_of(checkpoint_of("llama"))
+    model = LemaModel(config)
+    FullTraining(model.adapter, config, one_in_the_middle).save_checkpoint(tmp_path / "part")
+    training = FullTraining(model.adapter, config)
+    with pytest.raises(AdapterError, match="other weights"):
+        training.load_checkpoint(tmp_path / "part")
+    state = json.loads((tmp_path / "part" / "state.json").read_text())
+    (tmp_path / "part" / "state.json").write_text(json.dumps({**state, "kind": "adapters"}))
+    with pytest.raises(AdapterError, match="checkpoint of adapters"):
+        training.load_checkpoint(tmp_path / "part")
     model.close()
 
 
