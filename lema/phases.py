@@ -1,0 +1,313 @@
+"""Runs the phases of a plan, one after the other: full parameters, adapters, and what was trained as the next base.
+
+Between phases everything goes through the disk. A phase of weights ends with a checkpoint and, where the next one
+builds on its weights, with a model in the hub's format; a phase of adapters with a checkpoint that is a PEFT adapter,
+merged into a model where the next one says so. Each phase opens what it starts from. So a run that was stopped
+anywhere goes on as the run that was not, and nothing of one phase is in memory in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lema.checkpoint import checkpoints
+from lema.config import LemaConfig, MemoryStrategy
+from lema.data.mixture import Mixture, Source
+from lema.errors import ConfigError
+from lema.fulltraining import FullTraining
+from lema.loss import split_batch
+from lema.merge import merge_adapter
+from lema.metrics import METRICS_NAME, MetricsLog
+from lema.model import LemaModel
+from lema.phaseplan import Phase, PhasePlan
+from lema.phaseplan.selection import layer_selection
+from lema.schedules import follow
+from lema.skeleton import find_layers
+from lema.trainedmodel import save_trained
+from lema.trainer import LemaTrainer
+
+__all__ = ["PhaseRun", "chosen_by", "run_phases"]
+
+Log = Callable[[dict[str, Any]], None]
+
+
+def run_phases(
+    config: LemaConfig,
+    plan: PhasePlan,
+    sources: Mapping[str, Source],
+    *,
+    held_out: Mapping[str, Source] | None = None,
+    resume: bool = False,
+) -> Path:
+    """Run every phase of a plan; return the directory of the last one's end.
+
+    Args:
+        config: the model, the device, the optimizer's other settings, `output_dir`, `save_steps`. What a plan says
+            (learning rate, batch, adapters, seed) is the plan's.
+        plan: the phases.
+        sources: the rows of every data set, by name.
+        held_out: rows to validate on at the end of each phase; None: there is no validation.
+        resume: go on where an earlier run in `output_dir` stopped.
+
+    Raises:
+        ConfigError: a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan; a
+            selection matches nothing; or several processes were started.
+    """
+    run = PhaseRun(config, plan, sources, held_out)
+    run.check_place(resume=resume)
+    with MetricsLog(run.directory / METRICS_NAME) as metrics:
+        for index in range(len(plan.phases)):
+            if not run.is_done(index):
+                run.train(index, metrics.write)
+    return run.end_of(len(plan.phases) - 1)
+
+
+@dataclass(frozen=True)
+class PhaseRun:
+    """A plan and where its phases are on disk; see `run_phases`."""
+
+    config: LemaConfig
+    plan: PhasePlan
+    sources: Mapping[str, Source]
+    held_out: Mapping[str, Source] | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where the run writes."""
+        return Path(self.config.output_dir)
+
+    def place(self, index: int) -> Path:
+        """Where a phase writes."""
+        return self.directory / str(self.plan.phases[index].name)
+
+    def end_of(self, index: int) -> Path:
+        """The checkpoint that a phase ends with; the directory is there when the phase has ended."""
+        return self.place(index) / f"checkpoint-{self.plan.steps(index).steps}"
+
+    def is_done(self, index: int) -> bool:
+        """Whether a phase has ended, with all that the next one needs of it."""
+        return self.end_of(index).is_dir() and (not self._leaves_model(index) or self._model_of(index).is_dir())
+
+    def check_place(self, *, resume: bool) -> None:
+        """Refuse a directory with the phases of another run."""
+        begun = [index for index in range(len(self.plan.phases)) if self.place(index).exists()]
+        if begun and not resume:
+            raise ConfigError(
+                f"phase {self.plan.phases[begun[0]].name} has been begun there",
+                where=str(self.place(begun[0])),
+                how="resume, or choose another output_dir",
+            )
+
+    def train(self, index: int, log: Log) -> None:
+        """Run a phase from where it stopped, or from its beginning, to its end."""
+        phase, place = self.plan.phases[index], self.place(index)
+        config = self._config(index)
+        mixture = Mixture(
+            phase.mixture,
+            self.sources,
+            self.plan.seed,
+            self.plan.block_size,
+            stage=index,
+            held_out=self.held_out,
+        )
+        model = LemaModel(config)
+        try:
+            if model.backend.replicas.size > 1:
+                raise ConfigError("phases run in one process only", how="start one process")
+            trains = _Adapters(model) if phase.trains == "lora" else _Weights(model, phase)
+            first = self._start(index, trains)
+            schedule = follow(trains.optimizer, self.plan.factor(index), phase.learning_rate, first)
+            for step, row in self._steps(index, first, trains, mixture):
+                schedule.step()
+                log({**row, "learning_rate": self.plan.learning_rate(index, step)})
+                done, every = step + 1, self.config.save_steps
+                if done == self.plan.steps(index).steps or (every and done % every == 0):
+                    trains.save(place / f"checkpoint-{done}", self._about(index, done))
+            if self.held_out is not None:
+                log({"phase": phase.name, "eval_loss": self._validated(model, mixture)})
+            if self._leaves_model(index) and not self._model_of(index).exists():
+                trains.save_model(self.end_of(index), self._model_of(index))
+        finally:
+            model.close()
+
+    def _config(self, index: int) -> LemaConfig:
+        """Return the settings of a phase: the run's, but for what the plan says and where the phase begins."""
+        phase = self.plan.phases[index]
+        settings: dict[str, Any] = {
+            "output_dir": str(self.place(index)),
+            "seed": self.plan.seed,
+            "learning_rate": phase.learning_rate,
+            **_of_kind(phase),
+        }
+        if under := self._based(index):
+            base = str(self._model_of(under - 1))
+            settings |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
+        return LemaConfig(**{**self.config.to_dict(), **settings})
+
+    def _steps(
+        self, index: int, first: int, trains: _Adapters | _Weights, mixture: Mixture
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        boundary, rows = self.plan.boundaries()[index], self.plan.batch_size
+        per_step = rows * self.plan.block_size
+        for step in range(first, self.plan.steps(index).steps):
+            batch = mixture.batch(step * rows, rows)
+            assert batch is not None
+            loss = trains.step(split_batch(batch, self.plan.micro_batch_size))
+            yield (
+                step,
+                {
+                    "phase": boundary.name,
+                    "step": boundary.first_step + step + 1,
+                    "tokens": boundary.first_token + (step + 1) * per_step,
+                    "loss": loss,
+                },
+            )
+
+    def _validated(self, model: LemaModel, mixture: Mixture) -> float:
+        batch = mixture.validation(self.plan.batch_size)
+        assert batch is not None
+        model.skeleton.eval()
+        loss, _ = model.adapter.evaluate(split_batch(batch, self.plan.micro_batch_size))
+        model.skeleton.train()
+        return float(loss)
+
+    def _start(self, index: int, trains: _Adapters | _Weights) -> int:
+        """Put a phase where it stopped, or where the one before has left it; return its next step."""
+        torch.manual_seed(self.plan.seed + index)
+        if found := checkpoints(self.place(index)):
+            about = trains.load(found[-1])
+            self.plan.check_same(about["plan"], str(found[-1]), index + 1)
+            return int(about["step"])
+        if index and not self._begins_anew(index):
+            about = trains.load(self.end_of(index - 1))
+            self.plan.check_same(about["plan"], str(self.end_of(index - 1)), index)
+            if self.plan.phases[index].optimizer == "reset":
+                trains.reset_optimizer()
+        return 0
+
+    def _about(self, index: int, step: int) -> dict[str, Any]:
+        return {"plan": self.plan.numbers(index + 1), "phase": self.plan.phases[index].name, "step": step}
+
+    def _begins_anew(self, index: int) -> bool:
+        """Whether a phase begins with a base of its own, rather than in the midst of the one before."""
+        if index == 0:
+            return True
+        before, phase = self.plan.phases[index - 1], self.plan.phases[index]
+        if phase.merge or (before.trains == "lora") != (phase.trains == "lora"):
+            return True
+        return phase.trains != "lora" and phase.optimizer == "reset"
+
+    def _leaves_model(self, index: int) -> bool:
+        """Whether a phase ends with a model: weights do at the last, and before a phase that begins with them."""
+        last = index == len(self.plan.phases) - 1
+        if last:
+            return self.plan.phases[index].trains != "lora"
+        return self._begins_anew(index + 1)
+
+    def _model_of(self, index: int) -> Path:
+        return self.place(index) / "model"
+
+    def _based(self, index: int) -> int:
+        """How many phases are under the base of a phase."""
+        while not self._begins_anew(index):
+            index -= 1
+        return index
+
+
+class _Weights:
+    """A phase of weights: `lema.fulltraining` as a run drives it."""
+
+    def __init__(self, model: LemaModel, phase: Phase) -> None:
+        self._model = model
+        model.skeleton.train()
+        self._training = FullTraining(model.adapter, model.config, chosen_by(phase, model.skeleton))
+        self.optimizer = self._training.optimizer
+
+    def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
+        return float(self._training.step([micro_batches]))
+
+    def save(self, directory: Path, about: dict[str, Any]) -> None:
+        self._training.save_checkpoint(directory, about)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        return self._training.load_checkpoint(directory)
+
+    def reset_optimizer(self) -> None:
+        raise AssertionError("weights that begin with an empty optimizer begin with a base of their own")
+
+    def save_model(self, end: Path, out: Path) -> None:  # noqa: ARG002 - adapters are merged from there
+        save_trained(self._model, self._training, out)
+
+
+class _Adapters:
+    """A phase of adapters: a `LemaTrainer` as a run drives it."""
+
+    def __init__(self, model: LemaModel) -> None:
+        model.initialize_lora()
+        self._trainer: LemaTrainer = model.get_trainer()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._trainer.ready()
+
+    def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
+        return self._trainer.accumulate(micro_batches).loss
+
+    def save(self, directory: Path, about: dict[str, Any]) -> None:
+        self._trainer.save_checkpoint(directory, about)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        return self._trainer.load_checkpoint(directory)
+
+    def reset_optimizer(self) -> None:
+        self._trainer.optimizer = None
+
+    def save_model(self, end: Path, out: Path) -> None:
+        merge_adapter(end, out)
+
+
+def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
+    """Return what says of a parameter's name whether it trains in a phase.
+
+    Raises:
+        ConfigError: nothing does; or `layers` are not those of the model.
+    """
+    layers_name, stack = find_layers(model)
+    selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
+    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    found = set()
+    for name, parameter in model.named_parameters():
+        inside = name.startswith(f"{layers_name}.")
+        module = name.rpartition(".")[0]
+        if phase.trains == "full":
+            wanted = True
+        elif inside:
+            number = int(name.removeprefix(f"{layers_name}.").partition(".")[0])
+            within = selection is None or number in selection.layers
+            ends = phase.trainable is None or any(f".{module}".endswith(f".{end}") for end in phase.trainable)
+            wanted = within and ends
+        else:
+            wanted = selection is not None and (selection.embeddings if id(parameter) in embeddings else selection.head)
+        if wanted:
+            found.add(name)
+    if not found:
+        raise ConfigError(
+            f"no weight of the model is in what phase {phase.name} trains",
+            where="trainable" if phase.trainable else "layers",
+            how="name the ends of modules' names, such as those that `lema models DIRECTORY` prints",
+        )
+    return found.__contains__
+
+
+def _of_kind(phase: Phase) -> dict[str, Any]:
+    """Return the settings that go with what a phase trains."""
+    if (lora := phase.adapters) is None:
+        # The weights change: they are kept where they can be written to.
+        return {"strategy": MemoryStrategy.RESIDENT, "device_memory": None, "lora_target_modules": None}
+    return {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_target_modules": lora.target_modules}
