@@ -8,7 +8,17 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lema.arguments import ConfigFile, Revision, Settings, Source, Trust, config_of, evaluation_rows, model_of
+from lema.arguments import (
+    ConfigFile,
+    Revision,
+    Settings,
+    Source,
+    Trust,
+    config_of,
+    evaluation_rows,
+    model_of,
+    settings_of,
+)
 from lema.errors import BackendUnavailable
 from lema.exits import run
 from lema.quiet import hush
@@ -79,7 +89,12 @@ def train(
         typer.Option(metavar="FILE", help="Write what was read, uploaded and computed when, for ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Fine-tune as a YAML file says."""
+    """Fine-tune as a YAML file says; one with `phases` goes through them in order."""
+    from lema.phasefile import has_phases
+
+    if has_phases(config):
+        _train_phases(config, settings, resume=resume)
+        return
     checked = config_of(config, settings)
     from lema.progress import ProgressDisplay, progress_callback
     from lema.trace import tracing
@@ -93,6 +108,15 @@ def train(
             trust_remote_code=trust_remote_code,
             trace=recorded,
         )
+
+
+def _train_phases(config: Path, settings: list[str] | None, *, resume: bool) -> None:
+    from lema.phasefile import read_phase_file
+
+    file = read_phase_file(config, **settings_of(settings))
+    from lema.train import train_phases
+
+    train_phases(file, resume=resume)
 
 
 @app.command()

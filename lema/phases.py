@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from lema.checkpoint import checkpoints
 from lema.config import LemaConfig, MemoryStrategy
 from lema.data.mixture import Mixture, Source
-from lema.errors import ConfigError
+from lema.errors import ConfigError, Stopped
 from lema.fulltraining import FullTraining
 from lema.loss import split_batch
 from lema.merge import merge_adapter
@@ -44,6 +44,8 @@ def run_phases(
     *,
     held_out: Mapping[str, Source] | None = None,
     resume: bool = False,
+    on_step: Log = lambda _: None,
+    stop: Callable[[], str | None] = lambda: None,
 ) -> Path:
     """Run every phase of a plan; return the directory of the last one's end.
 
@@ -54,17 +56,25 @@ def run_phases(
         sources: the rows of every data set, by name.
         held_out: rows to validate on at the end of each phase; None: there is no validation.
         resume: go on where an earlier run in `output_dir` stopped.
+        on_step: called with what is logged.
+        stop: asked after each step; returns why to stop, None: go on.
 
     Raises:
+        Stopped: `stop` said so; a checkpoint of the last step was written.
         ConfigError: a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan; a
             selection matches nothing; or several processes were started.
     """
     run = PhaseRun(config, plan, sources, held_out)
     run.check_place(resume=resume)
     with MetricsLog(run.directory / METRICS_NAME) as metrics:
+
+        def log(row: dict[str, Any]) -> None:
+            metrics.write(row)
+            on_step(row)
+
         for index in range(len(plan.phases)):
             if not run.is_done(index):
-                run.train(index, metrics.write)
+                run.train(index, log, stop)
     return run.end_of(len(plan.phases) - 1)
 
 
@@ -104,7 +114,7 @@ class PhaseRun:
                 how="resume, or choose another output_dir",
             )
 
-    def train(self, index: int, log: Log) -> None:
+    def train(self, index: int, log: Log, stop: Callable[[], str | None] = lambda: None) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
         phase, place = self.plan.phases[index], self.place(index)
         config = self._config(index)
@@ -126,9 +136,15 @@ class PhaseRun:
             for step, row in self._steps(index, first, trains, mixture):
                 schedule.step()
                 log({**row, "learning_rate": self.plan.learning_rate(index, step)})
-                done, every = step + 1, self.config.save_steps
-                if done == self.plan.steps(index).steps or (every and done % every == 0):
+                done, every, why = step + 1, self.config.save_steps, stop()
+                if why or done == self.plan.steps(index).steps or (every and done % every == 0):
                     trains.save(place / f"checkpoint-{done}", self._about(index, done))
+                if why:
+                    raise Stopped(
+                        f"stopped by {why} after step {done} of phase {phase.name}",
+                        where=str(place / f"checkpoint-{done}"),
+                        how="go on from there with --resume",
+                    )
             if self.held_out is not None:
                 log({"phase": phase.name, "eval_loss": self._validated(model, mixture)})
             if self._leaves_model(index) and not self._model_of(index).exists():

@@ -1,0 +1,93 @@
+"""A YAML file of phases: the plan, the data sets it names, and the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lema.config import LemaConfig
+from lema.errors import ConfigError
+from lema.phaseplan import LoRATrainerConfig, PhasePlan
+from lema.phaseplan.places import yaml_places
+from lema.problems import SettingsError
+from lema.yamlfile import read_yaml
+
+__all__ = ["DATASETS", "HELD_OUT", "PhaseFile", "has_phases", "read_phase_file"]
+
+DATASETS, HELD_OUT = "datasets", "held_out"
+PHASES = "phases"
+STAGES = frozenset(
+    f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
+)  # names of a two-phase trainer
+
+
+@dataclass(frozen=True)
+class PhaseFile:
+    """What a file says.
+
+    Attributes:
+        config: the settings of the run that no phase has of its own.
+        plan: the phases.
+        datasets: files, or a directory of packed tokens, of each data set, by name.
+        held_out: likewise, of what is validated on; empty: there is no validation.
+    """
+
+    config: LemaConfig
+    plan: PhasePlan
+    datasets: dict[str, Any]
+    held_out: dict[str, Any]
+
+
+def has_phases(path: str | PathLike[str]) -> bool:
+    """Whether a file is one of phases. What is wrong with it is said by whoever reads it."""
+    try:
+        return bool((STAGES | {PHASES}) & read_yaml(path).values.keys())
+    except ConfigError:
+        return False
+
+
+def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
+    """Read a YAML file of phases; settings given here replace those of the file.
+
+    Raises:
+        ConfigError: it is not YAML, or a setting is wrong; names file, line and key.
+    """
+    values = {**read_yaml(path).values, **overrides}
+    places = {key: place for key, place in yaml_places(path).items() if key not in overrides}
+    if PHASES in values and (both := STAGES & values.keys()):
+        raise ConfigError(
+            f"{PHASES} and {min(both)} both say what the phases are",
+            where=places.get(PHASES, str(path)),
+            how="keep one",
+        )
+    kind = PhasePlan if PHASES in values else LoRATrainerConfig
+    own = {key: values.pop(key) for key in list(values) if key in kind.model_fields or key in STAGES}
+    found = {key: _named(values.pop(key, None), key, places.get(key, str(path))) for key in (DATASETS, HELD_OUT)}
+    if not found[DATASETS]:
+        raise ConfigError(
+            "the file names no data sets", where=str(path), how="add `datasets:` with a file for each name"
+        )
+    try:
+        made = kind(**own)
+        plan = made if isinstance(made, PhasePlan) else made.plan()
+        config = LemaConfig(**values)
+    except SettingsError as error:
+        raise error.located(places) from error.__cause__
+    return PhaseFile(config, plan, found[DATASETS], found[HELD_OUT])
+
+
+def _named(value: Any, key: str, where: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(one, str | list) for one in value.values()):
+        raise ConfigError(
+            f"{key} is a name and its files for each data set", where=where, how=f"{key}: {{text: data/text.txt}}"
+        )
+    for name, files in value.items():
+        for file in [files] if isinstance(files, str) else files:
+            if not any(sign in file for sign in "*?[") and not Path(file).exists():
+                raise ConfigError(f"there is no {file}", where=f"{where}: {name}", how="correct the path")
+    return dict(value)
