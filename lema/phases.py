@@ -8,6 +8,7 @@ anywhere goes on as the run that was not, and nothing of one phase is in memory 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lema.checkpoint import checkpoints
-from lema.config import LemaConfig, MemoryStrategy
+from lema.config import CONFIG_NAME, LemaConfig, MemoryStrategy
 from lema.data.mixture import Mixture, Source
-from lema.errors import ConfigError, Stopped
+from lema.errors import ConfigError, DiskError, Stopped
 from lema.fulltraining import FullTraining
 from lema.loss import split_batch
 from lema.merge import merge_adapter
@@ -47,7 +48,7 @@ def run_phases(
     on_step: Log = lambda _: None,
     stop: Callable[[], str | None] = lambda: None,
 ) -> Path:
-    """Run every phase of a plan; return the directory of the last one's end.
+    """Run every phase of a plan; return the directory of the last one's end. Adapters are copied to `output_dir`, too.
 
     Args:
         config: the model, the device, the optimizer's other settings, `output_dir`, `save_steps`. What a plan says
@@ -75,7 +76,21 @@ def run_phases(
         for index in range(len(plan.phases)):
             if not run.is_done(index):
                 run.train(index, log, stop)
-    return run.end_of(len(plan.phases) - 1)
+    end = run.end_of(len(plan.phases) - 1)
+    if plan.phases[-1].trains == "lora":
+        _copy_adapter(end, run.directory)
+    return end
+
+
+def _copy_adapter(end: Path, out: Path) -> None:
+    """Have the adapter that a run ends with where every run has it."""
+    try:
+        for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
+            part = out / f".{file.name}.partial"
+            shutil.copyfile(file, part)
+            part.replace(out / file.name)
+    except OSError as error:
+        raise DiskError(f"the adapter cannot be copied: {error.strerror}", where=str(out)) from error
 
 
 @dataclass(frozen=True)
