@@ -8,6 +8,7 @@ in fp32 the streamed weights are the masters, in half precision they are rounded
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from lema.checkpoint import read_state, restore_optimizer, restore_own, states_of_all, write_checkpoint
 from lema.config import LemaConfig
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, NonFiniteError
+from lema.nonfinite import non_finite_loss
 from lema.optim import make_optimizer
 from lema.streamed import StreamedModel
 from lema.trainedweights import Leaves, TrainedWeights
@@ -81,15 +83,27 @@ class FullTraining:
         Args:
             passes: the micro-batches of each pass over the layers.
             num_tokens: trained tokens of all; needed where there are several passes.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite, or, where gradients are clipped, their norm.
         """
         total = torch.zeros((), dtype=torch.float32, device=self._model.backend.device)
         for number, micro_batches in enumerate(passes):
             self._last = number == len(passes) - 1
             loss = self._model.loss(micro_batches, num_tokens=num_tokens)
+            if not math.isfinite(value := float(loss.detach())):  # asked first: the backward steps layers already
+                place = f"step {self.global_step + 1}; no weight was stepped"
+                raise non_finite_loss(self._model, micro_batches, value, place)
             loss.backward()
             total = total + loss.detach()
         if self._config.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm)
+            if not math.isfinite(float(norm)):
+                raise NonFiniteError(
+                    f"the norm of the gradients is {float(norm)}",
+                    where=f"step {self.global_step + 1}; no weight was stepped",
+                    how="lower learning_rate, or look at the rows of this step",
+                )
             for layer in self._by_layer:
                 self._step_layer(layer)
         self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lema.checkpoint import checkpoints
+from lema.checkpoint import checkpoints, forget_old_checkpoints, read_state
 from lema.config import CONFIG_NAME, LemaConfig, MemoryStrategy
 from lema.data.mixture import Mixture, Source
 from lema.errors import ConfigError, DiskError, Stopped
@@ -120,7 +120,11 @@ class PhaseRun:
         return self.end_of(index).is_dir() and (not self._leaves_model(index) or self._model_of(index).is_dir())
 
     def check_place(self, *, resume: bool) -> None:
-        """Refuse a directory with the phases of another run."""
+        """Refuse a directory with the phases of another run, or of another plan.
+
+        Raises:
+            ConfigError: there are some; AdapterError: a checkpoint is damaged.
+        """
         begun = [index for index in range(len(self.plan.phases)) if self.place(index).exists()]
         if begun and not resume:
             raise ConfigError(
@@ -128,6 +132,10 @@ class PhaseRun:
                 where=str(self.place(begun[0])),
                 how="resume, or choose another output_dir",
             )
+        for index in begun:
+            if found := checkpoints(self.place(index)):
+                about = read_state(found[-1])["extra"]
+                self.plan.check_same(about["plan"], str(found[-1]), index + 1)
 
     def train(self, index: int, log: Log, stop: Callable[[], str | None] = lambda: None) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
@@ -154,6 +162,7 @@ class PhaseRun:
                 done, every, why = step + 1, self.config.save_steps, stop()
                 if why or done == self.plan.steps(index).steps or (every and done % every == 0):
                     trains.save(place / f"checkpoint-{done}", self._about(index, done))
+                    forget_old_checkpoints(place, place / f"checkpoint-{done}", self.config.save_total_limit)
                 if why:
                     raise Stopped(
                         f"stopped by {why} after step {done} of phase {phase.name}",
@@ -212,12 +221,9 @@ class PhaseRun:
         """Put a phase where it stopped, or where the one before has left it; return its next step."""
         torch.manual_seed(self.plan.seed + index)
         if found := checkpoints(self.place(index)):
-            about = trains.load(found[-1])
-            self.plan.check_same(about["plan"], str(found[-1]), index + 1)
-            return int(about["step"])
+            return int(trains.load(found[-1])["step"])
         if index and not self._begins_anew(index):
-            about = trains.load(self.end_of(index - 1))
-            self.plan.check_same(about["plan"], str(self.end_of(index - 1)), index)
+            trains.load(self.end_of(index - 1))
             if self.plan.phases[index].optimizer == "reset":
                 trains.reset_optimizer()
         return 0

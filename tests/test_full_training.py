@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema.backend import Backend
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.fulltraining import FullTraining
 from lema.optim import make_optimizer
 from lema.trainedmodel import save_trained
@@ -207,6 +207,23 @@ def test_what_is_saved_is_the_model_that_was_trained(
             assert torch.equal(weight, expected), key
     changed = {key for key in saved if not torch.equal(saved[key], base[key])}
     assert changed == set(training.masters) & set(saved) and changed
+
+
+@pytest.mark.parametrize("clipped", [None, 0.5])
+def test_a_loss_that_is_not_finite_steps_nothing(
+    clipped: float | None, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    config = config_of(checkpoint_of("llama"), max_grad_norm=clipped)
+    model = LemaModel(config)
+    training = FullTraining(model.adapter, config)
+    with torch.no_grad():
+        training.masters["model.layers.3.mlp.up_proj.weight"].fill_(float("inf"))
+    before = {name: master.detach().clone() for name, master in training.masters.items()}
+    with pytest.raises(NonFiniteError, match="loss is nan") as raised:
+        training.step([micro_batches(2)])
+    assert "no weight was stepped" in raised.value.where
+    assert all(torch.equal(master, before[name]) for name, master in training.masters.items())
+    model.close()
 
 
 def test_layers_that_are_read_from_disk_do_not_train(checkpoint_of: Callable[..., Checkpoint]) -> None:

@@ -185,6 +185,17 @@ def test_what_cannot_be_run_is_refused(config_of: Callable[..., LemaConfig]) -> 
         run_phases(config, plan_of({**FULL, "tokens": 3 * STEP, "learning_rate": 1.0}), SOURCES, resume=True)
 
 
+def test_a_phase_that_has_ended_may_not_be_another_afterwards(config_of: Callable[..., LemaConfig]) -> None:
+    config = config_of(save_total_limit=1)
+    run_phases(config, plan_of({**FULL, "tokens": 3 * STEP}), SOURCES)
+    place = Path(config.output_dir) / "whole"
+    assert [path.name for path in sorted(place.glob("checkpoint-*"))] == ["checkpoint-3"]
+    then = plan_of({**FULL, "tokens": 3 * STEP, "learning_rate": 1e-5}, {**LORA, "tokens": STEP})
+    with pytest.raises(ConfigError, match="another plan"):
+        run_phases(config, then, SOURCES, resume=True)
+    run_phases(config, plan_of({**FULL, "tokens": 3 * STEP}, {**LORA, "tokens": STEP}), SOURCES, resume=True)
+
+
 def test_where_a_phase_begins(config_of: Callable[..., LemaConfig]) -> None:
     run = PhaseRun(config_of(), plan_of(*PLANS["adapters, merged, adapters on"]), SOURCES)
     assert [run._begins_anew(index) for index in range(3)] == [True, True, False]
