@@ -226,5 +226,11 @@ class FullTraining:
                 where="strategy",
                 how="use strategy: resident, without device_memory",
             )
+        if quantised := {layer for layer, _ in self._names.values() if stream.layers[layer].expansions}:
+            raise ConfigError(
+                f"layer {min(quantised)} is stored quantised, and such weights do not train",
+                where="model_name_or_path",
+                how="train adapters, or open the model as it was before it was quantised",
+            )
         if self._model.backend.replicas.size > 1:
             raise ConfigError("weights of streamed layers train in one process only", how="start one process")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from latedevice import LateDevice
 from parity import accumulate
+from quantized import prepared, published
 from test_trained_weights import attention_of_the_last_four, everything, one_in_the_middle
 from tiny import Checkpoint, micro_batches
 from torch import Tensor, nn
@@ -223,6 +224,14 @@ def test_a_loss_that_is_not_finite_steps_nothing(
         training.step([micro_batches(2)])
     assert "no weight was stepped" in raised.value.where
     assert all(torch.equal(master, before[name]) for name, master in training.masters.items())
+    model.close()
+
+
+def test_quantised_weights_do_not_train(tmp_path: Path) -> None:
+    made = prepared(published(tmp_path / "model"), "int8")
+    model = LemaModel(LemaConfig(str(made.path), device="cpu", strategy="resident", save_steps=0))
+    with pytest.raises(ConfigError, match="quantised"):
+        FullTraining(model.adapter, model.config)
     model.close()
 
 
