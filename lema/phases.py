@@ -15,25 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lema.checkpoint import checkpoints, forget_old_checkpoints, read_state
-from lema.config import CONFIG_NAME, LemaConfig, MemoryStrategy
+from lema.config import CONFIG_NAME, LemaConfig
 from lema.data.mixture import Mixture, Source
 from lema.errors import ConfigError, DiskError, Stopped
-from lema.fulltraining import FullTraining
 from lema.loss import split_batch
-from lema.merge import merge_adapter
 from lema.metrics import METRICS_NAME, MetricsLog
 from lema.model import LemaModel
-from lema.phaseplan import Phase, PhasePlan
-from lema.phaseplan.selection import layer_selection
+from lema.phasekinds import Adapters, Weights, of_kind
+from lema.phaseplan import PhasePlan
 from lema.schedules import follow
-from lema.skeleton import find_layers
-from lema.trainedmodel import save_trained
-from lema.trainer import LemaTrainer
 
-__all__ = ["PhaseRun", "chosen_by", "run_phases"]
+__all__ = ["PhaseRun", "run_phases"]
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -153,7 +147,7 @@ class PhaseRun:
         try:
             if model.backend.replicas.size > 1:
                 raise ConfigError("phases run in one process only", how="start one process")
-            trains = _Adapters(model) if phase.trains == "lora" else _Weights(model, phase)
+            trains = Adapters(model) if phase.trains == "lora" else Weights(model, phase)
             first = self._start(index, trains)
             schedule = follow(trains.optimizer, self.plan.factor(index), phase.learning_rate, first)
             for step, row in self._steps(index, first, trains, mixture):
@@ -183,7 +177,7 @@ class PhaseRun:
             "output_dir": str(self.place(index)),
             "seed": self.plan.seed,
             "learning_rate": phase.learning_rate,
-            **_of_kind(phase),
+            **of_kind(phase),
         }
         if under := self._based(index):
             base = str(self._model_of(under - 1))
@@ -191,7 +185,7 @@ class PhaseRun:
         return LemaConfig(**{**self.config.to_dict(), **settings})
 
     def _steps(
-        self, index: int, first: int, trains: _Adapters | _Weights, mixture: Mixture
+        self, index: int, first: int, trains: Adapters | Weights, mixture: Mixture
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         boundary, rows = self.plan.boundaries()[index], self.plan.batch_size
         per_step = rows * self.plan.block_size
@@ -217,7 +211,7 @@ class PhaseRun:
         model.skeleton.train()
         return float(loss)
 
-    def _start(self, index: int, trains: _Adapters | _Weights) -> int:
+    def _start(self, index: int, trains: Adapters | Weights) -> int:
         """Put a phase where it stopped, or where the one before has left it; return its next step."""
         torch.manual_seed(self.plan.seed + index)
         if found := checkpoints(self.place(index)):
@@ -255,96 +249,3 @@ class PhaseRun:
         while not self._begins_anew(index):
             index -= 1
         return index
-
-
-class _Weights:
-    """A phase of weights: `lema.fulltraining` as a run drives it."""
-
-    def __init__(self, model: LemaModel, phase: Phase) -> None:
-        self._model = model
-        model.skeleton.train()
-        self._training = FullTraining(model.adapter, model.config, chosen_by(phase, model.skeleton))
-        self.optimizer = self._training.optimizer
-
-    def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
-        return float(self._training.step([micro_batches]))
-
-    def save(self, directory: Path, about: dict[str, Any]) -> None:
-        self._training.save_checkpoint(directory, about)
-
-    def load(self, directory: Path) -> dict[str, Any]:
-        return self._training.load_checkpoint(directory)
-
-    def reset_optimizer(self) -> None:
-        raise AssertionError("weights that begin with an empty optimizer begin with a base of their own")
-
-    def save_model(self, end: Path, out: Path) -> None:  # noqa: ARG002 - adapters are merged from there
-        save_trained(self._model, self._training, out)
-
-
-class _Adapters:
-    """A phase of adapters: a `LemaTrainer` as a run drives it."""
-
-    def __init__(self, model: LemaModel) -> None:
-        model.initialize_lora()
-        self._trainer: LemaTrainer = model.get_trainer()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._trainer.ready()
-
-    def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
-        return self._trainer.accumulate(micro_batches).loss
-
-    def save(self, directory: Path, about: dict[str, Any]) -> None:
-        self._trainer.save_checkpoint(directory, about)
-
-    def load(self, directory: Path) -> dict[str, Any]:
-        return self._trainer.load_checkpoint(directory)
-
-    def reset_optimizer(self) -> None:
-        self._trainer.optimizer = None
-
-    def save_model(self, end: Path, out: Path) -> None:
-        merge_adapter(end, out)
-
-
-def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return what says of a parameter's name whether it trains in a phase.
-
-    Raises:
-        ConfigError: nothing does; or `layers` are not those of the model.
-    """
-    layers_name, stack = find_layers(model)
-    selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
-    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
-    found = set()
-    for name, parameter in model.named_parameters():
-        inside = name.startswith(f"{layers_name}.")
-        module = name.rpartition(".")[0]
-        if phase.trains == "full":
-            wanted = True
-        elif inside:
-            number = int(name.removeprefix(f"{layers_name}.").partition(".")[0])
-            within = selection is None or number in selection.layers
-            ends = phase.trainable is None or any(f".{module}".endswith(f".{end}") for end in phase.trainable)
-            wanted = within and ends
-        else:
-            wanted = selection is not None and (selection.embeddings if id(parameter) in embeddings else selection.head)
-        if wanted:
-            found.add(name)
-    if not found:
-        raise ConfigError(
-            f"no weight of the model is in what phase {phase.name} trains",
-            where="trainable" if phase.trainable else "layers",
-            how="name the ends of modules' names, such as those that `lema models DIRECTORY` prints",
-        )
-    return found.__contains__
-
-
-def _of_kind(phase: Phase) -> dict[str, Any]:
-    """Return the settings that go with what a phase trains."""
-    if (lora := phase.adapters) is None:
-        # The weights change: they are kept where they can be written to.
-        return {"strategy": MemoryStrategy.RESIDENT, "device_memory": None, "lora_target_modules": None}
-    return {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_target_modules": lora.target_modules}

@@ -104,7 +104,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
         return call
 
-    for kind in (phases._Weights, phases._Adapters):
+    for kind in (phases.Weights, phases.Adapters):
         for name in ("save", "save_model"):
             monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
 
