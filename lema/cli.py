@@ -19,7 +19,7 @@ from lema.arguments import (
     model_of,
     settings_of,
 )
-from lema.errors import BackendUnavailable
+from lema.errors import BackendUnavailable, ConfigError
 from lema.exits import run
 from lema.quiet import hush
 
@@ -93,6 +93,12 @@ def train(
     from lema.phasefile import has_phases
 
     if has_phases(config):
+        if trace is not None or trust_remote_code:
+            raise ConfigError(
+                "a file of phases is run without a trace, and without code of the model's own",
+                where="--trace" if trace is not None else "--trust-remote-code",
+                how="leave it out, or train one phase by a file of its own",
+            )
         _train_phases(config, settings, resume=resume)
         return
     checked = config_of(config, settings)

@@ -213,8 +213,11 @@ class FullTraining:
 
     def _master(self, name: str) -> nn.Parameter:
         if name not in self._names:
-            return self._model.split.model.get_parameter(name)
+            return self._of(name)
         return nn.Parameter(self._streamed[name].float())  # the same memory where it is fp32 already
+
+    def _of(self, name: str) -> nn.Parameter:
+        return self._model.split.model.get_parameter(name)
 
     def _check(self, chosen: Sequence[str]) -> None:
         stream = self._model.stream
@@ -225,6 +228,11 @@ class FullTraining:
                 f"layer {min(missing)} trains, and its weights are not kept in host memory",
                 where="strategy",
                 how="use strategy: resident, without device_memory",
+            )
+        in_host = [name for name in chosen if name not in self._names and self._of(name).is_meta]
+        if in_host:
+            raise ConfigError(
+                f"{in_host[0]} trains, and is not on the device", where="host_embeddings", how="set it to false"
             )
         if quantised := {layer for layer, _ in self._names.values() if stream.layers[layer].expansions}:
             raise ConfigError(

@@ -22,6 +22,29 @@ PHASES = "phases"
 STAGES = frozenset(
     f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
 )  # names of a two-phase trainer
+# What a phase, or the plan, says itself: beside them these would be read and do nothing.
+OF_PHASES = frozenset(
+    [
+        "train_data",
+        "eval_data",
+        "eval_split",
+        "eval_steps",
+        "num_train_epochs",
+        "max_steps",
+        "max_length",
+        "shuffle",
+        "gradient_accumulation_steps",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "warmup_ratio",
+        "learning_rate",
+        "lora_rank",
+        "lora_alpha",
+        "lora_target_modules",
+        "report_to",
+        "cache_frozen_prefix",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,12 @@ def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
         )
     kind = PhasePlan if PHASES in values else LoRATrainerConfig
     own = {key: values.pop(key) for key in list(values) if key in kind.model_fields or key in STAGES}
+    if idle := sorted(OF_PHASES & values.keys()):
+        raise ConfigError(
+            f"{idle[0]} says nothing in a file of phases",
+            where=places.get(idle[0], f"--set {idle[0]}" if idle[0] in overrides else str(path)),
+            how="leave it out: each phase has its own data, tokens, learning rate, schedule and adapters",
+        )
     found = {key: _named(values.pop(key, None), key, places.get(key, str(path))) for key in (DATASETS, HELD_OUT)}
     if not found[DATASETS]:
         raise ConfigError(

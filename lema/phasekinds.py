@@ -95,7 +95,7 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
-    found = set()
+    found, unmatched = set(), set(phase.trainable or ())
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{layers_name}.")
         module = name.rpartition(".")[0]
@@ -104,12 +104,17 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
         elif inside:
             number = int(name.removeprefix(f"{layers_name}.").partition(".")[0])
             within = selection is None or number in selection.layers
-            ends = phase.trainable is None or any(f".{module}".endswith(f".{end}") for end in phase.trainable)
-            wanted = within and ends
+            ends = {end for end in phase.trainable or () if f".{module}".endswith(f".{end}")}
+            unmatched -= ends
+            wanted = within and (phase.trainable is None or bool(ends))
         else:
             wanted = selection is not None and (selection.embeddings if id(parameter) in embeddings else selection.head)
         if wanted:
             found.add(name)
+    if unmatched and found:
+        raise ConfigError(
+            f"no module of the layers ends with {min(unmatched)}", where="trainable", how="correct it, or leave it out"
+        )
     if not found:
         raise ConfigError(
             f"no weight of the model is in what phase {phase.name} trains",

@@ -10,8 +10,10 @@ from rich.console import Console
 from tiny import VOCABULARY, Checkpoint
 
 import lema.train
+from lema.cli import app
 from lema.data.packed import write_packed
 from lema.errors import ConfigError, Stopped
+from lema.exits import run
 from lema.metrics import read_metrics
 from lema.phasefile import PhaseFile, has_phases, read_phase_file
 from lema.train import train_phases
@@ -89,6 +91,7 @@ def test_other_files_are_not_taken_for_one(tmp_path: Path) -> None:
         ([("trains: lora, tokens: 144", "trains: lora, tokens: 0")], "phases.1..tokens"),
         ([("save_steps: 0", "save_step: 0")], "save_step"),
         ([("rows.jsonl\n", "nowhere.jsonl\n")], "there is no .*nowhere"),
+        ([("save_steps: 0\n", "save_steps: 0\nmax_steps: 3\n")], "max_steps says nothing in a file of phases"),
         ([("block_size: 12\n", "block_size: 12\npost_lora_tokens: [1]\n")], "both say what the phases are"),
     ],
 )
@@ -103,6 +106,14 @@ def test_a_file_without_data_sets_is_refused(written: Callable[..., Path]) -> No
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "datasets" not in line))
     with pytest.raises(ConfigError, match="no data sets"):
         read_phase_file(path)
+
+
+@pytest.mark.parametrize("option", [["--trace", "t.json"], ["--trust-remote-code"]])
+def test_options_that_do_nothing_there_are_refused(
+    option: list[str], written: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, ["train", str(written(PHASES)), *option]) == 2
+    assert option[0] in capsys.readouterr().err
 
 
 def quiet() -> Console:
