@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from lema.header import TensorRecord
 from lema.stream.placement import PAGE, Cast, LayerBytes, Run
 
 __all__ = ["part_bytes", "part_of"]
@@ -42,6 +43,7 @@ def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
     """Cut tensors that are cast between elements: they begin at a page, and a page holds whole elements."""
     for cast in layer.casts:
         record, placed = cast.record, cast.placed
+        assert isinstance(record, TensorRecord), "a layer is cut in one way only"
         first, last = max(placed.offset, begin), min(placed.offset + placed.nbytes, end)
         if first >= last:
             continue

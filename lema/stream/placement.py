@@ -2,9 +2,9 @@
 
 A layer's bytes that follow each other in one file are one *run*. A run is placed so that its bytes keep their offset
 modulo a page: then one read of whole pages, past the page cache, puts every tensor where it belongs, and the tensors
-are views of the slot. A tensor whose bytes cannot be used in place (another dtype than the model's, or an offset that
-its dtype cannot be viewed at) is read aside and cast into its place. A quantised parameter has its stored tensors in
-the slot, and a place in a second buffer, which it is expanded into.
+are views of the slot. A tensor whose bytes cannot be used in place (another dtype than the model's, an offset that its
+dtype cannot be viewed at, or pieces that do not follow each other) is read aside and cast into its place. A quantised
+parameter has its stored tensors in the slot, and a place in a second buffer, which it is expanded into.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lema.partrecord import PartRecord
 from lema.quantized.records import QuantizedRecord, Stored
 from lema.weights import TensorRecord
 
@@ -70,7 +71,7 @@ class Run:
 class Cast:
     """A tensor that is read aside, then cast into its place."""
 
-    record: TensorRecord
+    record: TensorRecord | PartRecord
     placed: Placed
 
 
@@ -120,9 +121,9 @@ class LayerBytes:
         return sum(run.nbytes for run in self.runs) + sum(cast.record.nbytes for cast in self.casts)
 
 
-def place(tensors: Mapping[str, tuple[Stored, torch.dtype]]) -> LayerBytes:
+def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> LayerBytes:
     """Lay out a layer: parameter name -> (where it is on disk, the dtype the model wants it in)."""
-    plain: dict[str, tuple[TensorRecord, torch.dtype]] = {}
+    plain: dict[str, tuple[TensorRecord | PartRecord, torch.dtype]] = {}
     quantized: dict[str, tuple[QuantizedRecord, torch.dtype]] = {}
     for name, (record, dtype) in tensors.items():
         if isinstance(record, QuantizedRecord):
@@ -145,21 +146,23 @@ def place(tensors: Mapping[str, tuple[Stored, torch.dtype]]) -> LayerBytes:
 
 
 def _place_plain(
-    tensors: Mapping[str, tuple[TensorRecord, torch.dtype]],
+    tensors: Mapping[str, tuple[TensorRecord | PartRecord, torch.dtype]],
 ) -> tuple[dict[str, Placed], tuple[Run, ...], tuple[Cast, ...], int]:
     placed: dict[str, Placed] = {}
     runs: list[Run] = []
     casts: list[Cast] = []
     end = 0
-    direct = {name: entry for name, entry in tensors.items() if _in_place(*entry)}
+    direct = {
+        name: (record, dtype)
+        for name, (record, dtype) in tensors.items()
+        if isinstance(record, TensorRecord) and _in_place(record, dtype)
+    }
     for group in _consecutive(direct):
         first, last = group[0][1], group[-1][1]
         start = _round_up(end) + first.offset % PAGE
         runs.append(Run(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
-        for name, record in group:
-            placed[name] = Placed(
-                name, start + record.offset - first.offset, tensors[name][1], torch.Size(record.shape)
-            )
+        for name, plain in group:
+            placed[name] = Placed(name, start + plain.offset - first.offset, tensors[name][1], torch.Size(plain.shape))
         end = start + runs[-1].nbytes
     for name, (record, dtype) in tensors.items():
         if name in direct:

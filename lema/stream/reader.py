@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from lema.errors import ReadError
+from lema.header import TensorRecord
+from lema.partrecord import PartRecord, pieces_of
 from lema.stream.placement import DTYPES, PAGE, Cast, LayerBytes
 from lema.stream.ticket import Ticket, Workers
 from lema.trace import NO_TRACE, NoTrace
@@ -121,16 +123,22 @@ class LayerReader:
 
     def _cast(self, name: str, cast: Cast, buffer: Tensor) -> None:
         record, placed = cast.record, cast.placed
+        target = buffer[placed.offset : placed.offset + placed.nbytes]
+        if DTYPES[record.dtype] == placed.dtype:
+            self._read_pieces(name, record, target)
+            return
         aside = torch.empty(record.nbytes, dtype=torch.uint8)
-        self._read_aside(name, record.file, aside, record.offset)
-        target = buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype)
-        target.copy_(aside.view(DTYPES[record.dtype]))
+        self._read_pieces(name, record, aside)
+        target.view(placed.dtype).copy_(aside.view(DTYPES[record.dtype]))
 
-    def _read_aside(self, name: str, path: Path, aside: Tensor, offset: int) -> None:
+    def _read_pieces(self, name: str, record: TensorRecord | PartRecord, aside: Tensor) -> None:
+        path, memory, done = record.file, _bytes(aside), 0
         try:
             descriptor = self._file(path).descriptor
             with self._trace.span("read", name, nbytes=aside.numel()):
-                _read_fully(descriptor, _bytes(aside), offset, aside.numel(), path)
+                for offset, nbytes in pieces_of(record):
+                    _read_fully(descriptor, memory[done : done + nbytes], offset, nbytes, path)
+                    done += nbytes
         except OSError as error:
             raise ReadError(
                 f"reading {aside.numel():,} bytes at {offset:,} failed: {error.strerror or error}", where=str(path)
