@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lema.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.errors import ConfigError, DiskError
 from lema.memorysize import parse_memory
 from lema.peftoptions import contradictions
@@ -207,6 +208,12 @@ class LemaConfig(BaseModel):
     """Have what waits for the backward wait off the device, which costs copying it there and back: the layers' inputs
     with `gradient_checkpointing`; without it all that layers keep, so that nothing is computed twice. true: in host
     memory; "disk": in `offload_dir`; "hidden_states": inputs of layers alone; "legacy": true, waiting for each copy."""
+    tensor_parallel_size: Count | None = None
+    """Processes that share each layer, every one with its part of it; None: all on a backend made for that, else 1."""
+    sequence_parallel: bool = False
+    """With those: between attention and MLP each process holds its part of the sequence only."""
+    backend_settings: dict[str, Any] = Field(default_factory=dict)
+    """What only one backend has, by name. It may be given as any other setting."""
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
         names = list(type(self).model_fields)
@@ -215,6 +222,9 @@ class LemaConfig(BaseModel):
         by_position = dict(zip(names, positional, strict=False))
         if twice := sorted(by_position.keys() & settings.keys()):
             raise SettingsError([Problem(key, f"{key} is given by position and by name") for key in twice])
+        if own := settings.keys() & backend_settings().keys():
+            given = settings.pop("backend_settings", None) or {}
+            settings["backend_settings"] = {**given, **{key: settings.pop(key) for key in own}}
         try:
             super().__init__(**by_position, **settings)
         except ValidationError as error:
@@ -232,8 +242,15 @@ class LemaConfig(BaseModel):
             self.__pydantic_fields_set__.intersection_update(given)
             raise SettingsError(problems_of(error, self._defaults())) from error
 
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in backend_settings():
+            return self.backend_settings.get(name, backend_setting(name).default)
+        return super().__getattr__(name)  # type: ignore[misc] # pydantic hides it from type checkers
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        for key, what in check_backend_settings(self.backend_settings):
+            raise Contradiction(key, what)
         for one, other in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} exclude each other; leave one of them out")
@@ -285,7 +302,8 @@ class LemaConfig(BaseModel):
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
-        return {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+        own = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+        return own | dict.fromkeys(backend_settings())
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
@@ -294,7 +312,16 @@ class LemaConfig(BaseModel):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """JSON schema of every setting, with its meaning and default; editors complete YAML from it."""
-        return cls.model_json_schema()
+        schema = cls.model_json_schema()
+        for name in backend_settings():
+            about = backend_setting(name)
+            schema["properties"][name] = {
+                "default": about.default,
+                "description": about.meaning,
+                "enum": list(about.choices),
+                "title": name.replace("_", " ").title(),
+            }
+        return schema
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write the settings to `lema_config.json` in `directory`, which is made where it does not exist.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lema.backendsettings import backend_settings
 from lema.config import CONFIG_NAME, LemaConfig, MemoryStrategy, Scheduler, parse_memory
 from lema.errors import ConfigError, DiskError
 from lema.problems import SettingsError
@@ -460,7 +461,7 @@ def test_a_config_that_cannot_be_saved_is_a_disk_error(tmp_path: Path) -> None:
 
 def test_the_schema_describes_every_setting_and_forbids_others() -> None:
     schema = LemaConfig.json_schema()
-    assert list(schema["properties"]) == list(LemaConfig.model_fields)
+    assert list(schema["properties"]) == [*LemaConfig.model_fields, *backend_settings()]
     assert all(setting.get("description") for setting in schema["properties"].values())
     assert schema["additionalProperties"] is False
     json.dumps(schema, allow_nan=False)

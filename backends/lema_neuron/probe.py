@@ -1,0 +1,107 @@
+"""Which runtime drives the Neuron devices of this machine: told by what is installed, or asked for by name.
+
+PyTorch/XLA (torch-neuronx up to 2.9) drives Trn1; TorchNeuron (torch-neuronx from 2.13 on) drives Trn2 and Trn3. They
+are one package under one name, so an environment has one of them. Nothing is imported to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.version import Version
+
+from lema.doctor.knownbad import installed_version, stubs
+from lema.errors import BackendUnavailable
+from lema_neuron.doctor import SECTION, STUBS
+
+__all__ = ["Found", "Runtime", "choose_runtime", "look"]
+
+Runtime = Literal["xla", "native", "emulated"]
+
+INDEX = "https://pip.repos.neuron.amazonaws.com"  # AWS's own; the public index has stand-ins for two of its packages
+FIRST_NATIVE = Version("2.10")
+PACKAGES = ("torch", "torch-neuronx", "torch-xla", "neuronx-distributed")
+INSTALL: Mapping[str, str] = {
+    "xla": f'Trn1: pip install "lema[neuron-xla]" "torch-neuronx==2.9.*" neuronx-cc --extra-index-url {INDEX}',
+    "native": f'Trn2, Trn3: pip install "lema[neuron]" "torch-neuronx>=2.13" --extra-index-url {INDEX}',
+}
+ELSE = "without a device: neuron_runtime: emulated"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a machine has.
+
+    Attributes:
+        versions: of the packages that matter; None: not installed.
+        devices: how many Neuron devices there are.
+        stand_ins: packages that only bear the name, with what to do, as sentences.
+    """
+
+    versions: Mapping[str, str | None]
+    devices: int
+    stand_ins: tuple[str, ...] = ()
+
+    @property
+    def installed(self) -> Runtime | None:
+        """The runtime that is installed, whatever it may lack."""
+        version = self.versions.get("torch-neuronx")
+        if version is None or self.stand_ins:
+            return None
+        return "native" if Version(version) >= FIRST_NATIVE else "xla"
+
+    def told(self) -> str:
+        """The versions, in a line."""
+        listed = [f"{name} {version or 'is not installed'}" for name, version in self.versions.items()]
+        return f"{', '.join(listed)}; {self.devices} Neuron device{'' if self.devices == 1 else 's'}"
+
+
+def look(root: Path = Path("/")) -> Found:
+    """Look at what is installed and which devices there are."""
+    devices = [one for one in (root / "dev").glob("neuron*") if one.name.removeprefix("neuron").isdigit()]
+    wrong = tuple(f"{finding.what} {finding.how}" for finding in stubs(STUBS, SECTION))
+    return Found({name: installed_version(name) for name in PACKAGES}, len(devices), wrong)
+
+
+def choose_runtime(asked: str, found: Found) -> Runtime:
+    """Return the runtime to use.
+
+    Args:
+        asked: `auto` or the name of one. `emulated` is never chosen unasked: nobody shall think that a device trains.
+        found: what the machine has.
+
+    Raises:
+        BackendUnavailable: the kit of packages or the device is missing, or it is the kit of another runtime; says
+            which versions there are, and what to install from where.
+    """
+    if asked == "emulated":
+        return "emulated"
+    if found.stand_ins:
+        raise _missing(found.stand_ins[0], asked, found)
+    if (installed := found.installed) is None:
+        raise _missing("torch-neuronx is not installed", asked, found)
+    if asked not in ("auto", installed):
+        raise BackendUnavailable(
+            f"neuron_runtime is {asked}, and torch-neuronx {found.versions['torch-neuronx']} is for {installed}",
+            where=found.told(),
+            how=f"set neuron_runtime: {installed}, or in another environment {_lowered(INSTALL[asked])}",
+        )
+    if installed == "xla" and found.versions.get("torch-xla") is None:
+        raise _missing("torch-xla is not installed, through which this torch-neuronx computes", "xla", found)
+    if not found.devices:
+        raise BackendUnavailable(
+            "there is no Neuron device in this machine", where=found.told(), how=f"run on trn1, trn2 or trn3; {ELSE}"
+        )
+    return installed
+
+
+def _missing(what: str, asked: str, found: Found) -> BackendUnavailable:
+    ways = [INSTALL[asked]] if asked in INSTALL else list(INSTALL.values())
+    return BackendUnavailable(what, where=found.told(), how="; ".join([*ways, ELSE]))
+
+
+def _lowered(text: str) -> str:
+    return text[:1].lower() + text[1:]
