@@ -77,12 +77,12 @@ class Run:
     @property
     def _first(self) -> bool:
         """Whether this process is the one that writes and reports."""
-        return self._replicas.rank == 0
+        return self._replicas.first
 
     def train(self, *, resume: bool) -> dict[str, Any]:
         """Train to the end; see `LemaTrainer.fit`."""
         trainer, config = self._trainer, self._trainer.config
-        if self._replicas.size > 1:
+        if self._replicas.num_processes > 1:
             check_alike(self._replicas, config.to_dict() | {f"data: {name}": one for name, one in self._data.items()})
         reports = report_callbacks(config) if self._first else []
         optimizer = trainer.ready()
@@ -290,9 +290,9 @@ class Run:
 
     def _agree(self) -> None:
         """Do in every process what a callback has asked for in any: a signal may have come to one of them first."""
-        if self._replicas.size == 1:
+        if self._replicas.num_processes == 1:
             return
-        asked = self._replicas.exchange([name for name, value in vars(self._control).items() if value is True])
+        asked = self._replicas.everyone([name for name, value in vars(self._control).items() if value is True])
         for name in {name for names in asked for name in names}:
             setattr(self._control, name, True)
 

@@ -24,7 +24,8 @@ class Gathering(Protocol):
 class Replicas(Protocol):
     """The processes that train copies of one adapter, each on its share of every batch (data parallelism).
 
-    Every process makes the same calls in the same order.
+    Every process makes the same calls in the same order. Where several processes hold one copy together
+    (`lema.backend.Parallel`), the replicas of a process are those that hold the same part as it.
     """
 
     @property
@@ -43,6 +44,14 @@ class Replicas(Protocol):
     def local_size(self) -> int:
         """How many of the processes run on this machine."""
 
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one, of all there are, that writes and reports."""
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are in all."""
+
     def sum(self, tensor: Tensor) -> None:
         """Add up a tensor on the device over all processes, in place; queued like compute. All get the same bits."""
 
@@ -56,6 +65,9 @@ class Replicas(Protocol):
     def exchange(self, value: Any) -> list[Any]:
         """Return every process's value, in rank order: plain data, through the hosts; no device is waited for."""
 
+    def everyone(self, value: Any) -> list[Any]:
+        """Likewise, of all processes there are, also those that hold other parts of a copy; the first one's is first."""
+
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` of zeroed host memory at a page boundary that all processes of this machine share."""
 
@@ -65,6 +77,8 @@ class Alone:
 
     rank = local_rank = 0
     size = local_size = 1
+    first = True
+    num_processes = 1
 
     def sum(self, tensor: Tensor) -> None:
         """Leave the tensor as it is."""
@@ -81,6 +95,10 @@ class Alone:
     def exchange(self, value: Any) -> list[Any]:
         """Return the one value there is."""
         return [value]
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Return what `exchange` does: each copy is held by one process."""
+        return self.exchange(value)
 
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return memory of this process."""

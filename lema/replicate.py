@@ -55,12 +55,12 @@ def first_alone(replicas: Replicas, work: Callable[[], None]) -> None:
         LemaError: it failed; in every process.
     """
     failure: LemaError | None = None
-    if replicas.rank == 0:
+    if replicas.first:
         try:
             work()
         except LemaError as error:
             failure = error
-    failed, *_ = replicas.exchange(failure and (type(failure), failure.what, failure.where, failure.how))
+    failed, *_ = replicas.everyone(failure and (type(failure), failure.what, failure.where, failure.how))
     if failure is not None:
         raise failure
     if failed is not None:
@@ -78,7 +78,7 @@ def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: something differs; in every process.
     """
-    first, *others = replicas.exchange(dict(about))
+    first, *others = replicas.everyone(dict(about))
     for rank, other in enumerate(others, 1):
         if differing := sorted(name for name in first if first[name] != other.get(name)):
             raise ConfigError(

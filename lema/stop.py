@@ -47,7 +47,7 @@ class StopOnSignal(TrainerCallback):
     def agreed(self, replicas: Replicas) -> tuple[str, int] | None:
         """Return the signal that ended the run and the step it ended after, whichever process it came to first."""
         came = None if self.received is None or self.stopped_at is None else (self.received.name, self.stopped_at)
-        return next((one for one in replicas.exchange(came) if one is not None), None)
+        return next((one for one in replicas.everyone(came) if one is not None), None)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = signal.Signals(number)

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
-from lema.data.mixture import Source
-from lema.data.packed import PackedTokens
-from lema.data.sampling import Style
 from lema.errors import ConfigError, Stopped
 from lema.metrics import human_bytes
 from lema.model import LemaModel
-from lema.phasefile import PhaseFile
-from lema.phases import run_phases
 from lema.replicate import first_alone
 from lema.stop import StopOnSignal
 from lema.trace import NO_TRACE, NoTrace
 
-__all__ = ["load_data", "read_data", "train", "train_phases"]
+__all__ = ["load_data", "read_data", "train"]
 
 
 def train(
@@ -59,9 +53,11 @@ def train(
 
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas
-        shown.quiet = shown.quiet or replicas.rank > 0
+        shown.quiet = shown.quiet or not replicas.first
         if replicas.size > 1:
-            out(f"{replicas.size} processes, each with its share of every batch")
+            held = model.backend.parallel.size
+            each = "each" if held == 1 else f"each {held} of them"
+            out(f"{replicas.num_processes} processes, {each} with its share of every batch")
         train_data, eval_data = load_data(model)
         out(f"training data: {train_data.counts}")
         if eval_data is not None:
@@ -73,7 +69,7 @@ def train(
             f"{human_bytes(model.gbi.nbytes)} of weights; {trained:,} adapter parameters"
         )
         with StopOnSignal() as stop:
-            trainer = model.get_trainer(callbacks=[*(() if replicas.rank else callbacks), stop])
+            trainer = model.get_trainer(callbacks=[*(callbacks if replicas.first else ()), stop])
             result = trainer.fit(train_data, eval_data, resume=resume)
         if (stopped := stop.agreed(replicas)) is not None:
             raise Stopped(
@@ -86,68 +82,6 @@ def train(
         first_alone(replicas, lambda: model.save_pretrained(config.output_dir))
         out(f"adapter: {config.output_dir}")
     return result
-
-
-def train_phases(file: PhaseFile, *, resume: bool = False, console: Console | None = None) -> Path:
-    """Train as a file of phases says; return the directory that the last phase ends with.
-
-    Args:
-        file: what it says.
-        resume: go on where an earlier run in `output_dir` stopped.
-        console: what to print on; None: standard output.
-
-    Raises:
-        Stopped: SIGINT or SIGTERM came; a checkpoint of the last step was written.
-        LemaError: of the kind that says what is wrong.
-    """
-    shown, plan = console or Console(highlight=False), file.plan
-    used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
-    with closing(LemaModel(LemaConfig(**{**file.config.to_dict(), "max_length": plan.block_size}))) as model:
-
-        def rows(files: dict[str, Any], split: str) -> dict[str, Source]:
-            found: dict[str, Source] = {}
-            for name in used.keys() & files.keys():
-                if used[name] is Style.PMD:
-                    vocabulary = getattr(model.skeleton.config, "vocab_size", None)
-                    found[name] = PackedTokens(Path(files[name]) / f"{split}.bin", plan.block_size, vocabulary)
-                else:
-                    found[name] = read_data(model, files[name])
-                    shown.print(f"{name}: {found[name].counts}", soft_wrap=True, markup=False)  # type: ignore[attr-defined]
-            return found
-
-        sources = rows(file.datasets, "train")
-        held_out = rows(file.held_out, "val") or None
-    for index, boundary in enumerate(plan.boundaries()):
-        steps = boundary.stop_step - boundary.first_step
-        rates = [plan.learning_rate(index, step) for step in (0, steps - 1)]
-        shown.print(
-            f"{boundary.name}: {plan.phases[index].trains}, steps {boundary.first_step + 1:,} to "
-            f"{boundary.stop_step:,}, {boundary.stop_token - boundary.first_token:,} tokens, learning rate "
-            f"{rates[0]:.3g} at its first step, {rates[1]:.3g} at its last",
-            soft_wrap=True,
-            markup=False,
-        )
-    for warning in plan.warnings():
-        shown.print(f"note: {warning}", soft_wrap=True, markup=False)
-
-    def told(row: dict[str, Any]) -> None:
-        if "eval_loss" in row:
-            shown.print(f"{row['phase']}: loss on what was held out {row['eval_loss']:.4f}", markup=False)
-        elif row["step"] % file.config.logging_steps == 0:
-            shown.print(f"step {row['step']} ({row['phase']}): loss {row['loss']:.4f}", markup=False)
-
-    with StopOnSignal() as stop:
-        end = run_phases(
-            file.config,
-            plan,
-            sources,
-            held_out=held_out,
-            resume=resume,
-            on_step=told,
-            stop=lambda: None if stop.received is None else stop.received.name,
-        )
-    shown.print(f"the last phase ended in {end}", soft_wrap=True, markup=False)
-    return end
 
 
 def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:

@@ -47,6 +47,16 @@ class QueuedReplicas:
         """How many of the processes run on this machine."""
         return self._replicas.local_size
 
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes and reports."""
+        return self._replicas.first
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are in all."""
+        return self._replicas.num_processes
+
     def sum(self, tensor: Tensor) -> None:
         """Add up a tensor on the device over all processes, in place, in the queue that computes."""
         self._replicas.sum(tensor)
@@ -62,6 +72,10 @@ class QueuedReplicas:
     def exchange(self, value: Any) -> list[Any]:
         """Return every process's value, in rank order."""
         return self._replicas.exchange(value)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Return every process's value, of all there are."""
+        return self._replicas.everyone(value)
 
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return memory that the processes of this machine share."""
