@@ -19,12 +19,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lema.backend import Parallel
 from lema.config import CONFIG_NAME, LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError
+from lema.held import held_adapter
 from lema.peftoptions import SETTING_OF, refusals
 from lema.problems import SettingsError
 
-__all__ = ["WEIGHTS", "check_same_adapter", "load_weights", "read_lora_config", "read_settings", "save_adapter"]
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "check_same_adapter",
+    "load_weights",
+    "read_lora_config",
+    "read_safetensors",
+    "read_settings",
+    "save_adapter",
+]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -161,7 +172,13 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
     return config
 
 
-def save_adapter(model: PeftModel, directory: Path, base: str, revision: str | None = None) -> None:
+def save_adapter(
+    model: PeftModel,
+    directory: Path,
+    base: str,
+    revision: str | None = None,
+    whole: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write PEFT's files, each whole or not at all, readable by whoever may read the directory.
 
     Args:
@@ -169,6 +186,7 @@ def save_adapter(model: PeftModel, directory: Path, base: str, revision: str | N
         directory: made where it does not exist.
         base: the base model as the user names it, written to `base_model_name_or_path`.
         revision: of a hub id, written beside it.
+        whole: what trains, by its name in `model`, where processes hold parts of it (`lema.held`); None: it is whole.
 
     Raises:
         DiskError: a file could not be written; what was there before is untouched.
@@ -182,7 +200,8 @@ def save_adapter(model: PeftModel, directory: Path, base: str, revision: str | N
             with warnings.catch_warnings():
                 # PEFT takes the bias of B, which has one dimension, for a shard.
                 warnings.filterwarnings("ignore", message=r"Adapter 'default': \d+ LoRA tensor\(s\) have invalid shape")
-                model.save_pretrained(str(part), save_embedding_layers=False)
+                state = None if whole is None else {**model.state_dict(), **whole}
+                model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
             for file in part.iterdir():
                 _make_ordinary(file)
                 file.replace(directory / file.name)
@@ -190,20 +209,21 @@ def save_adapter(model: PeftModel, directory: Path, base: str, revision: str | N
         raise DiskError(f"the adapter could not be written: {error}", where=str(directory)) from error
 
 
-def load_weights(model: PeftModel, directory: Path, layers_name: str) -> None:
+def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
     """Fill the adapter's parameters from a directory.
 
     Args:
         model: with the adapter attached; every one of its parameters must be in the file, and no other.
         directory: with `adapter_model.safetensors`, or the older `adapter_model.bin`.
         layers_name: dotted name of the decoder layers in the base model.
+        parallel: the processes that hold the adapter together, each of which takes its part; None: there is one.
 
     Raises:
         AdapterError: there is no adapter, it is damaged, or it does not fit the model.
     """
     file = directory / WEIGHTS
     if file.is_file():
-        tensors = _read_safetensors(file)
+        tensors = read_safetensors(file)
     elif (file := directory / OLD_WEIGHTS).is_file():
         tensors = _read_old(file, layers_name)
     else:
@@ -212,6 +232,8 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str) -> None:
             where=str(directory),
             how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
         )
+    if parallel is not None:
+        tensors = held_adapter(model, parallel, tensors)
     _begin_frozen(model, tensors, layers_name, file)
     try:
         outcome: Any = set_peft_model_state_dict(model, tensors)
@@ -246,7 +268,12 @@ def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: 
             model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensors[name], requires_grad=False)
 
 
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """Read the tensors of an adapter in PEFT's format.
+
+    Raises:
+        AdapterError: the file is missing or damaged.
+    """
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:

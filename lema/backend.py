@@ -7,13 +7,13 @@ queued so far*. How a device keeps those promises (streams, events, nothing at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lema.errors import BackendUnavailable
+from lema.errors import BackendUnavailable, ConfigError
 from lema.replicas import Alone, Gathering, Replicas
 
 if TYPE_CHECKING:
@@ -47,9 +47,29 @@ class BackendOptions:
 
     Attributes:
         page_locked: lock host memory that the device copies from; None: as much as the system allows.
+        tensor_parallel_size: processes that hold one copy of the model together; None: as the backend is made for.
+        sequence_parallel: between attention and MLP each of these holds its part of the sequence only.
+        settings: what only this backend has, by name (`lema.backendsettings`).
     """
 
     page_locked: bool | None = None
+    tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse_parts(self, name: str) -> None:
+        """Refuse to divide layers, for a backend that gives each process the whole of them.
+
+        Raises:
+            ConfigError: the user asks for it.
+        """
+        for setting in ("tensor_parallel_size", "sequence_parallel"):
+            if getattr(self, setting) not in (None, False, 1):
+                raise ConfigError(
+                    f"the {name} backend gives each process whole layers",
+                    where=setting,
+                    how="leave it out: several processes train on parts of each batch; shard_weights divides reading",
+                )
 
 
 DEFAULTS = BackendOptions()
@@ -123,7 +143,7 @@ class Downloaded:
 
 
 class Parallel(Protocol):
-    """How layers lie over a tensor-parallel group."""
+    """How layers lie over a tensor-parallel group. Every process of it makes the same calls in the same order."""
 
     @property
     def rank(self) -> int:
@@ -134,10 +154,20 @@ class Parallel(Protocol):
         """How many processes the group has."""
 
     def shard(self, layer: nn.Module) -> None:
-        """Replace the layer's modules by this rank's share of them."""
+        """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them.
+
+        Each parameter that is divided has an attribute `parallel_layout` afterwards (`lema.layout`), by which the core
+        knows what of a stored tensor this rank reads, and how to put adapters together.
+
+        Args:
+            layer: the model, or one layer where the backend needs to know no more.
+        """
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of replicated parameters over the group."""
+        """Sum over the group the gradients of which each rank has formed a part only."""
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients of the group, on the device: what several ranks hold alike counts once."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in rank order."""
@@ -217,6 +247,12 @@ class SingleProcess:
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the gradients as they are."""
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradients."""
+        from torch.nn.utils import get_total_norm
+
+        return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the one tensor there is."""

@@ -11,7 +11,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lema.backend import Backend
+from lema.backend import Backend, Parallel
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
+from lema.held import held_tensor, layout_of, whole_tensor
+from lema.layout import Layout
 
 __all__ = [
+    "OptimizerState",
     "checkpoints",
     "forget_old_checkpoints",
     "generator_states",
+    "optimizer_state",
     "read_state",
     "restore_generators",
     "restore_optimizer",
@@ -49,8 +54,14 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
-def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None) -> None:
+def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
     """Delete all but `keep` checkpoints of a run, up to `newest`; None: keep all. What is of a later step is another's.
+
+    Args:
+        output_dir: where they are.
+        newest: the last of this run.
+        keep: how many stay.
+        spared: stay besides, such as the best.
 
     Raises:
         DiskError: one could not be deleted.
@@ -58,6 +69,8 @@ def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None) -> 
     found = checkpoints(output_dir)
     mine = found[: found.index(newest) + 1]
     for directory in mine[: -keep if keep else 0]:
+        if directory in spared:
+            continue
         # Half a checkpoint must not bear the name of a whole one, wherever deleting it ends.
         aside = _aside(directory)
         try:
@@ -69,14 +82,26 @@ def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None) -> 
             ) from error
 
 
+@dataclass(frozen=True)
+class OptimizerState:
+    """What a checkpoint keeps of an optimizer: its tensors, named `<parameter>.<key>`, and the rest as JSON types."""
+
+    tensors: Mapping[str, Tensor]
+    plain: Mapping[str, Any]
+
+
 def write_checkpoint(
-    directory: Path, optimizer: Optimizer, state: Mapping[str, Any], write_files: Callable[[Path], None]
+    directory: Path,
+    optimizer: Optimizer | OptimizerState,
+    state: Mapping[str, Any],
+    write_files: Callable[[Path], None],
 ) -> None:
     """Write a checkpoint; a directory of that name that was there before is replaced.
 
     Args:
         directory: the checkpoint's final name.
-        optimizer: its tensors go to safetensors, the rest of its state to JSON.
+        optimizer: its tensors go to safetensors, the rest of its state to JSON. Of one whose parameters are divided
+            among processes: what `optimizer_state` has put together.
         state: JSON types: step, position, schedule, scaler, generator states.
         write_files: writes the adapter's files (and what belongs beside them) into a directory.
 
@@ -84,14 +109,14 @@ def write_checkpoint(
         DiskError: it could not be written; what was there before is untouched.
         ConfigError: the optimizer's state is more than tensors and JSON types.
     """
-    tensors, plain = _flatten(optimizer)
-    text = _json({**state, "optimizer": plain})
+    kept = optimizer if isinstance(optimizer, OptimizerState) else optimizer_state(optimizer)
+    text = _json({**state, "optimizer": dict(kept.plain)})
     part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         write_files(part)
-        save_file(tensors, part / OPTIMIZER)
+        save_file(dict(kept.tensors), part / OPTIMIZER)
         (part / STATE).write_text(text, encoding="utf-8")
         for path in part.iterdir():
             _flush(path)
@@ -128,8 +153,10 @@ def read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def restore_optimizer(optimizer: Optimizer, directory: Path, plain: Mapping[str, Any]) -> None:
-    """Load into `optimizer` what `write_checkpoint` stored.
+def restore_optimizer(
+    optimizer: Optimizer, directory: Path, plain: Mapping[str, Any], parallel: Parallel | None = None
+) -> None:
+    """Load into `optimizer` what `write_checkpoint` stored; of one whose parameters `parallel` divides, its part.
 
     Raises:
         AdapterError: the state is missing, damaged, or of another optimizer.
@@ -143,9 +170,12 @@ def restore_optimizer(optimizer: Optimizer, directory: Path, plain: Mapping[str,
     try:
         tensors = load_file(directory / OPTIMIZER)
         state: dict[int, dict[str, Any]] = {int(key): dict(value) for key, value in plain["state"].items()}
+        layouts = _layouts(optimizer)
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
+            divided = parallel is not None and tensor.dim() and int(index) < len(layouts)
+            held = held_tensor(parallel, tensor, layouts[int(index)]) if parallel is not None and divided else tensor
+            state.setdefault(int(index), {})[key] = held
         groups = [
             {**saved, **{key: own[key] for key in IMPLEMENTATION & own.keys()}}
             for saved, own in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -211,19 +241,32 @@ def restore_generators(states: Mapping[str, Any], set_device: Callable[[Tensor],
     set_device(_decode(states["device"]))
 
 
-def _flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split an optimizer's state into tensors, named `<parameter>.<key>`, and JSON."""
+def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
+    """Return what a checkpoint keeps of an optimizer.
+
+    Args:
+        optimizer: it.
+        parallel: the processes that hold its parameters together; each calls this. None: there is one.
+    """
     whole = optimizer.state_dict()
+    layouts = _layouts(optimizer)
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for index, entries in whole["state"].items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.detach().cpu().contiguous()
+                layout = layouts[index] if value.dim() else None
+                kept = value.detach().cpu() if parallel is None else whole_tensor(parallel, value, layout)
+                tensors[f"{index}.{key}"] = kept.contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value
     name = type(optimizer).__qualname__
-    return tensors, {"class": name, "state": plain, "param_groups": whole["param_groups"]}
+    return OptimizerState(tensors, {"class": name, "state": plain, "param_groups": whole["param_groups"]})
+
+
+def _layouts(optimizer: Optimizer) -> list[Layout | None]:
+    """Return how each parameter of an optimizer lies over processes, in the order in which its state numbers them."""
+    return [layout_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _json(state: Mapping[str, Any]) -> str:

@@ -15,14 +15,16 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lema.adapter import load_weights, read_settings, save_adapter
-from lema.backend import Backend, BackendOptions, load
+from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.errors import ConfigError, DataError
 from lema.generation import generate
+from lema.held import held_record, layouts_of, whole_adapter
 from lema.hostrows import HostRows, host_rows_name
 from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
+from lema.opened import open_backend
 from lema.outside import StoredTensors, layer_bytes, load_outside
 from lema.plan.advice import advise
 from lema.plan.allocate import allocate
@@ -32,6 +34,7 @@ from lema.skeleton import meta_model, read_config
 from lema.split import Split
 from lema.stream.cost import Allocation
 from lema.stream.lease import LayerStream
+from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.streamed import StreamedModel
 from lema.targets import warn_of_left_out
@@ -82,7 +85,7 @@ class LemaModel:
                 where=str(self.directory / "config.json"),
                 how="correct model_type, or leave it out",
             )
-        self.backend = backend or load(config.device, BackendOptions(config.page_locked))
+        self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
         self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)
@@ -91,8 +94,8 @@ class LemaModel:
         self._trace = trace
         self._reader = LayerReader(trace=trace)
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
-        name, count = self.split.layers_name, self.split.num_layers
-        self._layers = layer_bytes(records, dtypes, name, count)
+        name = self.split.layers_name
+        self._divided = False  # among the processes that hold the model together
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
         in_host = host_rows_name(self.skeleton) if config.host_embeddings else None
         self.outside_bytes = load_outside(self.skeleton, self._stored, name, in_host)
@@ -127,7 +130,7 @@ class LemaModel:
         model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
         model._attach(saved or configured_lora(model.skeleton, config), seed=None)
         assert model.lora_manager is not None
-        load_weights(model.lora_manager, path, model.split.layers_name)
+        load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)
         return model
 
     def initialize_lora(self) -> None:
@@ -172,11 +175,16 @@ class LemaModel:
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`.
 
+        Processes that hold the model together all call this, and the first of them writes.
+
         Raises:
             DiskError: a file could not be written.
         """
-        save_adapter(self._require_adapter(), Path(directory), self.config.model_name_or_path, self.config.revision)
-        self.config.save_pretrained(directory)
+        adapter = self._require_adapter()
+        whole = whole_adapter(adapter, self.backend.parallel)
+        if whole is None or self.backend.replicas.first:
+            save_adapter(adapter, Path(directory), self.config.model_name_or_path, self.config.revision, whole)
+            self.config.save_pretrained(directory)
 
     @cached_property
     def adapter(self) -> StreamedModel:
@@ -202,6 +210,21 @@ class LemaModel:
             advise, self.config, self.skeleton, self._layers, self.outside_bytes, self.allocation, self.backend
         )
         return adapter
+
+    @cached_property
+    def _layers(self) -> list[LayerBytes]:
+        """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
+        self._divide()
+        layouts, rank = layouts_of(self.skeleton), self.backend.parallel.rank
+        records = {name: held_record(record, layouts.get(name), rank) for name, record in self.records.items()}
+        return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers)
+
+    def _divide(self) -> None:
+        """Divide the layers, adapters attached or not, among the processes that hold the model together; once."""
+        if self.backend.parallel.size > 1 and not self._divided:
+            self.backend.parallel.shard(self.skeleton)
+            self.split.adapters_changed()
+        self._divided = True
 
     @cached_property
     def allocation(self) -> Allocation:
@@ -283,7 +306,13 @@ class LemaModel:
     def _attach(self, config: LoraConfig, seed: int | None) -> None:
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
+        if self._divided and self.backend.parallel.size > 1:
+            raise ConfigError(
+                "the layers have been divided among processes already",
+                how="call initialize_lora() before anything else",
+            )
         self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+        self._divide()
         self.split.adapters_changed()
         if self.split.host_rows is not None:
             self.split.host_rows.check()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.backend import Backend
+from lema.partrecord import PartRecord
 from lema.quantized.records import Stored
 from lema.stream.expand import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
@@ -19,10 +20,13 @@ __all__ = ["StoredTensors", "layer_bytes", "load_outside", "place_outside"]
 
 
 def layer_bytes(
-    records: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype], layers_name: str, num_layers: int
+    records: Mapping[str, Stored | PartRecord],
+    dtypes: Mapping[str, torch.dtype],
+    layers_name: str,
+    num_layers: int,
 ) -> list[LayerBytes]:
     """Return each decoder layer as bytes, its tensors named relative to the layer."""
-    layers: list[dict[str, tuple[Stored, torch.dtype]]] = [{} for _ in range(num_layers)]
+    layers: list[dict[str, tuple[Stored | PartRecord, torch.dtype]]] = [{} for _ in range(num_layers)]
     for name, record in records.items():
         if name.startswith(f"{layers_name}."):
             index, _, inner = name.removeprefix(f"{layers_name}.").partition(".")

@@ -19,6 +19,7 @@ from lema.batch import as_batch
 from lema.checkpoint import (
     checkpoints,
     forget_old_checkpoints,
+    optimizer_state,
     read_state,
     restore_optimizer,
     restore_own,
@@ -28,6 +29,7 @@ from lema.checkpoint import (
 from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.evaluation import evaluate
+from lema.held import whole_adapter
 from lema.loss import attended_tokens, split_batch, trained_tokens
 from lema.nonfinite import non_finite_loss
 from lema.optim import check_optimizer, make_optimizer, set_rates
@@ -259,10 +261,11 @@ class LemaTrainer:
         Raises:
             DiskError: it could not be written.
         """
-        optimizer, peft_model = self.ready(), self._adapters()
+        peft_model, parallel = self._adapters(), self.backend.parallel
+        optimizer, whole = optimizer_state(self.ready(), parallel), whole_adapter(peft_model, parallel)
 
         def write_files(part: Path) -> None:
-            save_adapter(peft_model, part, self.config.model_name_or_path, self.config.revision)
+            save_adapter(peft_model, part, self.config.model_name_or_path, self.config.revision, whole)
             self.config.save_pretrained(part)
             if write_more is not None:
                 write_more(part)
@@ -286,8 +289,8 @@ class LemaTrainer:
         path, optimizer = Path(directory), self.ready()
         state = read_state(path)
         check_same_adapter(self._adapters(), path)
-        load_weights(self._adapters(), path, self.model.split.layers_name)
-        restore_optimizer(optimizer, path, state["optimizer"])
+        load_weights(self._adapters(), path, self.model.split.layers_name, self.backend.parallel)
+        restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lema.backend import Backend
@@ -54,7 +54,7 @@ class Update:
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         self._backend.parallel.reduce_gradients(touched)
-        return get_total_norm(gradients)
+        return self._backend.parallel.norm(touched)
 
     def step(
         self,

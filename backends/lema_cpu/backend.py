@@ -108,7 +108,7 @@ class CpuBackend:
 
     Args:
         device: `"cpu"`.
-        options: nothing here depends on them.
+        options: layers are not divided.
         poison: copy into private slots and fill them with NaN on release.
 
     Raises:
@@ -117,11 +117,12 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, device: str = "cpu", options: BackendOptions | None = None, *, poison: bool = False) -> None:  # noqa: ARG002 - the seam's
+    def __init__(self, device: str = "cpu", options: BackendOptions | None = None, *, poison: bool = False) -> None:
         if device != "cpu":
             raise BackendUnavailable(
                 "the cpu backend has one device", where=f"device: {device}", how="write device: cpu"
             )
+        (options or BackendOptions()).refuse_parts(self.name)
         self._poison = poison
         self._parallel = SingleProcess()
         self._replicas, self._leave = join("gloo")

@@ -46,6 +46,7 @@ class CudaBackend:
     name = "cuda"
 
     def __init__(self, device: str = "cuda", options: BackendOptions | None = None) -> None:
+        (options or BackendOptions()).refuse_parts(self.name)
         self._device = choose_device(device)
         torch.cuda.set_device(self._device)
         self._queues = TorchQueues(self._device)

@@ -9,9 +9,10 @@ from typing import Any
 
 import psutil
 
-from lema.backend import Backend, BackendOptions, load
+from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.errors import MemoryLimitError
+from lema.opened import open_backend
 from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.machine import Machine
@@ -71,6 +72,7 @@ class Planner:
             adapter_bytes=self.blueprint.adapter_bytes,
             lowest=self.blueprint.lowest_adapted,
             shared=self.machine.shared,
+            trained=self.blueprint.trained,
         )
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:
@@ -179,7 +181,7 @@ def planner_of(config: LemaConfig, machine: Machine | None = None, *, trust_remo
 
 
 def _on_this_machine(config: LemaConfig, trusted: bool) -> Planner:
-    backend = load(config.device, BackendOptions(config.page_locked))
+    backend = open_backend(config)
     try:
         blueprint = draw_up(config, backend=backend, trust_remote_code=trusted)
         shape, workload = _work(config, blueprint)

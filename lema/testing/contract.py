@@ -106,18 +106,19 @@ class BackendContract(CopyPromises):
 
     # The group
 
-    def test_the_group_gathers_in_rank_order_and_sums_gradients(self) -> None:
+    def test_the_group_gathers_in_rank_order_and_leaves_whole_gradients(self) -> None:
         """`gather` returns one tensor per rank; a parameter without a gradient stays without."""
         with closing(self.backend()) as backend:
             parallel, device = backend.parallel, backend.device
             assert 0 <= parallel.rank < parallel.size
             gathered = parallel.gather(torch.full((3,), float(parallel.rank), device=device))
             assert [tensor.tolist() for tensor in gathered] == [[float(rank)] * 3 for rank in range(parallel.size)]
-            replicated, unused = (nn.Parameter(torch.zeros(3, device=device)) for _ in range(2))
-            replicated.grad = torch.full((3,), parallel.rank + 1.0, device=device)
-            parallel.reduce_gradients([replicated, unused])
-            assert replicated.grad.tolist() == [parallel.size * (parallel.size + 1) / 2] * 3
+            whole, unused = (nn.Parameter(torch.zeros(2, device=device)) for _ in range(2))
+            whole.grad = torch.tensor([3.0, 4.0], device=device)
+            parallel.reduce_gradients([whole, unused])
+            assert whole.grad.tolist() == [3.0, 4.0], "what every rank has the whole gradient of is not summed"
             assert unused.grad is None
+            assert float(parallel.norm([whole, unused])) == 5.0, "what all ranks have alike counts once"
 
     def test_a_group_of_one_leaves_a_layer_whole(self) -> None:
         """There is nobody to share with."""

@@ -131,20 +131,30 @@ class Reversed:
 
     def shard(self, layer: Any) -> None: ...
 
-    def reduce_gradients(self, parameters: Any) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.fill_(3.0)
+    def reduce_gradients(self, parameters: Any) -> None: ...
+
+    def norm(self, parameters: Any) -> Tensor:
+        return torch.tensor(5.0)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor, torch.zeros_like(tensor)]
 
 
-class Unreduced(Reversed):
-    def reduce_gradients(self, parameters: Any) -> None: ...
-
+class Sound(Reversed):
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [torch.zeros_like(tensor), tensor]
+
+
+class SumsAll(Sound):
+    def reduce_gradients(self, parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= 2
+
+
+class CountsTwice(Sound):
+    def norm(self, parameters: Any) -> Tensor:
+        return torch.tensor(50.0).sqrt()
 
 
 class CopiesWhenWaitedFor(Slots):
@@ -279,7 +289,8 @@ BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
     "used above total": (broken(memory=lambda self: MemoryStats(4, 4, 3)), "memory_is_reported"),
     "no total": (broken(memory=lambda self: MemoryStats(0, 0, 0)), "memory_is_reported"),
     "gathers in another order": (with_parallel(Reversed()), "the_group_gathers"),
-    "does not reduce": (with_parallel(Unreduced()), "the_group_gathers"),
+    "sums what is whole": (with_parallel(SumsAll()), "the_group_gathers"),
+    "counts copies in a norm": (with_parallel(CountsTwice()), "the_group_gathers"),
     "dropout drawn anew": (broken(set_rng_state=lambda self, state: None), "a_training_step"),
     "weights of another layer": (with_slots(OneSlotForAllRings), "a_training_step"),
     "rings that share a slot": (with_slots(OneSlotForAllRings), "rings_share_nothing"),
