@@ -172,6 +172,12 @@ class Parallel(Protocol):
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in rank order."""
 
+    def enter_layers(self, hidden: Tensor) -> Tensor:
+        """Return what of a hidden state `[batch, sequence, hidden]` this rank gives its first layer; differentiable."""
+
+    def leave_layers(self, hidden: Tensor) -> Tensor:
+        """Return the whole hidden state of what this rank's last layer has made; differentiable."""
+
 
 @runtime_checkable
 class Backend(Protocol):
@@ -257,6 +263,14 @@ class SingleProcess:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the one tensor there is."""
         return [tensor]
+
+    def enter_layers(self, hidden: Tensor) -> Tensor:
+        """Return all of it."""
+        return hidden
+
+    def leave_layers(self, hidden: Tensor) -> Tensor:
+        """Return what there is."""
+        return hidden
 
 
 @dataclass(frozen=True)

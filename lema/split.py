@@ -136,7 +136,10 @@ class Split:
         self, index: int, weights: Mapping[str, Tensor], call: LayerCall, hidden: Tensor, *, compiled: bool = True
     ) -> Tensor:
         """Run one layer on `hidden`, `[batch, sequence, hidden]`, with the weights given; returns the same shape.
-        `compiled` false: not compiled, even where it could be."""
+        `compiled` false: not compiled, even where it could be. Of processes that hold a layer together each may have
+        its part of the sequence between the first layer and the last."""
+        parallel = self._backend.parallel
+        hidden = parallel.enter_layers(hidden) if index == 0 else hidden
         before = None if index in self._watched else structure([call.args, call.kwargs])
         with self.autocast():
             out: Any = NotImplemented
@@ -150,7 +153,8 @@ class Split:
             self._watched.add(index)
         if call.left is not None:
             call.left.values = tuple(out[1:])
-        return out if isinstance(out, Tensor) else out[0]
+        output: Tensor = out if isinstance(out, Tensor) else out[0]
+        return parallel.leave_layers(output) if index == self.num_layers - 1 else output
 
     def call_layer(
         self, index: int, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,7 +204,9 @@ class Split:
         state = self._backend.rng_state()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            out = self.call_layer(0, first_layer_weights, args, kwargs)
+            call, hidden = LayerCall.record(args, kwargs)
+            entered = self._backend.parallel.enter_layers(hidden)
+            out = self.call_layer(0, first_layer_weights, *call.arguments(entered))
             self._rest = None if isinstance(out, Tensor) else tuple(out[1:])
             raise _LayerReached
 
