@@ -1,119 +1,130 @@
 """Training a model's own weights while its layers stream: masters and optimizer state in host memory.
 
 The weights of the layers stay in host memory, from where they stream. Each layer's gradients are complete after its one
-visit in the backward (`lema.trainedweights`); without clipping the layer is stepped at once, so that gradients of one
-layer exist at a time; with it, when the norm of all is known. What is stepped is the memory that the next lease reads:
-in fp32 the streamed weights are the masters, in half precision they are rounded from masters in fp32.
+visit in the backward (`lema.trainedweights`). They leave the device, and in a thread of its own the layer is stepped
+and rounded while the backward goes on below; so gradients of two layers exist at a time. Where they are clipped,
+layers are stepped when the norm of all is known, and gradients wait in host memory until then.
+
+What is exact: weights in fp32 become, bit for bit, those of the whole model in memory under the same optimizer. In
+bfloat16 they become those of a whole model whose gradients (in bfloat16) step masters in fp32, and whose weights are
+these masters rounded to the nearest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
-from lema.checkpoint import read_state, restore_optimizer, restore_own, states_of_all, write_checkpoint
+from lema.backend import Download
 from lema.config import LemaConfig
-from lema.errors import AdapterError, ConfigError, NonFiniteError
+from lema.errors import NonFiniteError
+from lema.fullcheckpoint import carry_moments, read_full, write_full
+from lema.landing import Landing
+from lema.loss import trained_tokens
+from lema.masters import Masters
 from lema.nonfinite import non_finite_loss
 from lema.optim import make_optimizer
+from lema.replicate import sum_gradients
+from lema.stepping import Behind, step_part
 from lema.streamed import StreamedModel
 from lema.trainedweights import Leaves, TrainedWeights
 
 __all__ = ["FullTraining"]
 
-MASTERS = "masters.safetensors"
-KIND = "full"  # of training, as a checkpoint says it
-
 
 class FullTraining:
-    """Trains weights of a streamed model, in one process.
+    """Trains weights of a streamed model. Of several processes each has all masters, and its share of every batch.
 
     Args:
-        model: the streamed model; its layers are all kept in host memory.
-        config: the optimizer's settings, and `max_grad_norm`.
+        model: the streamed model; its layers that train are kept in host memory.
+        config: the optimizer's settings, `max_grad_norm`, `host_memory` and where files may lie.
         chosen: says of a parameter's name in the model whether it trains.
 
     Attributes:
-        masters: what trains, by its name in the model: in host memory those of the layers.
+        masters: what trains, by its name in the model: fp32, in host memory.
         optimizer: over them.
         global_step: optimizer steps taken.
+        grad_norm: of all gradients of the last step, before they were clipped; None: there was none.
 
     Raises:
-        ConfigError: a layer that trains is not in host memory, nothing trains, or there are several processes.
+        ConfigError: nothing trains, or something that cannot: it is not in host memory, quantised or in float16.
+        MemoryLimitError: `host_memory` does not hold what cannot lie in a file.
+        DiskError: the disk does not hold the rest.
     """
 
     def __init__(
         self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool] = lambda _: True
     ) -> None:
         self._model, self._config = model, config
-        self._layers_name = f"{model.split.layers_name}."
-        self._names: dict[str, tuple[int, str]] = {}  # of layers' weights: the layer, and the name in it
-        order: list[str] = []
-        for name, parameter in model.split.model.named_parameters(remove_duplicate=True):
-            inside = name.startswith(self._layers_name)
-            parameter.requires_grad_(chosen(name) and not inside)
-            if chosen(name):
-                order.append(name)
-                if inside:
-                    number, _, own = name.removeprefix(self._layers_name).partition(".")
-                    self._names[name] = int(number), own
-        self._check(order)
-        self._streamed = {name: self._stored(*place) for name, place in self._names.items()}
-        self.masters = {name: self._master(name) for name in order}
-        by_layer: dict[int, list[str]] = {}
-        for layer, own in self._names.values():
-            by_layer.setdefault(layer, []).append(own)
-        model.train_weights(TrainedWeights(by_layer, self._done, self._begun))
-        self._by_layer = {layer: [self._named(layer, own) for own in names] for layer, names in by_layer.items()}
+        self._places = Masters(model, config, chosen)
+        self.masters = self._places.by_name
         self.optimizer = make_optimizer(self.masters.values(), config)
+        self._places.attach(self.optimizer)
+        self._layers_name = f"{model.split.layers_name}."
+        own = {layer: [self._places.own(name) for name in names] for layer, names in self._places.by_layer.items()}
+        model.train_weights(TrainedWeights(own, self._done, self._begun))
         self.global_step = 0
-        self._last = True
+        self.grad_norm: float | None = None
+        self._behind = Behind("lema-optimizer")
+        self._last = True  # of the passes of a step
+        self._begun_with: dict[str, Tensor] = {}  # gradients of the passes before
+        self._norms: dict[str, Tensor] = {}
+        self._clipped = config.max_grad_norm is not None
+        self._landing = Landing(model, self._places)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in memory of what trains: as it streams, masters, moments, gradients that wait for their norm."""
+        return self._places.host_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of masters, moments and waiting gradients, the bytes that lie in a file."""
+        return self._places.mapped_bytes
+
+    @property
+    def mapped_layers(self) -> frozenset[int]:
+        """The layers that have these in the file."""
+        return self._places.mapped
 
     def step(self, passes: Sequence[Sequence[Mapping[str, Tensor]]], num_tokens: int | None = None) -> Tensor:
-        """Take one optimizer step; return the loss of all its passes, an fp32 scalar.
+        """Take one optimizer step; return the loss of all its passes and processes, an fp32 scalar.
 
         Args:
-            passes: the micro-batches of each pass over the layers.
-            num_tokens: trained tokens of all; needed where there are several passes.
+            passes: the micro-batches of each pass over the layers. Of several processes each gives its share, as many
+                passes as the others, some of them empty.
+            num_tokens: trained tokens of all; None: they are counted.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite, or, where gradients are clipped, their norm.
+            NonFiniteError: the loss is NaN or infinite, or the norm of a gradient. Without clipping layers may have
+                been stepped by then, as the error says.
         """
+        replicas = self._model.backend.replicas
+        if num_tokens is None and (len(passes) > 1 or replicas.size > 1):
+            num_tokens = sum(replicas.exchange(sum(trained_tokens(one) for one in passes)))
         total = torch.zeros((), dtype=torch.float32, device=self._model.backend.device)
-        for number, micro_batches in enumerate(passes):
-            self._last = number == len(passes) - 1
-            loss = self._model.loss(micro_batches, num_tokens=num_tokens)
-            if not math.isfinite(value := float(loss.detach())):  # asked first: the backward steps layers already
-                place = f"step {self.global_step + 1}; no weight was stepped"
-                raise non_finite_loss(self._model, micro_batches, value, place)
-            loss.backward()
-            total = total + loss.detach()
-        if self._config.max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm)
-            if not math.isfinite(float(norm)):
-                raise NonFiniteError(
-                    f"the norm of the gradients is {float(norm)}",
-                    where=f"step {self.global_step + 1}; no weight was stepped",
-                    how="lower learning_rate, or look at the rows of this step",
-                )
-            for layer in self._by_layer:
-                self._step_layer(layer)
-        self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
-        self.optimizer.zero_grad()
+        try:
+            for number, micro_batches in enumerate(passes):
+                self._last = number == len(passes) - 1
+                total = total + self._pass(micro_batches, num_tokens)
+            self._finish()
+        except BaseException as error:
+            if (other := self._forget()) is not None:
+                error.add_note(f"besides, in the optimizer's thread: {other}")
+            raise
         self._model.backend.end_step()
         self.global_step += 1
         return total
 
     def save_checkpoint(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write masters, optimizer, generators and step: whole, or not at all.
+        """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
         Args:
             directory: its name; replaced if it is there.
@@ -122,123 +133,185 @@ class FullTraining:
         Raises:
             DiskError: it could not be written.
         """
+        about = {"global_step": self.global_step, "extra": dict(extra or {})}
+        write_full(Path(directory), self._model.backend, self._places, self.optimizer, about)
 
-        def write_files(part: Path) -> None:
-            save_file({name: master.detach().cpu() for name, master in self.masters.items()}, part / MASTERS)
-
-        state = {
-            "kind": KIND,
-            "global_step": self.global_step,
-            "schedule": None,
-            "scaler": {},
-            **states_of_all(self._model.backend),
-            "extra": dict(extra or {}),
-        }
-        write_checkpoint(Path(directory), self.optimizer, state, write_files)
-
-    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
+    def load_checkpoint(self, directory: str | Path, *, carry: bool = False) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; return its `extra`.
+
+        Args:
+            directory: its name.
+            carry: it is of another selection of weights of the same model, of which only the optimizer's moments are
+                taken: of what trained there, too; those of others are empty. Masters are what the model began with.
 
         Raises:
             AdapterError: it is damaged, of another kind of training, or of other weights.
         """
         path = Path(directory)
-        state = read_state(path)
-        if (kind := state.get("kind", "adapters")) != KIND:
-            raise AdapterError(
-                f"this is a checkpoint of {kind}, not of weights",
-                where=str(path),
-                how="name one of this kind of training",
-            )
+        if carry:
+            return carry_moments(path, self._places, self.optimizer)
+        for layer in self._places.by_layer:
+            self._model.stream.rewrite(layer, lambda: None)
         try:
-            saved = load_file(path / MASTERS)
-        except (OSError, SafetensorError) as error:
-            raise AdapterError(f"the weights cannot be read: {error}", where=str(path / MASTERS)) from error
-        shapes = {name: master.shape for name, master in self.masters.items()}
-        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
-            other = next(iter(shapes.keys() ^ saved.keys()), "of other shapes")
-            raise AdapterError(
-                f"other weights were trained there: {other}", where=str(path / MASTERS), how="train the same selection"
-            )
-        with ExitStack() as stack, torch.no_grad():
-            for layer in self._by_layer:
-                stack.enter_context(self._model.stream.rewritten(layer))
-            for name, master in self.masters.items():
-                master.copy_(saved[name])
-                self._round(name)
-        restore_optimizer(self.optimizer, path, state["optimizer"])
-        restore_own(self._model.backend, state, self._config.seed)
+            state = read_full(path, self._model.backend, self._places, self.optimizer, self._config.seed)
+        finally:
+            self._model.stream.settle()
         self.global_step = int(state["global_step"])
         return dict(state["extra"])
 
+    def close(self) -> None:
+        """End the optimizer's thread and let the file go; the model trains its own weights no more."""
+        self._behind.close()
+        self._model.train_weights(TrainedWeights({}, lambda *_: None))
+        self._places.close()
+
+    def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int | None) -> Tensor:
+        """Run one pass over the layers, forward and backward; return its loss."""
+        model, replicas = self._model, self._model.backend.replicas
+        place = f"step {self.global_step + 1}; no weight was stepped"
+        alone = bool(micro_batches) or replicas.size == 1
+        loss = model.loss(micro_batches, num_tokens=num_tokens) if alone else None
+        mine = 0.0 if loss is None else float(loss.detach())
+        value = sum(replicas.exchange(mine))
+        if not math.isfinite(value):  # asked first: the backward steps layers already
+            if math.isfinite(mine):
+                raise NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
+            raise non_finite_loss(model, micro_batches, value, place)
+        if loss is not None:
+            loss.backward()
+        else:
+            for layer in sorted(self._places.by_layer, reverse=True):
+                begun = {own: self._begun(layer, own) for own in map(self._places.own, self._places.by_layer[layer])}
+                self._done(layer, {own: gradient for own, gradient in begun.items() if gradient is not None})
+        self._behind.wait()
+        return torch.tensor(value, dtype=torch.float32, device=model.backend.device)
+
     def _done(self, layer: int, gradients: Leaves) -> None:
-        for own, gradient in gradients.items():
-            master = self.masters[self._named(layer, own)]
-            master.grad = gradient.to(device=master.device, dtype=master.dtype)
-        if self._last and self._config.max_grad_norm is None:
-            self._step_layer(layer)
+        """Take the gradients of a layer, and go on in the other thread. No computation reads the layer any more."""
+        names = {name: self._places.own(name) for name in self._places.by_layer[layer]}
+        found = {name: gradients[own].detach() for name, own in names.items() if own in gradients}
+        if not self._last:
+            arrived, downloads = self._landing.begin(layer, found, kept=True)
+            for one in downloads:
+                one.landed()
+            self._begun_with.update(arrived)
+            return
+        self._behind.wait()  # in every process before what these tell each other, so that what fails fails in all
+        arrived, downloads = self._landing.begin(layer, self._summed(layer, found), kept=self._clipped)
+        if self._clipped:
+            self._begun_with.update(arrived)
+        else:
+            self._model.stream.rewrite(layer, self._behind.wait)
+        self._behind.begin(partial(self._take, layer, arrived, downloads))
 
     def _begun(self, layer: int, own: str) -> Tensor | None:
-        gradient = self.masters[self._named(layer, own)].grad
-        return None if gradient is None else gradient.to(self._streamed[self._named(layer, own)].dtype)
+        gradient = self._begun_with.get(f"{self._layers_name}{layer}.{own}")
+        return None if gradient is None else gradient.to(self._model.backend.device)
 
-    def _step_layer(self, layer: int) -> None:
-        """Step one layer and give the stream what it has become."""
-        names = self._by_layer[layer]
-        mine = {id(self.masters[name]) for name in names}
-        others = [master for master in self.masters.values() if master.grad is not None and id(master) not in mine]
-        waiting = [master.grad for master in others]
-        for master in others:
-            master.grad = None  # the optimizer leaves out what has none
-        with self._model.stream.rewritten(layer):
-            self.optimizer.step()
-            for name in names:
-                self.masters[name].grad = None
-                self._round(name)
-        for master, gradient in zip(others, waiting, strict=True):
-            master.grad = gradient
+    def _summed(self, layer: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a layer's gradients, added up over all processes."""
+        backend = self._model.backend
+        if backend.replicas.size == 1:
+            return found
+        parameters = {}
+        for name in self._places.by_layer[layer]:
+            weight, gradient = self._places.weight(name), found.get(name)
+            held = torch.empty_like(weight, device=backend.device) if gradient is None else gradient
+            parameters[name] = nn.Parameter(held, requires_grad=False)
+            parameters[name].grad = gradient
+        sum_gradients(backend.replicas, list(parameters.values()))
+        return {name: one.grad for name, one in parameters.items() if one.grad is not None}
+
+    def _take(self, layer: int, gradients: dict[str, Tensor], downloads: Sequence[Download]) -> None:
+        """Look at the gradients of a layer once they have landed; step it, where nothing is clipped."""
+        for one in downloads:
+            one.landed()
+        place = f"in the backward of layer {layer}"
+        begun = None if self._clipped else "the layers above it were stepped already"
+        for name, gradient in gradients.items():
+            self._measure(name, gradient.float(), place, begun)
+        if not self._clipped:
+            self._step_layer(layer, gradients)
 
     @torch.no_grad()
-    def _round(self, name: str) -> None:
-        """Have the streamed copy of a master be what that is now, where it is a copy."""
-        streamed = self._streamed.get(name)
-        if streamed is not None and streamed.dtype != self.masters[name].dtype:
-            streamed.copy_(self.masters[name])
+    def _measure(self, name: str, gradient: Tensor, place: str, begun: str | None) -> None:
+        """Keep the norm of a gradient; `begun` says what was stepped before, if anything was.
 
-    def _named(self, layer: int, own: str) -> str:
-        return f"{self._layers_name}{layer}.{own}"
-
-    def _stored(self, layer: int, own: str) -> Tensor:
-        return self._model.stream.stored(layer)[own]
-
-    def _master(self, name: str) -> nn.Parameter:
-        if name not in self._names:
-            return self._of(name)
-        return nn.Parameter(self._streamed[name].float())  # the same memory where it is fp32 already
-
-    def _of(self, name: str) -> nn.Parameter:
-        return self._model.split.model.get_parameter(name)
-
-    def _check(self, chosen: Sequence[str]) -> None:
-        stream = self._model.stream
-        if not chosen:
-            raise ConfigError("no weight is chosen to be trained")
-        if missing := {layer for layer, _ in self._names.values()} - stream.host_cached:
-            raise ConfigError(
-                f"layer {min(missing)} trains, and its weights are not kept in host memory",
-                where="strategy",
-                how="use strategy: resident, without device_memory",
+        Raises:
+            NonFiniteError: it is none.
+        """
+        norm = torch.linalg.vector_norm(gradient, 2.0)
+        if not math.isfinite(float(norm)):
+            how = "lower learning_rate, or look at the rows of this step"
+            if begun is not None:
+                how = (
+                    f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
+                )
+            raise NonFiniteError(
+                f"the norm of the gradient of {name} is {float(norm)}",
+                where=f"step {self.global_step + 1}, {place}; {begun or 'no weight was stepped'}",
+                how=how,
             )
-        in_host = [name for name in chosen if name not in self._names and self._of(name).is_meta]
-        if in_host:
-            raise ConfigError(
-                f"{in_host[0]} trains, and is not on the device", where="host_embeddings", how="set it to false"
+        self._norms[name] = norm
+
+    def _step_layer(self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None) -> None:
+        """Step one layer and let what streams be what it has become."""
+        masters = [self.masters[name] for name in gradients]
+        with self._model.stream.trace.span("optimizer", f"layer {layer}"):
+            for master, gradient in zip(masters, gradients.values(), strict=True):
+                master.grad = gradient.float()
+            if norm is not None and self._config.max_grad_norm is not None:
+                clip_grads_with_norm_(masters, self._config.max_grad_norm, norm)
+            step_part(self.optimizer, masters)
+            for master in masters:
+                master.grad = None
+            self._places.round(gradients)
+
+    def _finish(self) -> None:
+        """Step what has not been stepped: all layers where gradients are clipped, and what lies outside them."""
+        self._landing.let_go()
+        stream, outside = self._model.stream, self._places.outside
+        parameters = {name: self._model.split.model.get_parameter(name) for name in outside}
+        sum_gradients(self._model.backend.replicas, list(parameters.values()))
+        begun = None if self._clipped or not self._places.by_layer else "the layers were stepped already"
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad.to("cpu", torch.float32), None
+                self._measure(name, gradient, "outside the layers", begun)
+                self.masters[name].grad = gradient
+        norms = [self._norms[name] for name in self.masters if name in self._norms]
+        norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
+        length = float(norm)
+        if not math.isfinite(length) and self._clipped:
+            raise NonFiniteError(
+                f"the norm of the gradients is {length}",
+                where=f"step {self.global_step + 1}; no weight was stepped",
+                how="lower learning_rate, or look at the rows of this step",
             )
-        if quantised := {layer for layer, _ in self._names.values() if stream.layers[layer].expansions}:
-            raise ConfigError(
-                f"layer {min(quantised)} is stored quantised, and such weights do not train",
-                where="model_name_or_path",
-                how="train adapters, or open the model as it was before it was quantised",
-            )
-        if self._model.backend.replicas.size > 1:
-            raise ConfigError("weights of streamed layers train in one process only", how="start one process")
+        if self._config.max_grad_norm is not None:
+            for layer, names in self._places.by_layer.items():
+                with stream.rewritten(layer):
+                    found = {name: self._begun_with[name] for name in names if name in self._begun_with}
+                    self._step_layer(layer, found, norm)
+            clip_grads_with_norm_([self.masters[name] for name in outside], self._config.max_grad_norm, norm)
+        self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
+        self.optimizer.zero_grad()
+        self._places.round(outside)
+        stream.settle()
+        self.grad_norm = length
+        self._begun_with.clear()
+        self._norms.clear()
+
+    def _forget(self) -> BaseException | None:
+        """Drop a step that failed: its gradients, and what was announced for it. Return what failed meanwhile."""
+        failure = self._behind.failure()
+        self._landing.let_go()
+        self._model.stream.cancel()
+        self._model.stream.settle()
+        self._begun_with.clear()
+        self._norms.clear()
+        for name, master in self.masters.items():
+            master.grad = None
+            if name in self._places.outside:
+                self._model.split.model.get_parameter(name).grad = None
+        return failure

@@ -15,10 +15,15 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lema.blockfile import BLOCK, reserve
 from lema.errors import DiskError, ReadError
+from lema.hostmemory import mapped
 from lema.trace import NO_TRACE, NoTrace
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["OffloadFile", "whole_blocks"]
 
@@ -87,6 +92,19 @@ class OffloadFile:
         except OSError as error:
             raise self._error(DiskError, f"{nbytes:,} bytes cannot be had", error) from error
         self._size = nbytes
+
+    def mapped(self) -> Tensor:
+        """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes.
+
+        The space is taken until both this object and what lies in that memory are gone.
+
+        Raises:
+            DiskError: the file cannot be mapped.
+        """
+        try:
+            return mapped(self._descriptor, self._size)
+        except OSError as error:
+            raise self._error(DiskError, "the file cannot be mapped", error) from error
 
     def write(self, memory: memoryview, offset: int, before: Callable[[], None] | None = None) -> Future[None]:
         """Start writing `memory` at `offset`, once `before`, called in another thread, has returned.

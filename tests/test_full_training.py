@@ -109,38 +109,6 @@ def test_what_was_written_is_what_the_next_lease_has_on_every_device(
         assert_same(streamed(config, everything, 2, backend(), steps=4), expected)
 
 
-def test_gradients_of_one_layer_exist_at_a_time_without_clipping(checkpoint_of: Callable[..., Checkpoint]) -> None:
-    config = config_of(checkpoint_of("llama"), gradient_checkpointing=True)
-    model = LemaModel(config, backend=CpuBackend())
-    training = FullTraining(model.adapter, config, lambda name: ".layers." in name)
-    most, done = [], training._done
-
-    def counted(layer: int, gradients: Weights) -> None:
-        held = {name.split(".")[2] for name, master in training.masters.items() if master.grad is not None}
-        most.append(len(held))
-        done(layer, gradients)
-
-    model.adapter._engine.trained._done = counted
-    training.step([micro_batches(2)])
-    assert most == [0] * len(model.split.layers)
-    model.close()
-
-
-def test_half_precision_streams_what_masters_in_fp32_are_rounded_to(checkpoint_of: Callable[..., Checkpoint]) -> None:
-    checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
-    config = config_of(checkpoint, learning_rate=1e-5, gradient_checkpointing=True)
-    model = LemaModel(config, backend=CpuBackend(poison=True))
-    training = FullTraining(model.adapter, config, lambda name: ".layers." in name)
-    before = {name: master.detach().clone() for name, master in training.masters.items()}
-    for _ in range(3):
-        training.step([micro_batches(2)])
-    for name, master in training.masters.items():
-        assert master.dtype == torch.float32
-        assert not torch.equal(master, before[name]), "a step was lost in rounding"
-        assert torch.equal(training._streamed[name], master.detach().bfloat16())
-    model.close()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clipped", [None, 0.5])
 def test_a_run_that_was_resumed_is_the_run_that_was_not(

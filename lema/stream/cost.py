@@ -17,6 +17,7 @@ from lema.stream.schedule import fetched, training_order
 __all__ = [
     "Allocation",
     "Demand",
+    "HostTraining",
     "LayerCost",
     "Phase",
     "Speeds",
@@ -80,6 +81,7 @@ class LayerCost:
         recompute: seconds of running it again in the backward.
         backward: seconds, without that.
         micro_saved_bytes: of its activations those of the largest micro-batch.
+        gradient_bytes: of those of its weights that train themselves, as they leave the device.
     """
 
     slot_bytes: int
@@ -91,6 +93,26 @@ class LayerCost:
     recompute: float = 0.0
     backward: float = 0.0
     micro_saved_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HostTraining:
+    """What weights of the layers that train themselves take of host memory, beside the copy that streams.
+
+    Attributes:
+        masters: in fp32; 0: the copy that streams is in fp32, and is them.
+        moments: AdamW's two of each parameter.
+        gradients: that wait for their step.
+        stepping: what the optimizer makes, one tensor at a time.
+        mapped: of masters, moments and gradients those that are in files, which the others do not count.
+    """
+
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    stepping: int = 0
+    mapped: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +134,7 @@ class Demand:
         gathered_bytes: layers that are put together from the parts of all processes; 0: each process has them whole.
         processes: of this machine, which have its host memory together.
         shared: the device computes in host memory: host buffers are its slots.
+        training: what weights of the layers that train themselves take of host memory, in each process.
     """
 
     layers: tuple[LayerCost, ...]
@@ -128,6 +151,7 @@ class Demand:
     gathered_bytes: int = 0
     processes: int = 1
     shared: bool = False
+    training: HostTraining = HostTraining()
 
     @property
     def top(self) -> int:
@@ -143,7 +167,12 @@ class Demand:
     def fixed_bytes(self) -> int:
         """Device memory that no allocation changes."""
         beside = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
-        return self.outside_bytes + self.adapter_bytes + beside
+        return self.outside_bytes + self.adapter_bytes + self.gradient_bytes + beside
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Those of layers whose weights train: one layer's are formed while the one before still has its own there."""
+        return 2 * max((layer.gradient_bytes for layer in self.layers), default=0)
 
     @property
     def host_copies(self) -> int:
@@ -198,6 +227,7 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
         "outside": demand.outside_bytes,
         "adapters": demand.adapter_bytes,
+        "gradients": demand.gradient_bytes,
         "working": demand.working_bytes,
         "flight": demand.flight_bytes,
         "expanded": demand.expanded_bytes,
@@ -214,12 +244,16 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """
     away = _away(demand, allocation) * demand.boundary_bytes
     staged = min(away, STAGED * demand.micro_boundary_bytes)
-    saved = sum(saved_elsewhere(demand, allocation).values())
+    saved, training = sum(saved_elsewhere(demand, allocation).values()), demand.training
     return {
         "ring": demand.processes * _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
         "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
         "boundaries": demand.processes * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
         "saved": demand.processes * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
+        "masters": demand.processes * training.masters,
+        "moments": demand.processes * training.moments,
+        "waiting": demand.processes * training.gradients,
+        "stepping": demand.processes * training.stepping,
     }
 
 
@@ -264,6 +298,7 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     )
     link_up = max(sum(layers[index].upload_bytes for index in loads_up), moved) / speeds.link
     link_down = (sum(layers[index].upload_bytes for index in loads_down) + moved) / speeds.link
+    link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)  # the other way
     disk_up = (sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
     disk_down = (sum(layers[index].read_bytes for index in reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)

@@ -73,7 +73,7 @@ class LayerStream:
         self.residents = frozenset(residents)
         self.host_cached = frozenset(host_cached) - self.residents
         self.trace = trace
-        self._clock = clock
+        self._backend, self._clock = backend, clock
         self._reader = reader or LayerReader(trace=trace)
         self._counters = RunningCounters()
         self._held: dict[int, Lease] = {}
@@ -231,6 +231,26 @@ class LayerStream:
         self._ring.forget(layer)
         yield
         self._ring.pump()
+
+    def rewrite(self, layer: int, written: Callable[[], None]) -> None:
+        """Let what `stored` returns of a layer be written to, by another thread, until `settle`.
+
+        The layer is not on lease. A lease of it before then begins with `written`, which blocks until it has changed,
+        and raises why it could not.
+        """
+        assert layer not in self._held, "a layer was written to while it was on lease"
+        self._ring.forget(layer, written)
+
+    def settle(self) -> None:
+        """Wait until all is written that `rewrite` was told of; leases from now on have it."""
+        self._ring.settle()
+
+    def make_private(self, layers: Iterable[int]) -> None:
+        """Keep layers of host memory in memory of this process alone from now on, where it may write to them."""
+        for layer in layers:
+            memory = self._backend.host_buffer(self.layers[layer].nbytes)
+            with self.rewritten(layer):
+                self._host[layer] = memory.copy_(self._host[layer])
 
     def cancel(self) -> None:
         """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""

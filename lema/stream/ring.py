@@ -60,6 +60,7 @@ class LayerRing:
         self._in_use, self._counters, self._trace, self._clock = in_use, counters, trace, clock
         self._order = Order()
         self._full_since: float | None = None  # from when on a read has been waiting for a buffer
+        self._changing: dict[int, Callable[[], None]] = {}  # layers being written to, and what waits until they are
         on_disk = [layer for layer in passing if layer not in host]
         self.slot_bytes = self._largest(passing)
         # Rings of one slot each: which slot to refill is chosen here, where it is known what is wanted next.
@@ -88,6 +89,9 @@ class LayerRing:
         if self._order.first != layer:
             self.cancel()
             self._order.extend([layer])
+        if layer in self._changing:
+            self._changing[layer]()
+            self._changing.pop(layer, None)
         self.pump()
         try:
             if (buffer := self._buffer_of(layer)) is not None:
@@ -148,13 +152,27 @@ class LayerRing:
         slot.empty()
         return True
 
-    def forget(self, layer: int) -> None:
-        """Let no slot hold a layer, nor anything be copied from its host memory: it is about to change."""
+    def forget(self, layer: int, written: Callable[[], None] | None = None) -> None:
+        """Let no slot hold a layer, nor anything be copied from its host memory: it is about to change.
+
+        Args:
+            layer: its number.
+            written: blocks until it has; None: it will have, before anything else is asked of this.
+        """
+        if written is not None:
+            self._changing[layer] = written
         for place in self.slots:
             if place.layer == layer:
                 if place.upload is not None:
                     place.upload.drained()
                 place.empty()
+
+    def settle(self) -> None:
+        """Wait until every layer that was being written to has changed."""
+        changing, self._changing = self._changing, {}
+        for written in changing.values():
+            written()
+        self.pump()
 
     def close(self) -> None:
         """Drop every buffer; the reader has been closed."""
@@ -186,6 +204,8 @@ class LayerRing:
         for number, layer in self._order:
             if any(place.layer == layer for place in self.slots):
                 continue
+            if layer in self._changing:
+                break
             buffer = self._buffer_of(layer)
             arrived = layer in self._host or (buffer is not None and _arrived(buffer))
             if not arrived or (place := self._to_refill(self.slots, number)) is None:
