@@ -27,6 +27,7 @@ PARTS = {
     "residents": "layers that stay",
     "outside": "embeddings, norm, head",
     "adapters": "adapter, gradients, optimizer",
+    "gradients": "gradients of two layers",
     "working": "one micro-batch in one layer",
     "flight": "hidden states between layers",
     "expanded": "weights of one layer, expanded",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.optim import training_bytes
 from lema.outside import StoredTensors, layer_bytes, place_outside
+from lema.plan.weightbytes import TrainedBytes, trained_bytes
 from lema.skeleton import find_layers, meta_model, read_config
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
@@ -39,6 +40,8 @@ class Blueprint:
         adapter_parameters: how many train.
         stored_bytes: of the model's files.
         files: them.
+        parameters: of the model, adapters not counted.
+        trained: weights of the model that train themselves, in place of an adapter; None: an adapter does.
     """
 
     directory: Path
@@ -49,6 +52,13 @@ class Blueprint:
     adapter_parameters: int
     stored_bytes: int
     files: tuple[Path, ...]
+    parameters: int
+    trained: TrainedBytes | None = None
+
+    @property
+    def model_bytes(self) -> int:
+        """Of all weights in the types they are used in: what the model takes when it is written."""
+        return self.outside_bytes + sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
 
     @property
     def vocabulary(self) -> int:
@@ -58,18 +68,28 @@ class Blueprint:
     @property
     def lowest_adapted(self) -> int:
         """The lowest layer with something that trains; the top one where none has."""
+        if self.trained is not None:
+            return self.trained.lowest
         layers = find_layers(self.model)[1]
         trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
         return next(trained, len(layers) - 1)
 
 
-def draw_up(config: LemaConfig, *, backend: Backend | None = None, trust_remote_code: bool = False) -> Blueprint:
+def draw_up(
+    config: LemaConfig,
+    *,
+    backend: Backend | None = None,
+    trust_remote_code: bool = False,
+    chosen: Callable[[PreTrainedModel], Callable[[str], bool]] | None = None,
+) -> Blueprint:
     """Read a model's config and its tensors' headers, and attach the adapter that the settings ask for.
 
     Args:
         config: of the run.
         backend: the device that adapters are given memory on; None: the CPU.
         trust_remote_code: as in `LemaModel`.
+        chosen: given the model, returns what says of a parameter's name whether it trains itself; None: an adapter is
+            attached instead.
 
     Raises:
         ConfigError, WeightsError: as `LemaModel`.
@@ -91,14 +111,33 @@ def draw_up(config: LemaConfig, *, backend: Backend | None = None, trust_remote_
     in_host = host_rows_name(model) if config.host_embeddings else None
     outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name, in_host)[1]
     reader.close()
-    inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if chosen is None:
+        trained = None
+        inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+        count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        adapter = training_bytes(model, name)
+    else:
+        trained = _train_weights(model, layers, chosen(model), f"{name}.")
+        count, adapter = trained.parameters, trained.on_device
     return Blueprint(
         directory,
         model,
         layers,
         outside.nbytes + outside.expanded_bytes,
-        training_bytes(model, name),
-        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        adapter,
+        count,
         index.nbytes,
         index.files,
+        parameters,
+        trained,
     )
+
+
+def _train_weights(
+    model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool], inside: str
+) -> TrainedBytes:
+    """Have those outside the layers require grad, as training does; those inside are given to each call."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(chosen(name) and not name.startswith(inside))
+    return trained_bytes(model, layers, chosen)

@@ -172,7 +172,8 @@ class _Timer:
 
     def timings(self, workload: Workload, rate: float) -> Timings:
         blueprint = self.blueprint
-        firsts, calls, like = calls_of(self.split, blueprint.layers, self.shape.micro_batch)
+        names = () if blueprint.trained is None else blueprint.trained.names
+        firsts, calls, like = calls_of(self.split, blueprint.layers, self.shape.micro_batch, names)
         blueprint.model.train()
         hidden = with_values(like, self.backend)
         for index in firsts:
@@ -180,7 +181,16 @@ class _Timer:
                 if not parameter.is_meta:  # the adapter's, which has memory and no values yet
                     made_up(parameter)
         found = [
-            layer_seconds(self.split, blueprint.layers, index, call, hidden, self.backend, self.clock)
+            layer_seconds(
+                self.split,
+                blueprint.layers,
+                index,
+                call,
+                hidden,
+                self.backend,
+                self.clock,
+                names[index] if names else (),
+            )
             for index, call in zip(firsts, calls, strict=True)
         ]
         return _timings(found, *self._ends(workload, hidden, rate), self._optimizer(firsts))
@@ -200,7 +210,11 @@ class _Timer:
 
     def _optimizer(self, firsts: Sequence[int]) -> float:
         """Return the seconds of the optimizer's step, from that over the adapters of one layer of each kind."""
-        parameters = [one for index in firsts for one in self.split.layers[index].parameters() if one.requires_grad]
+        trained = self.blueprint.trained
+        if trained is not None:  # in host memory, in fp32
+            parameters = [nn.Parameter(made_up(torch.empty(max(trained.layers[index].count, 1)))) for index in firsts]
+        else:
+            parameters = [one for index in firsts for one in self.split.layers[index].parameters() if one.requires_grad]
         if not parameters:
             return 0.0
         optimizer = make_optimizer(parameters, self.config)

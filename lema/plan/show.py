@@ -16,6 +16,10 @@ __all__ = ["rows", "show"]
 PARTS = DEVICE_PARTS | {
     "ring": "layers passing through",
     "cached": "layers kept from the disk",
+    "masters": "weights in fp32",
+    "moments": "optimizer state",
+    "waiting": "gradients that wait",
+    "stepping": "the optimizer at work",
     "process": "interpreter and libraries",
     "model": "the model's files",
     "checkpoint": "one checkpoint",

@@ -127,7 +127,7 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     return Simulated(
         **spent,
         device_peak=(device.host_peak - in_host["cached"] if device.shared else device.device_peak) + beside,
-        host_peak=device.host_peak + in_host["boundaries"] + in_host["saved"],
+        host_peak=device.host_peak + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
     )
 
 
@@ -155,6 +155,7 @@ class _Run:
                 self._send_away(*self.away[index])
         top = demand.layers[demand.top]
         self._visit(demand.top, top.forward + top.backward + demand.turn)
+        self._hand_over(demand.top)
         device.synchronize()  # the loss is looked at
         self.stream.announce(self.order)
         below = self.order[demand.top + 1 :]
@@ -166,6 +167,7 @@ class _Run:
             if waited:
                 device.wait_for(self._fetched.pop(index))
             self._visit(index, down_seconds(demand, self.allocation, index) - demand.layers[index].expand)
+            self._hand_over(index)
             if waited and kept:
                 self._bring_back(kept.popleft())
         device.synchronize()
@@ -188,6 +190,11 @@ class _Run:
     def _visit(self, index: int, seconds: float) -> None:
         with self.stream.lease(index) as lease:
             self.device.compute(self.demand.layers[index].expand + seconds, lease.slot, self.stream.layers[index])
+
+    def _hand_over(self, index: int) -> None:
+        """Write the gradients of weights that train themselves behind the backward, against the stream of weights."""
+        if nbytes := self.demand.layers[index].gradient_bytes:
+            self.device.back.do(nbytes, self.device.computed_until)
 
     def _send_away(self, nbytes: int, tier: Tier) -> None:
         """Write activations behind the forward: over the link's other direction, then to the disk."""

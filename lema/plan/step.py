@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from lema.config import LemaConfig
 from lema.data import longest_row, share_of
 from lema.plan.machine import Machine
+from lema.plan.weightbytes import TrainedBytes
 from lema.plan.workload import MicroBatch, Workload
 from lema.stream.cost import Demand, LayerCost
 from lema.stream.placement import LayerBytes
@@ -130,6 +131,7 @@ def demand_of(
     adapter_bytes: int,
     lowest: int,
     shared: bool,
+    trained: TrainedBytes | None = None,
 ) -> Demand:
     """Return what one step needs.
 
@@ -142,6 +144,8 @@ def demand_of(
         adapter_bytes: what trains, with gradients and optimizer state.
         lowest: the lowest layer with something that trains.
         shared: whether the device computes in host memory.
+        trained: weights of the layers that train themselves; None: none do. What they take of host memory is not in
+            the demand yet.
     """
     times = 0.0 if shape is None else shape.num_micro_batches
     costs = []
@@ -153,7 +157,8 @@ def demand_of(
         expand = timings.expand[kind] if timings is not None and timings.expand else 0.0
         sizes = (layer.nbytes, layer.read_bytes, layer.nbytes, saved)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
-        costs.append(LayerCost(*sizes, expand, forward, recompute, backward, micro))
+        gradients = 0 if trained is None else trained.layers[index].nbytes
+        costs.append(LayerCost(*sizes, expand, forward, recompute, backward, micro, gradients))
     known = Demand(
         tuple(costs),
         lowest=lowest,

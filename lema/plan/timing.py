@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from lema.layercall import LayerCall
 from lema.split import Split
 from lema.stream.lease import LayerStream
 from lema.stream.placement import LayerBytes
+from lema.trainedweights import TrainedWeights
 from lema.visit import Engine, visit
 
 __all__ = ["ENOUGH", "Clock", "LayerSeconds", "layer_seconds", "made_up", "median_seconds", "with_values"]
@@ -55,6 +56,7 @@ def layer_seconds(
     hidden: Tensor,
     backend: Backend,
     clock: Clock = time.perf_counter,
+    trained: Collection[str] = (),
 ) -> LayerSeconds:
     """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated.
 
@@ -66,6 +68,7 @@ def layer_seconds(
         hidden: its input.
         backend: the device.
         clock: seconds.
+        trained: those of its weights that train themselves; their gradients are dropped.
     """
     args, kwargs = call.others()
     plain = LayerCall(with_values(args, backend), with_values(kwargs, backend), call.hidden_is_keyword)
@@ -75,6 +78,7 @@ def layer_seconds(
         closing(BoundaryArena(backend)) as arena,
     ):
         engine = Engine(split, stream, backend)
+        engine.trained = TrainedWeights({index: trained}, lambda *_: None)
 
         def visits(*, recompute: bool) -> Iterator[None]:
             boundaries = arena.step([given], [index]) if recompute else None

@@ -7,7 +7,7 @@ byte of a weight is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,7 @@ class LayerWork:
         saved_bytes: what the backward needs, weights and the layer's inputs excepted.
         working_bytes: the most that is alive at once in forward and backward.
         forward_bytes: what is alive after the forward, its output included.
-        gradient_bytes: the gradients of what trains in the layer.
+        gradient_bytes: the gradients of the adapters in the layer; those of its own weights are counted apart.
     """
 
     forward: int
@@ -122,7 +122,11 @@ class Workload:
 
 
 def measure(
-    model: PreTrainedModel, layers: Sequence[LayerBytes], batch: MicroBatch, loss_chunk_tokens: int
+    model: PreTrainedModel,
+    layers: Sequence[LayerBytes],
+    batch: MicroBatch,
+    loss_chunk_tokens: int,
+    trained: Sequence[Collection[str]] = (),
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
 
@@ -131,15 +135,17 @@ def measure(
         layers: its decoder layers as bytes.
         batch: the micro-batch.
         loss_chunk_tokens: logits exist for this many tokens at a time.
+        trained: of each layer, the weights of its own that train; empty: none do, in any.
 
     Raises:
         ModelError: the model cannot be streamed, or what it computes depends on values.
     """
     split = Split(model, load("cpu"))
-    kinds = kinds_of(split, layers)
+    trained = trained or [()] * len(layers)
+    kinds = kinds_of(split, layers, trained)
     with without_values(model):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens)
+            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained)
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(
@@ -150,24 +156,31 @@ def measure(
             raise
 
 
-def kinds_of(split: Split, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
-    """Number the kinds of layers: those made of the same modules, with tensors of the same shapes, are of one kind."""
+def kinds_of(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Collection[str]] = ()) -> tuple[int, ...]:
+    """Number the kinds of layers: those made of the same modules, with tensors of the same shapes, are of one kind.
+
+    Args:
+        split: the model.
+        layers: its decoder layers as bytes.
+        weights: of each layer, those of its own that train; empty: none do, in any.
+    """
     known: dict[Any, int] = {}
     found = []
-    for layer, stored in zip(split.layers, layers, strict=True):
+    for layer, stored, own in zip(split.layers, layers, weights or [()] * len(layers), strict=True):
         modules = tuple((name, type(module)) for name, module in layer.named_modules())
         trained = tuple((name, one.shape) for name, one in layer.named_parameters() if one.requires_grad)
         tensors = sorted(str((tensor.name, tensor.dtype, tensor.shape)) for tensor in stored.tensors)
         expanded = sorted(str((one.library, one.placed.name, one.placed.shape)) for one in stored.expansions)
-        found.append(known.setdefault((modules, trained, tuple(tensors), tuple(expanded)), len(known)))
+        kind = (modules, trained, tuple(tensors), tuple(expanded), tuple(sorted(own)))
+        found.append(known.setdefault(kind, len(known)))
     return tuple(found)
 
 
 def calls_of(
-    split: Split, layers: Sequence[LayerBytes], batch: MicroBatch
+    split: Split, layers: Sequence[LayerBytes], batch: MicroBatch, trained: Sequence[Collection[str]] = ()
 ) -> tuple[tuple[int, ...], tuple[LayerCall, ...], Tensor]:
     """Return one layer of each kind, the call of each, and the hidden state: tensors without values."""
-    kinds = kinds_of(split, layers)
+    kinds = kinds_of(split, layers, trained)
     firsts = tuple(kinds.index(kind) for kind in range(max(kinds) + 1))
     with without_values(split.model):
         learn(split, layers)
@@ -182,7 +195,12 @@ def fake_weights(layer: LayerBytes) -> dict[str, Tensor]:
 
 
 def _measure(
-    split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...], batch: MicroBatch, chunk_tokens: int
+    split: Split,
+    layers: Sequence[LayerBytes],
+    kinds: tuple[int, ...],
+    batch: MicroBatch,
+    chunk_tokens: int,
+    trained: Sequence[Collection[str]],
 ) -> Workload:
     tokens = torch.ones(batch.rows, batch.length, dtype=torch.long)
     learn(split, layers)
@@ -191,9 +209,8 @@ def _measure(
         prelude = split.prelude({"input_ids": tokens}, {}, differentiate=_trains_outside(split))
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in((call.args, call.kwargs))}
     hidden = prelude.hidden.detach()
-    works = tuple(
-        _layer_work(split, kinds.index(kind), layers, prelude.calls, hidden) for kind in range(max(kinds) + 1)
-    )
+    firsts = (kinds.index(kind) for kind in range(max(kinds) + 1))
+    works = tuple(_layer_work(split, index, layers, prelude.calls, hidden, trained[index]) for index in firsts)
     return Workload(
         kinds,
         works,
@@ -218,7 +235,12 @@ def _trains_outside(split: Split) -> bool:
 
 
 def _layer_work(
-    split: Split, index: int, layers: Sequence[LayerBytes], calls: Sequence[LayerCall], hidden: Tensor
+    split: Split,
+    index: int,
+    layers: Sequence[LayerBytes],
+    calls: Sequence[LayerCall],
+    hidden: Tensor,
+    trained: Collection[str],
 ) -> LayerWork:
     layer, call, weights = split.layers[index], calls[index], fake_weights(layers[index])
     given, gradient = torch.empty_like(hidden).requires_grad_(), torch.empty_like(hidden)
@@ -226,10 +248,12 @@ def _layer_work(
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # counted with the adapters
+    for name in trained:
+        weights[name].requires_grad_().grad = torch.empty_like(weights[name])  # counted with the layer's gradients
     saved: dict[int, int] = {}
     with Tally() as tally:
         tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.others()), *parameters, *layer.buffers()])
-        tally.leave_out([parameter.grad for parameter in parameters])
+        tally.leave_out([one.grad for one in (*parameters, *weights.values())])
 
         def pack(tensor: Tensor) -> Tensor:
             if tally.counts(tensor):
