@@ -14,10 +14,12 @@ import torch
 from lema.data.batches import Batch, collate, share_of
 from lema.data.columns import IGNORED
 from lema.data.dataset import TokenDataset
+from lema.data.fade import Fade, faded_rates
 from lema.data.interleave import WINDOW, Interleaving
 from lema.data.packed import PackedTokens
 from lema.data.permutation import shuffled_row
-from lema.data.sampling import Sampling, Style, check_rates
+from lema.data.sampling import Sampling, Style, check_rates, rates_of
+from lema.data.start import Start
 from lema.errors import ConfigError, DataError
 from lema.problems import nearest
 
@@ -44,7 +46,8 @@ class Mixture:
     """The samples of one stage of training.
 
     Up to the end of any window of 1024 samples, a data set has given its rate of them, give or take less than 2; drawn
-    at random it would be off by the square root of their number. Each epoch of a data set gives every row once.
+    at random it would be off by the square root of their number. Each epoch of a data set gives every row once. While
+    the mixture before fades, rates are between its own and those here: see `Interleaving` for how exactly they hold.
 
     Args:
         samplings: the data sets and their rates.
@@ -54,6 +57,9 @@ class Mixture:
         stage: which of the run it is. Stages order the same data differently.
         held_out: the rows of the same data sets to validate on, by the same names.
         pad_token_id: stands after the last token of a row that is shorter than a block.
+        fade: how the mixture of the stage before goes over into this one; None: it ended with its stage.
+        starts: where the stages before left data sets, by name, for this one to go on there. One that is not in it
+            begins in an order of its own.
 
     Raises:
         ConfigError: the rates make no mixture, a data set is unknown, or its style is another than its source's.
@@ -70,20 +76,27 @@ class Mixture:
         stage: int = 0,
         held_out: Mapping[str, Source] | None = None,
         pad_token_id: int = 0,
+        fade: Fade | None = None,
+        starts: Mapping[str, Start] | None = None,
     ) -> None:
         check_rates(samplings)
         self.samplings, self.seed, self.block, self.stage = tuple(samplings), seed, block, stage
-        self.pad_token_id = pad_token_id
+        self.pad_token_id, self.fade, self.starts = pad_token_id, fade, dict(starts or {})
         self._sources = _found(samplings, sources, block)
+        if fade is not None:
+            self._sources |= _found(fade.before, sources, block)
         self._held_out = None if held_out is None else _found(samplings, held_out, block)
-        self._turns = Interleaving({one.full_name: one.rate for one in samplings}, "turns", seed, stage)
+        self._turns = Interleaving(rates_of(samplings), "turns", seed, stage, fade=fade)
+        self._own = Interleaving(rates_of(samplings))
 
     def sample(self, index: int) -> Draw:
         """Which row the `index`-th sample is."""
         if index < 0:
             raise IndexError(f"samples count from 0, not {index}")
         name, taken = self._turns.sample(index)
-        return Draw(name, *shuffled_row(len(self._sources[name]), taken, "rows", self.seed, self.stage, name))
+        start = self.starts.get(name, Start(self.stage, 0))
+        rows = len(self._sources[name])
+        return Draw(name, *shuffled_row(rows, start.taken + taken, "rows", self.seed, start.stage, name))
 
     def rows(
         self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
@@ -115,8 +128,8 @@ class Mixture:
     def validation(self, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None) -> Batch | None:
         """The first `count` samples of the rows held out, shared among processes as `batch` does.
 
-        They are the same whatever the seed and the stage, so losses compare between runs. Where a data set holds
-        fewer rows than its rate asks for, its rows come again.
+        They are the same whatever the seed, the stage and a fade, so losses compare between runs. Where a data set
+        holds fewer rows than its rate asks for, its rows come again.
 
         Raises:
             ConfigError: no rows were held out.
@@ -126,20 +139,34 @@ class Mixture:
             raise ConfigError(what, where="held_out", how="give the rows to validate on, of every data set")
         mine = share_of(_span(0, count), rank, size, micro_batch_size)
         draws = []
-        for name, taken in map(self._turns.slot, mine):  # not shuffled: also a small batch has all rates
+        for name, taken in map(self._own.slot, mine):  # not shuffled: also a small batch has all rates
             draws.append(Draw(name, *shuffled_row(len(self._held_out[name]), taken, "held out", name)))
         return self._batch(draws, self._held_out, size)
 
+    def rates(self, index: int) -> dict[str, float]:
+        """The rate of each data set at a sample: that of `samplings`, but for a fade."""
+        return faded_rates(self.samplings, self.fade, index)
+
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
-        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`."""
+        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`.
+
+        Those that a fade has besides come after them.
+        """
         before, after = self._turns.counts(start), self._turns.counts(start + count)
         return {name: after[name] - before[name] for name in after}
 
     def fingerprint(self) -> str:
         """A digest of what decides which row is which sample; not of the tokens in the rows."""
-        names = {one.full_name: (one.rate, one.style, len(self._sources[one.full_name])) for one in self.samplings}
-        about = {"seed": self.seed, "stage": self.stage, "block": self.block, "window": WINDOW, "data": names}
+        about: dict[str, Any] = {"seed": self.seed, "stage": self.stage, "block": self.block, "window": WINDOW}
+        about["data"] = self._described(self.samplings)
+        if self.fade is not None:
+            about["fade"] = [self.fade.samples, self.fade.shape, self._described(self.fade.before)]
+        if starts := {name: start for name, start in self.starts.items() if start != Start(self.stage, 0)}:
+            about["starts"] = starts
         return blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def _described(self, samplings: Sequence[Sampling]) -> dict[str, tuple[float, str, int]]:
+        return {one.full_name: (one.rate, one.style, len(self._sources[one.full_name])) for one in samplings}
 
     def _batch(self, draws: list[Draw], sources: Mapping[str, Source], size: int) -> Batch | None:
         if not draws:

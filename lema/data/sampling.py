@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Strict
 
 from lema.errors import ConfigError
 
-__all__ = ["Sampling", "SamplingError", "Style", "check_rates"]
+__all__ = ["Sampling", "SamplingError", "Style", "check_rates", "rates_of"]
 
 TOLERANCE = 1e-6  # of the sum of the rates; rates like 0.3333333 are meant to sum to 1
 
@@ -78,6 +78,11 @@ class Sampling:
     def full_name(self) -> str:
         """Name and suffix: what the data set is looked up by, and the name of its directory where it is packed."""
         return self.name + self.suffix
+
+
+def rates_of(samplings: Sequence[Sampling]) -> dict[str, float]:
+    """Return the rate of each data set, by its `full_name`."""
+    return {sampling.full_name: sampling.rate for sampling in samplings}
 
 
 def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:

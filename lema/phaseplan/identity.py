@@ -8,33 +8,37 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lema.data.start import Start
+from lema.phaseplan.samples import starts_of
+
 if TYPE_CHECKING:
-    from lema.phaseplan.phase import LoRAConfig
     from lema.phaseplan.plan import PhasePlan
 
 __all__ = ["differences_between", "fingerprint_of", "numbers_of"]
 
-_FORMAT = 1  # of the numbers; another one when what a setting means has changed
+_FORMAT = 2  # of the numbers; another one when what a setting means has changed
 _NOTHING = "nothing"
 
 
 def numbers_of(plan: PhasePlan, num_phases: int | None = None) -> dict[str, Any]:
     """Return what decides the numbers of a run: as plain JSON types, with every default and fraction worked out.
 
-    Names, the micro-batch size and tokens that are less than a step change none, and are not in it.
+    Names, the micro-batch size, what the last phase saves and tokens that are less than a step change none, and are not
+    in it.
 
     Args:
         plan: the plan.
         num_phases: of the first so many phases; None: of all.
     """
-    phases = [_of_phase(plan, index) for index in range(len(plan.phases))][:num_phases]
+    starts = starts_of(plan)
+    phases = [_of_phase(plan, index, starts[index]) for index in range(len(plan.phases))][:num_phases]
     same = {"seed": plan.seed, "batch_size": plan.batch_size, "block_size": plan.block_size}
     plain: dict[str, Any] = json.loads(json.dumps({"format": _FORMAT, **same, "phases": phases}, allow_nan=False))
     return plain
 
 
-def _of_phase(plan: PhasePlan, index: int) -> dict[str, Any]:
-    phase, steps = plan.phases[index], plan.steps(index).steps
+def _of_phase(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[str, Any]:
+    phase, steps, fade = plan.phases[index], plan.steps(index).steps, plan.fade(index)
     return {
         "trains": phase.trains,
         "trainable": None if phase.trainable is None else sorted(set(phase.trainable)),
@@ -47,14 +51,12 @@ def _of_phase(plan: PhasePlan, index: int) -> dict[str, Any]:
         "schedule_start": phase.schedule_start,
         **asdict(phase.spans(steps)),
         "optimizer": phase.optimizer,
-        "lora": None if phase.adapters is None else _of_adapters(phase.adapters),
+        "lora": None if phase.adapters is None else phase.adapters.numbers(),
         "merge": phase.merge,
+        "rounding": (phase.rounding or "nearest") if phase.merge else None,
+        "fade": None if fade is None else {"samples": fade.samples, "shape": fade.shape},
+        "data": {name: start._asdict() for name, start in starts.items()},
     }
-
-
-def _of_adapters(adapters: LoRAConfig) -> dict[str, Any]:
-    targets = adapters.target_modules
-    return adapters.model_dump() | {"target_modules": sorted(set(targets)) if isinstance(targets, list) else targets}
 
 
 def fingerprint_of(numbers: Mapping[str, Any]) -> str:

@@ -25,9 +25,9 @@ _ELSEWHERE = {
     "decay": ("decay_pct", "decay_ratio", "decay_steps"),
     "tail": ("constant_pct",),
     "schedule": ("lr_scheduler_type", "schedule_type", "scheduler"),
-    "rank": ("r", "lora_rank"),
-    "alpha": ("lora_alpha",),
-    "target_modules": ("targets", "lora_target_modules"),
+    "rank": ("r",),
+    "target_modules": ("targets",),
+    "init": ("init_lora_weights",),
     "learning_rate": ("lr",),
     "rate": ("weight", "ratio", "proportion"),
 }
@@ -86,7 +86,9 @@ def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool =
 
 def unknown_part(key: str, known: Iterable[str]) -> Problem:
     """Return the problem of a key that is no setting, with the nearest name."""
-    known, meant = list(known), _MEANT.get(key.lower().replace("-", "_"))
+    known, lowered = list(known), key.lower().replace("-", "_")
+    bare = lowered.removeprefix("lora_")  # as adapters are set where they have no settings of their own
+    meant = bare if bare != lowered and bare in known else _MEANT.get(lowered)
     near = [meant] if meant in known else nearest(key, known)
     how = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
     return Problem(key, f"unknown setting {key!r}", how)

@@ -3,33 +3,22 @@
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
 from lema.data.sampling import Sampling, SamplingError, check_rates
 from lema.errors import ConfigError
-from lema.phaseplan.nested import Several, as_problem, every_problem, part, unknown_part
+from lema.phaseplan.adapters import LoRAConfig
+from lema.phaseplan.nested import Several, as_problem, part, unknown_part
+from lema.phaseplan.samples import FadeConfig
 from lema.phaseplan.selection import selection_problems
+from lema.phaseplan.settings import PhaseSettings, Tokens, must_name
 from lema.problems import Problem, SettingsError
 from lema.schedules import Spans, spans_of
-from lema.settingtypes import Count, NameList, NotNegative, Targets
+from lema.settingtypes import Count, NameList, NotNegative
 
-__all__ = ["LoRAConfig", "Mixture", "Phase", "PhaseSettings", "Tokens"]
+__all__ = ["Mixture", "Phase"]
 
 PARTS = ("warmup", "decay", "tail")
-
-
-def _tokens(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():  # YAML reads 1e9 as a float
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-        raise ValueError(f"must be at least 1, not {value}; leave out what is not trained on")
-    return value
-
-
-def _named(value: Any) -> Any:
-    if value in ([], (), ""):
-        raise ValueError("must name something that trains, and is empty; name modules, or leave it out")
-    return value
 
 
 def _items(value: Any) -> Any:
@@ -51,41 +40,11 @@ def _sampling(**values: Any) -> Sampling:
         raise SettingsError([Problem(error.where, error.what, error.how)]) from error
 
 
-Tokens = Annotated[Count, BeforeValidator(_tokens)]
 Mixture = list[Annotated[InstanceOf[Sampling], part(Sampling, _sampling)]]
 # Steps, or a fraction of all steps.
 Length = NotNegative | Annotated[float, Field(ge=0, lt=1)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Positive = Annotated[float, Field(gt=0)]
-
-
-class PhaseSettings(BaseModel):
-    """Settings that say every problem at once, those of what is inside them too, as one `SettingsError`."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    def __init__(self, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        except ValidationError as error:
-            raise SettingsError(every_problem(error, type(self))) from error
-
-
-class LoRAConfig(PhaseSettings):
-    """The adapters of a phase (LoRA, arXiv:2106.09685).
-
-    Raises:
-        SettingsError: a setting is unknown or out of range.
-    """
-
-    rank: Count = 16
-    """Rank of the adapter's two matrices."""
-    alpha: Positive = 16.0
-    """Adapters are scaled by alpha / rank."""
-    target_modules: Annotated[Targets | None, BeforeValidator(_named)] = None
-    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
 
 
 class Phase(PhaseSettings):
@@ -122,12 +81,22 @@ class Phase(PhaseSettings):
     """`reset`: begin with empty moments. `carry`: what trained in the phase before keeps its own."""
     lora: Annotated[LoRAConfig | None, part(LoRAConfig, optional=True)] = None
     """The adapters, where `trains` is `lora`; None: the default ones."""
-    trainable: Annotated[NameList | None, BeforeValidator(_named)] = None
+    trainable: Annotated[NameList | None, BeforeValidator(must_name)] = None
     """Modules to train, by the ends of their names; None: all of those in `layers`."""
     layers: Annotated[list[int | str] | None, BeforeValidator(_items)] = None
     """Layers to train: numbers from 0, "first:N", "last:N", "embeddings", "head"; None: all that have a `trainable`."""
     merge: bool = False
     """Merge the adapters of the phases before into the weights, before this phase begins."""
+    rounding: Literal["nearest", "stochastic"] | None = None
+    """How merged weights are rounded to their type, with `merge`; None: nearest. What is small beside a weight in half
+    precision is lost to the nearest, and kept on average by stochastic."""
+    fade: Annotated[FadeConfig | None, part(FadeConfig, optional=True)] = None
+    """How the mixture comes in for that of the phase before: `{steps: 100, shape: cosine}`; None: at once."""
+    data: Literal["continue", "restart"] = "continue"
+    """`continue`: go on with each data set where the phases before left it, so that no row comes again before all have
+    come. `restart`: begin with each in an order of its own."""
+    save: Literal["model", "delta"] | None = None
+    """What the last phase leaves, where it trains weights: a whole model, or what it trained alone; None: the model."""
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +118,13 @@ class Phase(PhaseSettings):
         if self.trains != "lora" and self.lora is not None:
             how = f"set trains: lora, or leave lora out (trains is {self.trains})"
             problems.append(Problem("lora", "lora describes adapters, and none train", how))
+        if self.rounding is not None and not self.merge:
+            problems.append(
+                Problem("rounding", "rounding is of what is merged, and nothing is", "set merge: true, or leave it out")
+            )
+        if self.trains == "lora" and self.save is not None:
+            what = "save is of weights that train, and this phase ends with an adapter"
+            problems.append(Problem("save", what, "leave save out"))
         try:
             check_rates(self.mixture)
         except ConfigError as error:

@@ -8,18 +8,21 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lema.data.fade import Fade, faded_rates
+from lema.data.start import Start
 from lema.errors import ConfigError
 from lema.globalbatch import GlobalBatch, TokenSteps, solve_batch, steps_of
-from lema.phaseplan.agreement import between_phases
+from lema.phaseplan.agreement import between_phases, what_is_carried
 from lema.phaseplan.identity import differences_between, fingerprint_of, numbers_of
 from lema.phaseplan.nested import Several, as_problem, part, placed
 from lema.phaseplan.outlook import PlanWarning, plan_warnings
-from lema.phaseplan.phase import Phase, PhaseSettings
-from lema.phaseplan.places import yaml_places
+from lema.phaseplan.phase import Phase
+from lema.phaseplan.places import from_yaml
+from lema.phaseplan.samples import counts_of, fade_of, fade_too_long, starts_of
+from lema.phaseplan.settings import PhaseSettings
 from lema.problems import Problem, SettingsError
 from lema.schedules import factor_of
 from lema.settingtypes import Count
-from lema.yamlfile import read_yaml
 
 __all__ = ["Boundary", "PhasePlan", "Place"]
 
@@ -118,6 +121,7 @@ class PhasePlan(PhaseSettings):
                 key = f"{path}.schedule_steps"
                 what = f"{key}: the schedule has {phase.schedule_steps} steps, and the phase ends at {ends}"
                 yield Problem(key, what, "make it longer, or lower schedule_start or tokens")
+            yield from fade_too_long(phase, steps, self.batch_size, self.block_size, f"{path}.fade")
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
@@ -126,11 +130,7 @@ class PhasePlan(PhaseSettings):
         Raises:
             ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
         """
-        values = {**read_yaml(path).values, **overrides}
-        try:
-            return cls(**values)
-        except SettingsError as error:
-            raise placed(error, yaml_places(path), overrides) from error.__cause__
+        return from_yaml(cls, path, overrides)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Self:
@@ -223,6 +223,26 @@ class PhasePlan(PhaseSettings):
     def learning_rate(self, index: int, step: int) -> float:
         """Return the learning rate of a step counted from 0 in its phase."""
         return self.phases[index].learning_rate * self.factor(index)(step)
+
+    def rates(self, index: int, step: int) -> dict[str, float]:
+        """Return the rate of each data set, by name, at the first sample of a step counted from 0 in its phase."""
+        return faded_rates(self.phases[index].mixture, fade_of(self, index), step * self.batch_size)
+
+    def fade(self, index: int) -> Fade | None:
+        """Return the fade that a phase begins with, as `lema.data.mixture.Mixture` takes it."""
+        return fade_of(self, index)
+
+    def starts(self, index: int) -> dict[str, Start]:
+        """Return where a phase begins with each data set, as `lema.data.mixture.Mixture` takes it."""
+        return starts_of(self)[index]
+
+    def counts(self, index: int) -> dict[str, int]:
+        """Return how many rows of a phase each data set gives, by name."""
+        return counts_of(self, index)
+
+    def carried(self, index: int) -> str:
+        """Return in words which moments of the optimizer a phase begins with."""
+        return what_is_carried(self.phases[index - 1] if index else None, self.phases[index])
 
     def warnings(self, num_processes: int = 1) -> tuple[PlanWarning, ...]:
         """Return what to look at before the run: `lema.phaseplan.outlook.plan_warnings`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lema.problems import Problem, SettingsError, nearest
 
-__all__ = ["Selection", "layer_selection", "selection_problems"]
+__all__ = ["Selection", "layer_selection", "may_overlap", "selection_problems"]
 
 _ENDS = ("embeddings", "head")
 _FORMS = 'use a layer\'s number from 0 on, "first:2", "last:4", "embeddings" or "head"'
@@ -96,3 +96,45 @@ def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
     if num_layers is not None and count > num_layers:
         return f"is {item!r}, and the model has {num_layers} layers", f"write {side}:{num_layers} or less"
     return None
+
+
+Choice = tuple[Sequence[int | str] | None, Sequence[str] | None]
+
+
+def may_overlap(one: Choice, other: Choice) -> bool:
+    """Whether two phases may train the same weight; false where they cannot, whatever the model.
+
+    Args:
+        one: `layers` and `trainable` of one phase.
+        other: of the other.
+    """
+    (layers, ends), (others, other_ends) = one, other
+    if set(_ENDS) & set(layers or ()) & set(others or ()):
+        return True
+    if ends is not None and other_ends is not None and not any(_same_module(a, b) for a in ends for b in other_ends):
+        return False
+    first, second = _layers_of(layers), _layers_of(others)
+    if not (first is None or second is None):
+        return bool(first & second)
+    return first != frozenset() and second != frozenset()
+
+
+def _same_module(end: str, other: str) -> bool:
+    """Whether a module's name may end with both."""
+    return f".{end}".endswith(f".{other}") or f".{other}".endswith(f".{end}")
+
+
+def _layers_of(items: Sequence[int | str] | None) -> frozenset[int] | None:
+    """The decoder layers that a selection has in every model; None: which they are depends on the model."""
+    if items is None:
+        return None
+    found: set[int] = set()
+    for item in items:
+        if isinstance(item, int):
+            found.add(item)
+        elif item not in _ENDS:
+            side, count = _span(item)
+            if side == "last":
+                return None
+            found.update(range(count))
+    return frozenset(found)

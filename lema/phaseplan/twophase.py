@@ -9,14 +9,15 @@ from pydantic import Field, model_validator
 from lema.data.sampling import Sampling, check_rates
 from lema.errors import ConfigError
 from lema.globalbatch import steps_of
-from lema.phaseplan.nested import Several, as_problem, part, placed
-from lema.phaseplan.phase import PARTS, LoRAConfig, Mixture, Phase, PhaseSettings, Tokens
-from lema.phaseplan.places import yaml_places
+from lema.phaseplan.adapters import LoRAConfig
+from lema.phaseplan.nested import Several, as_problem, part
+from lema.phaseplan.phase import PARTS, Mixture, Phase
+from lema.phaseplan.places import from_yaml
 from lema.phaseplan.plan import PhasePlan
+from lema.phaseplan.settings import PhaseSettings, Tokens
 from lema.problems import Problem, SettingsError
 from lema.schedules import SCHEDULES, takes
 from lema.settingtypes import Count
-from lema.yamlfile import read_yaml
 
 __all__ = ["LoRATrainerConfig"]
 
@@ -142,14 +143,7 @@ class LoRATrainerConfig(PhaseSettings):
         Raises:
             ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
         """
-        values = {**read_yaml(path).values, **overrides}
-        try:
-            return cls(**values)
-        except SettingsError as error:
-            places = yaml_places(path)
-            for one, many in _SINGULAR.items():
-                places |= {many + key.removeprefix(one): at for key, at in places.items() if _is_in(key, one)}
-            raise placed(error, places, overrides) from error.__cause__
+        return from_yaml(cls, path, overrides, _SINGULAR)
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
@@ -200,7 +194,3 @@ def _having(part_name: str) -> str:
 
 def _stages(entries: list[Any]) -> str:
     return f"{len(entries)} stage{'' if len(entries) == 1 else 's'}"
-
-
-def _is_in(key: str, setting: str) -> bool:
-    return key == setting or key.startswith((f"{setting}[", f"{setting}."))

@@ -194,6 +194,10 @@ BAD = [
     (phase(name="a/b"), "name", "name", ""),
     (phase(dataset="a"), "dataset", "unknown setting", "did you mean mixture?"),
     (phase(zzz=1), "zzz", "unknown setting", "there are name, trains"),
+    (phase(rounding="stochastic"), "rounding", "nothing is", "set merge: true"),
+    (phase(rounding="up"), "rounding", "one of 'nearest' or 'stochastic'", ""),
+    (phase("lora", save="model"), "save", "ends with an adapter", "leave save out"),
+    (phase(save="weights"), "save", "one of 'model' or 'delta'", ""),
 ]
 
 
@@ -213,6 +217,17 @@ BETWEEN = [
     ((phase("lora"), phase("lora", merge=True, optimizer="carry")), "phases[1].optimizer", "are new"),
     ((phase("lora"), phase("full")), "phases[1].merge", "set merge: true"),
     ((phase("lora"), phase("lora", lora={"rank": 4})), "phases[1].lora", "merge: true"),
+    ((phase(save="delta"), phase("lora")), "phases[0].save", "set it in the last phase"),
+    (
+        (phase(None, layers=[0, "head"]), phase(None, layers=[1], optimizer="carry")),
+        "phases[1].optimizer",
+        "carry, and the phase before trains 0, head, so that nothing of this one has moments",
+    ),
+    (
+        (phase(None, trainable=["q_proj"]), phase(None, trainable=["v_proj"], optimizer="carry")),
+        "phases[1].optimizer",
+        "the phase before trains q_proj of the layers",
+    ),
 ]
 
 
@@ -226,7 +241,57 @@ def test_what_one_phase_leaves_the_next_must_fit(phases: tuple[dict[str, Any], .
 def test_phases_that_fit_are_taken() -> None:
     plan(phase("full"), phase(None, layers=["last:1"], optimizer="carry"), phase("full", optimizer="carry"))
     plan(phase("lora"), phase("lora", optimizer="carry"), phase("full", merge=True), phase("lora"))
-    plan(phase("full"), phase("lora"), phase("lora", merge=True, lora={"rank": 4}))
+    plan(phase("full"), phase("lora"), phase("lora", merge=True, lora={"rank": 4}, rounding="stochastic"))
+    plan(phase("lora"), phase("full", merge=True, save="delta"))
+
+
+SELECTIONS = [
+    ((["last:1"], None), ([0], None), True),  # of a model with one layer
+    ((["first:2"], None), ([1], None), True),
+    ((["first:2"], None), ([2], None), False),
+    ((["first:2"], None), ([2, "last:1"], None), True),
+    ((["embeddings"], None), (["embeddings", 3], None), True),
+    ((["embeddings"], None), (["head"], None), False),
+    ((["head"], None), (["last:2"], None), False),
+    ((["head"], None), (None, ["q_proj"]), False),
+    (([1], ["q_proj"]), (None, ["self_attn.q_proj"]), True),
+    (([1], ["q_proj"]), (None, ["mlp.q_proj", "k_proj"]), True),
+    (([1], ["q_proj"]), ([1], ["kq_proj"]), False),
+    (([1], ["a.q_proj"]), ([1], ["b.q_proj"]), False),
+    (([1, "head"], ["q_proj"]), ([2, "head"], ["k_proj"]), True),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "overlap"), SELECTIONS)
+def test_moments_are_carried_where_two_selections_may_share_a_weight(one: Any, other: Any, overlap: bool) -> None:
+    def of(choice: Any, **options: Any) -> dict[str, Any]:
+        return phase(
+            None, **{key: value for key, value in zip(("layers", "trainable"), choice, strict=True) if value}, **options
+        )
+
+    for before, after in ((one, other), (other, one)):
+        phases = (of(before), of(after, optimizer="carry"))
+        if overlap:
+            assert "those of what both phases train" in plan(*phases).carried(1)
+        else:
+            assert list(problems(lambda given_phases=phases: plan(*given_phases))) == ["phases[1].optimizer"]
+
+
+def test_what_is_carried_is_said() -> None:
+    found = plan(
+        phase("full"),
+        phase("full", optimizer="carry"),
+        phase(None, layers=["last:2"], optimizer="carry"),
+        phase("lora"),
+        phase("lora", optimizer="carry"),
+    )
+    assert [found.carried(index) for index in range(5)] == [
+        "none: the optimizer begins anew",
+        "those of every weight",
+        "those of what both phases train: of last:2, as far as every weight trained before",
+        "none: the optimizer begins anew",
+        "those of the adapters",
+    ]
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -268,8 +333,11 @@ NUMBERS = [
     ({}, {"mixture": [{"name": "almanac", "rate": 1.0, "style": "PMD"}]}),
     ({}, {"trainable": ["q_proj"], "trains": "selection"}),
     ({}, {"trains": "lora"}),
+    ({}, {"trains": "lora", "lora": {"dropout": 0.1}}),
 ]
 SAME = [
+    ({}, {"save": "delta"}),
+    ({}, {"data": "restart"}),
     ({"micro_batch_size": 2}, {}),
     ({}, {"name": "other"}),
     ({}, {"tokens": 11 * STEP - 1}),
@@ -287,6 +355,13 @@ def test_what_decides_numbers_changes_the_fingerprint(outer: dict[str, Any], inn
 @pytest.mark.parametrize(("outer", "inner"), SAME)
 def test_what_decides_no_number_leaves_the_fingerprint(outer: dict[str, Any], inner: dict[str, Any]) -> None:
     assert plan(phase(**inner), **outer).fingerprint() == plan(phase()).fingerprint()
+
+
+def test_rounding_decides_numbers_where_something_is_merged() -> None:
+    def merged(**options: Any) -> str:
+        return plan(phase("lora"), phase("lora", merge=True, **options)).fingerprint()
+
+    assert merged() == merged(rounding="nearest") != merged(rounding="stochastic")
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:

@@ -22,7 +22,7 @@ RATES = st.lists(st.floats(1e-4, 1), min_size=1, max_size=7).map(
 ORDER = [7, 3, 5, 4, 6, 0, 2, 1, 9, 8]
 EPOCHS = [1, 4, 3, 0, 2, 0, 3, 4, 1, 2]
 SLOTS = [("b", 0), ("a", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2), ("c", 1), ("a", 3), ("b", 2), ("a", 4)]
-SAMPLES = [("b", 84), ("a", 232), ("a", 106), ("c", 191), ("b", 91)]
+SAMPLES = [("b", 0), ("a", 0), ("a", 1), ("c", 0), ("b", 1)]
 
 
 @pytest.mark.parametrize("style", ["PMD", "pmd", "Pmd", Style.PMD])
@@ -200,7 +200,12 @@ def test_samples_of_a_window_are_its_slots_in_another_order(rates: dict[str, flo
     samples = [turns.sample(index) for index in range(first, first + WINDOW)]
     slots = [turns.slot(slot) for slot in range(first, first + WINDOW)]
     assert sorted(samples) == sorted(slots)
-    assert len(rates) == 1 or samples != slots
+    most = max(Counter(name for name, _ in slots).values())
+    assert WINDOW - most < 20 or samples != slots  # the odds that so many come in the same order are none
+    taken: dict[str, list[int]] = {}
+    for name, which in samples:
+        taken.setdefault(name, []).append(which)
+    assert all(numbers == list(range(numbers[0], numbers[0] + len(numbers))) for numbers in taken.values())
     before, after = turns.counts(first), turns.counts(first + rest)
     given_by = Counter(name for name, _ in samples[:rest])
     assert {name: after[name] - before[name] for name in rates} == {name: given_by[name] for name in rates}
