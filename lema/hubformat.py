@@ -16,11 +16,10 @@ from lema.errors import ConfigError
 from lema.header import DTYPE_BITS
 from lema.rewrite import METADATA
 from lema.tensorfile import TensorFile, TensorSpec, disk_error
-from lema.weights import INDEX_NAME, SINGLE_NAME
 
 __all__ = ["Tensors", "appearing", "free_directory", "shards_of", "write_shards"]
 
-SHARD_NAME = "model-{:05}-of-{:05}.safetensors"  # the hub's
+SHARD_NAME = "{}-{:05}-of-{:05}.safetensors"  # the hub's, of "model"
 
 
 class Tensors(Protocol):
@@ -65,12 +64,21 @@ def _bytes(spec: TensorSpec) -> int:
     return prod(shape) * DTYPE_BITS[dtype] // 8
 
 
-def write_shards(directory: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Tensors) -> None:
-    """Write each shard, and where there are several the index of which tensor is where."""
+def write_shards(
+    directory: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Tensors, stem: str = "model"
+) -> None:
+    """Write each shard, and where there are several the index of which tensor is where.
+
+    Args:
+        directory: where to.
+        shards: the tensors of each file.
+        tensors: gives their bytes.
+        stem: of the files' names; those of a model begin with "model".
+    """
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(shards, start=1):
-        file = directory / (SINGLE_NAME if single else SHARD_NAME.format(number, len(shards)))
+        file = directory / (f"{stem}.safetensors" if single else SHARD_NAME.format(stem, number, len(shards)))
         with TensorFile(file, specs, METADATA) as out:
             for name, _, _ in specs:
                 out.write(name, tensors.pieces(name))
@@ -78,7 +86,9 @@ def write_shards(directory: Path, shards: Sequence[Sequence[TensorSpec]], tensor
     if not single:
         size = sum(_bytes(spec) for specs in shards for spec in specs)
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (directory / f"{stem}.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Adapters: PEFT's own layers, attached to a model whose weights are not there."""
+"""Adapters: PEFT's own layers, attached to a model whose weights are not there.
+
+Four functions are the whole of it: `param_filter` says what would be adapted, `inject_lora_params` attaches,
+`count_lora_params` counts, and `merge_lora_params` gives the weights of a model in memory with the adapter taken up.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,21 @@ from transformers.pytorch_utils import Conv1D
 
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
+from lema.loramerge import WRAPPED, merge_in_place, merge_lora_params
 from lema.peftoptions import SETTING_OF
 from lema.skeleton import EmptyOnMeta, find_layers
 from lema.targets import default_targets
 from lema.trained import Read, check_attached, check_saved_modules, make_real, take_off
 
-__all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config"]
+__all__ = [
+    "configured_lora",
+    "count_lora_params",
+    "inject_lora_params",
+    "lora_config",
+    "merge_in_place",
+    "merge_lora_params",
+    "param_filter",
+]
 
 BASE_LAYER = ".base_layer"  # where PEFT keeps the module it wraps
 
@@ -119,6 +132,33 @@ def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
             where="lora_layers_to_transform",
             how=f"layers are counted from 0, to {len(layers) - 1}",
         )
+
+
+def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
+
+    Args:
+        model: without adapters; its weights may be on `meta`.
+        config: PEFT's, such as `lora_config` returns.
+
+    Raises:
+        ModelError: nothing would be; names what could.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    bare: PreTrainedModel = deepcopy(model, {id(tensor): _bare(tensor) for tensor in tensors})
+    with torch.random.fork_rng(devices=()):
+        _attach(bare, deepcopy(config))
+    adapted = {
+        WRAPPED.sub("", f"{name}.{part.parameter_name if isinstance(part, ParamWrapper) else 'weight'}")
+        for name, part in bare.named_modules()
+        if isinstance(part, LoraLayer)
+    }
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in adapted]
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 def inject_lora_params(

@@ -11,8 +11,8 @@ import torch
 from lema.fulltraining import FullTraining
 from lema.hubformat import appearing, free_directory, shards_of, write_shards
 from lema.model import LemaModel
-from lema.prepare import visit_order
-from lema.rewrite import bytes_of, cast_pieces, copy_companions, stored_name, write_config
+from lema.rewrite import bytes_of, cast_pieces, copy_companions, write_config
+from lema.storedmodel import rewritten_config, tensor_specs
 
 __all__ = ["save_trained"]
 
@@ -38,11 +38,7 @@ def save_trained(
     out = free_directory(out_dir, max_shard_size)
     skeleton, records, dtypes = model.skeleton, model.records, model.dtypes
     tied = skeleton.all_tied_weights_keys
-    specs = [
-        (name, stored_name(name, dtypes[name]), tuple(tensor.shape))
-        for name in visit_order(skeleton)
-        if name in records and name not in tied and (tensor := skeleton.get_parameter_or_buffer(name)) is not None
-    ]
+    specs = [spec for spec in tensor_specs(skeleton, records, dtypes) if spec[0] not in tied]
 
     class Trained:
         def pieces(self, name: str) -> Iterable[memoryview]:
@@ -53,6 +49,6 @@ def save_trained(
 
     with appearing(out) as partial, torch.no_grad():
         write_shards(partial, shards_of(specs, max_shard_size), Trained())
-        copy_companions(model.directory, partial, code=False)
-        write_config(model.directory / "config.json", partial, {"quantization_config": None})
+        copy_companions(model.directory, partial, code=model.trusted)
+        write_config(model.directory / "config.json", partial, rewritten_config(model.config.dtype))
     return out
