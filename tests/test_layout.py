@@ -291,6 +291,7 @@ def test_replicas_are_compared_bit_by_bit() -> None:
         {"kind": "fused", "tp": 2},
         {"kind": "fused", "tp": 2, "parts": [[1]]},
         {"kind": "fused", "tp": 2, "parts": [[4, {"kind": "row", "tp": 2, "dim": 1}]]},
+        {"kind": "fused", "tp": 2, "parts": [[4, {"kind": "column", "tp": 2, "size": 4}]]},
         {"kind": "row", "tp": -1},
     ],
 )
