@@ -7,7 +7,7 @@ released slot is filled with NaN, so that a use after release cannot pass unseen
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -110,6 +110,7 @@ class CpuBackend:
         device: `"cpu"`.
         options: layers are not divided.
         poison: copy into private slots and fill them with NaN on release.
+        joined: the other processes, and what leaves them; None: those that `torchrun` started are joined.
 
     Raises:
         BackendUnavailable: a device number was given; this backend has one device.
@@ -117,7 +118,14 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, device: str = "cpu", options: BackendOptions | None = None, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: str = "cpu",
+        options: BackendOptions | None = None,
+        *,
+        poison: bool = False,
+        joined: tuple[Replicas, Callable[[], None]] | None = None,
+    ) -> None:
         if device != "cpu":
             raise BackendUnavailable(
                 "the cpu backend has one device", where=f"device: {device}", how="write device: cpu"
@@ -125,7 +133,7 @@ class CpuBackend:
         (options or BackendOptions()).refuse_parts(self.name)
         self._poison = poison
         self._parallel = SingleProcess()
-        self._replicas, self._leave = join("gloo")
+        self._replicas, self._leave = joined or join("gloo")
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,178 @@
+"""A model whose adapters are attached, divided among the ranks: `lema.backend.Parallel` over a communication group.
+
+Adapters are attached to the whole model first, with the numbers PEFT draws for it; then both are cut. So an adapter
+begins the same on any number of ranks, bit for bit as on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lema.errors import ConfigError, ModelError
+from lema.layout import KvLayout
+from lema.skeleton import find_layers
+from lema.tpplan import layouts_of_model
+from lema_neuron.boundary import SEQUENCE
+from lema_neuron.comm import Comm
+from lema_neuron.gradients import global_norm, mark, part_of, reduce_gradients
+from lema_neuron.mappings import gather_sequence, scatter_to_group
+from lema_neuron.parallelize import TensorParallel
+from lema_neuron.peft.layer import ParallelLinear
+from lema_neuron.peft.refusals import check_config
+from lema_neuron.shares import replicated_part
+
+__all__ = ["Division"]
+
+ADAPTER = "default"
+
+
+class Division:
+    """How the layers of one model lie over a group.
+
+    Args:
+        comm: the group; every rank makes the same calls in the same order.
+        sequence_parallel: between attention and MLP each rank has its share of the tokens.
+        kv_layout: where copies of key and value heads lie, if there are fewer of them than ranks.
+    """
+
+    def __init__(self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile") -> None:
+        self._comm, self._kv_layout = comm, kv_layout
+        self._sequence_parallel = sequence_parallel and comm.size > 1
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self._comm.size
+
+    def shard(self, layer: nn.Module) -> None:
+        """Put this rank's share in the place of every decoder layer's modules, and of the adapters on them.
+
+        Args:
+            layer: the model; its layers are on `meta`, its adapters real, or there are none.
+
+        Raises:
+            ModelError: the model has no tensor-parallel plan, or the plan does not cover a module; it is named.
+            ConfigError: something cannot be cut for so many ranks, or the adapter is not exact when it is cut.
+        """
+        if not isinstance(layer, PreTrainedModel):
+            if self.size == 1:
+                return
+            raise ModelError("layers are divided by the plan of their model", where=type(layer).__name__)
+        model = layer
+        adapters = _take_off(model)
+        plan = TensorParallel(
+            model,
+            self._comm,
+            dict(model.tp_plan or {}),
+            layouts_of_model(model, self.size, self._kv_layout),
+            self._sequence_parallel,
+        )
+        for one in find_layers(model)[1]:
+            plan.shard(one)
+        for name, adapter in adapters.items():
+            model.set_submodule(name, _put_back(model.get_submodule(name), adapter, name, self._comm))
+        mark(model, self._comm)
+        for parameter in model.parameters():
+            if (layout := part_of(parameter).layout) is not None:
+                parameter.parallel_layout = layout  # type: ignore[attr-defined]
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of which each rank has formed a part only."""
+        reduce_gradients(self._marked(parameters))
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients of the group: what several ranks hold alike counts once."""
+        return global_norm(self._marked(parameters), self._comm)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in rank order."""
+        return list(self._comm.all_gather(tensor.unsqueeze(0), 0).unbind(0))
+
+    def enter_layers(self, hidden: Tensor) -> Tensor:
+        """Return this rank's share of the tokens, under sequence parallelism; else all of them."""
+        return scatter_to_group(hidden, self._comm, SEQUENCE) if self._sequence_parallel else hidden
+
+    def leave_layers(self, hidden: Tensor) -> Tensor:
+        """Return the tokens of all ranks; what follows is the same on every rank."""
+        if not self._sequence_parallel:
+            return hidden
+        return gather_sequence(hidden, self._comm, SEQUENCE, partial=False)
+
+    def _marked(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Say of parameters that nothing was said of, outside the layers, that every rank has the whole of them."""
+        found = list(parameters)
+        for parameter in found:
+            if getattr(parameter, "tensor_part", None) is None:
+                parameter.tensor_part = replicated_part(self._comm, partial=False)  # type: ignore[attr-defined]
+        return found
+
+
+def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    """Put the modules that adapters wrap back in their places; return the adapters by the names of these."""
+    config: LoraConfig | None = getattr(model, "peft_config", {}).get(ADAPTER)
+    if config is None:
+        return {}
+    check_config(config)
+    inside = f"{find_layers(model)[0]}."
+    found = {
+        name: module
+        for name, module in list(model.named_modules())
+        if isinstance(module, LoraLayer) and name.startswith(inside)
+    }
+    for name, adapter in found.items():
+        base = adapter.get_base_layer()
+        if not isinstance(base, nn.Linear) or getattr(adapter, "lora_embedding_A", None):
+            raise ConfigError(
+                f"an adapter on {name}, which is no linear module, cannot be divided among processes",
+                where="lora_target_modules",
+                how="name linear modules of attention and of the dense network",
+            )
+        model.set_submodule(name, base)
+    return found
+
+
+def _put_back(base: nn.Module, adapter: LoraLayer, name: str, comm: Comm) -> nn.Module:
+    """Return an adapter over a module that has been divided, with this rank's share of its values."""
+    factors = {
+        f"{kind}.{ADAPTER}.{one}": parameter
+        for kind in ("lora_A", "lora_B")
+        for one, parameter in getattr(adapter, kind)[ADAPTER].named_parameters()
+    }
+    with torch.device("meta"):
+        made = ParallelLinear(
+            base, ADAPTER, adapter.r[ADAPTER], lora_alpha=adapter.lora_alpha[ADAPTER], config=_config_of(adapter)
+        )
+    parts = made.parts()
+    for owner in ("lora_A", "lora_B"):
+        module = getattr(made, owner)[ADAPTER]
+        says = getattr(module, "parts", None)
+        parts |= {f"{owner}.{ADAPTER}.{one}": part for one, part in (says() if callable(says) else {}).items()}
+    for path, whole in factors.items():
+        owner, _, leaf = path.rpartition(".")
+        held = parts[path].shard(whole.detach(), comm.rank)
+        setattr(made.get_submodule(owner), leaf, nn.Parameter(held.clone(), requires_grad=whole.requires_grad))
+    made.train(cast(nn.Module, adapter).training)
+    assert not any(one.is_meta for one in made.lora_A.parameters()), f"{name} was left without values"
+    return made
+
+
+def _config_of(adapter: LoraLayer) -> LoraConfig:
+    dropout = adapter.lora_dropout[ADAPTER]
+    return LoraConfig(
+        lora_dropout=float(getattr(dropout, "p", 0.0)),
+        use_rslora=bool(adapter.use_rslora.get(ADAPTER, False)),
+        lora_bias=bool(adapter.lora_bias.get(ADAPTER, False)),
+        init_lora_weights=False,
+    )

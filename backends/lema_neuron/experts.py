@@ -1,0 +1,91 @@
+"""The experts of a mixture over several ranks: each rank has a share of every expert's hidden features.
+
+Their weights are parameters of one module, `[experts, 2 * features, hidden]` and `[experts, hidden, features]`; the
+module computes with what it holds, and the sum over the ranks is its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lema.errors import ModelError
+from lema.layout import Layout, fused, places, shard
+from lema_neuron.boundary import SEQUENCE, enter
+from lema_neuron.comm import Comm
+from lema_neuron.mappings import reduce_from_group, reduce_scatter_sequence
+from lema_neuron.shares import local_size, sharded_part
+
+__all__ = ["EXPERTS", "shard_experts"]
+
+EXPERTS = "moe_tp_experts"  # the style of the whole module in a plan
+
+
+def shard_experts(module: nn.Module, styles: Mapping[str, str], path: str, comm: Comm, sequence_parallel: bool) -> None:
+    """Cut the parameters of a module of experts, and let it enter what it is given and sum what it returns.
+
+    Raises:
+        ModelError: one of its parameters is cut in a way that is not supported, or the weights are transposed.
+        ConfigError: one cannot be cut for so many ranks.
+    """
+    layouts: dict[str, Layout] = {}
+    for name, parameter in module.named_parameters():
+        style = styles.get(f"{path}.{name}")
+        if (
+            style not in ("packed_colwise", "rowwise")
+            or parameter.dim() != 3
+            or getattr(module, "is_transposed", False)
+        ):
+            raise ModelError(
+                f"the experts' parameter {name} has the style {style!r}, or a shape that is not supported",
+                where=f"{path}.{name} {list(parameter.shape)}",
+                how=f"keep the experts whole on every rank (whole: {path})",
+            )
+        layouts[name] = _layout(style, parameter, comm)
+    sizes = {name: parameter.shape[layouts[name].dim] for name, parameter in module.named_parameters()}
+    for name, layout in layouts.items():
+        full = module.get_parameter(name)
+        setattr(module, name, nn.Parameter(_cut(full.detach(), layout, comm.rank), requires_grad=full.requires_grad))
+    found = {name: sharded_part(layout, sizes[name], comm) for name, layout in layouts.items()}
+    module.parts = lambda: found  # type: ignore[assignment]
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        entered = {name: _enter(value, comm, sequence_parallel) for name, value in kwargs.items()}
+        return tuple(_enter(value, comm, sequence_parallel) for value in args), entered
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
+        if sequence_parallel:
+            return reduce_scatter_sequence(output, comm, SEQUENCE)
+        return reduce_from_group(output, comm)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _layout(style: str, parameter: nn.Parameter, comm: Comm) -> Layout:
+    if style == "rowwise":
+        layout = Layout("row", comm.size, 2)
+    else:
+        layout = fused([(parameter.shape[1] // 2, Layout("column", comm.size, 1))] * 2)
+    places(layout, parameter.shape[layout.dim], 0)  # says what cannot be cut
+    return layout
+
+
+def _cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    if not full.is_meta:
+        return shard(full, layout, rank)
+    shape = list(full.shape)
+    shape[layout.dim] = local_size(layout, shape[layout.dim])
+    return torch.empty(shape, dtype=full.dtype, device="meta")
+
+
+def _enter(value: Any, comm: Comm, sequence_parallel: bool) -> Any:
+    """Tokens' hidden states and routing weights bring partial gradients back; the experts' numbers bring none."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        return enter(value, comm, sequence_parallel)
+    return comm.all_gather(value, SEQUENCE) if sequence_parallel else value

@@ -1,0 +1,137 @@
+"""What is to be done with a parameter's gradient where layers lie over several ranks: a rule that is data.
+
+The rule of each parameter is its `Part`. Partial gradients are summed over the ranks that hold the parameter, then all
+are averaged over data-parallel ranks, then clipped by a norm in which copies count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lema.errors import ModelError
+from lema_neuron.comm import Comm
+from lema_neuron.shares import Part, replicated_part
+
+__all__ = ["average_gradients", "clip_gradients", "global_norm", "mark", "part_of", "parts", "reduce_gradients"]
+
+
+def parts(model: nn.Module, comm: Comm) -> dict[str, Part | None]:
+    """Return how each parameter lies, by its name in the model.
+
+    A module says it of its own and its children's parameters by a method `parts`; what none speaks of is as the nearest
+    module above has it in `whole_part` (None: its gradient cannot be told), and where that is nowhere, whole with a
+    complete gradient.
+    """
+    found: dict[str, Part | None] = {}
+    for prefix, module in model.named_modules():
+        says = getattr(module, "parts", None)
+        for name, part in (says() if callable(says) else {}).items():
+            found.setdefault(f"{prefix}.{name}" if prefix else name, part)
+    complete = replicated_part(comm, partial=False)
+    return {
+        name: found[name] if name in found else _inherited(model, name, complete)
+        for name, _ in model.named_parameters()
+    }
+
+
+def _inherited(model: nn.Module, name: str, found: Part | None) -> Part | None:
+    module = model
+    for step in name.split(".")[:-1]:
+        module = getattr(module, step)
+        found = getattr(module, "whole_part", found)
+    return found
+
+
+def mark(model: nn.Module, comm: Comm) -> None:
+    """Let every parameter carry its part; again whenever parameters were put in others' places.
+
+    Raises:
+        ModelError: one trains of whose gradient it cannot be told whether it is partial; it is named.
+    """
+    known = parts(model, comm)
+    for name, parameter in model.named_parameters():
+        if known[name] is None and parameter.requires_grad:
+            raise ModelError(
+                "this parameter, whole on every rank, cannot train inside a block that lies over ranks",
+                where=name,
+                how="freeze it, or train without tensor parallelism",
+            )
+        for attribute, value in {"tensor_part": known[name]}.items():
+            setattr(parameter, attribute, value)
+
+
+def part_of(parameter: nn.Parameter) -> Part:
+    """Return what `mark` gave a parameter.
+
+    Raises:
+        ModelError: nothing.
+    """
+    found: Part | None = getattr(parameter, "tensor_part", None)
+    if found is None:
+        raise ModelError(
+            "a parameter does not say how it lies over the tensor-parallel ranks",
+            where=f"shape {list(parameter.shape)}",
+            how="call lema_neuron.gradients.mark(model, comm) after parameters were made or replaced",
+        )
+    return found
+
+
+def reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum the gradients that are partial over the ranks their parameters' parts name, in place; all get the same bits.
+
+    One collective for each group and dtype. Every rank passes its parameters in one order.
+    """
+    groups: dict[tuple[int, torch.dtype], tuple[Comm, list[Tensor]]] = {}
+    for parameter, gradient in _with_gradients(parameters):
+        over = part_of(parameter).sum_over
+        if over is not None:
+            groups.setdefault((id(over), gradient.dtype), (over, []))[1].append(gradient)
+    for comm, gradients in groups.values():
+        _all_reduce(gradients, comm, 1)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], data: Comm) -> None:
+    """Average the gradients over data-parallel ranks, in place; after `reduce_gradients`, before the norm."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for _, gradient in _with_gradients(parameters):
+        kinds.setdefault(gradient.dtype, []).append(gradient)
+    for gradients in kinds.values():
+        _all_reduce(gradients, data, data.size)
+
+
+def _all_reduce(gradients: list[Tensor], comm: Comm, divisor: int) -> None:
+    if comm.size == 1:
+        return
+    total = comm.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients])) / divisor
+    start = 0
+    for gradient in gradients:
+        gradient.copy_(total[start : start + gradient.numel()].view_as(gradient))
+        start += gradient.numel()
+
+
+def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
+    """Return the 2-norm of all gradients of the whole model, copies counted once; the same bits on every rank."""
+    squares = [
+        gradient.float().square().sum() * part_of(parameter).counted
+        for parameter, gradient in _with_gradients(parameters)
+    ]
+    return comm.all_reduce(torch.stack(squares).sum()).sqrt() if squares else torch.zeros(())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, comm: Comm) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`, in place; return the norm before."""
+    kept = list(parameters)
+    norm = global_norm(kept, comm)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    for _, gradient in _with_gradients(kept):
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+def _with_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            yield parameter, parameter.grad

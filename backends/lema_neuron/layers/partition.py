@@ -1,0 +1,78 @@
+"""What the parallel layers share: their weights' values and attributes, and the arguments that none of them takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lema.errors import ConfigError
+from lema.layout import Layout, shard
+from lema_neuron.comm import Comm
+from lema_neuron.shares import local_size
+
+__all__ = ["Initial", "as_linear", "attribute", "partitioned", "refuse", "sequence_dim"]
+
+Initial = Callable[[Tensor], Any]
+
+
+def as_linear(weight: Tensor) -> None:
+    """Fill a weight as `nn.Linear` does."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def partitioned(
+    shape: tuple[int, ...],
+    layout: Layout,
+    comm: Comm,
+    initial: Initial,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Parameter:
+    """Return this rank's share of a new weight.
+
+    It is drawn whole on the host, in fp32, so that for any number of ranks the same generator gives the same weight.
+
+    Args:
+        shape: of the whole weight.
+        layout: how it is cut.
+        comm: the group.
+        initial: fills the whole weight.
+        dtype: of the weight.
+        device: of the weight; on `meta` nothing is drawn.
+    """
+    local, dim = list(shape), layout.dim
+    local[dim] = local_size(layout, shape[dim])
+    if torch.empty(0, device=device).device.type == "meta":
+        return nn.Parameter(torch.empty(local, dtype=dtype, device="meta"))
+    full = torch.empty(shape, dtype=torch.float32, device="cpu")
+    initial(full)
+    return nn.Parameter(shard(full, layout, comm.rank).to(device, dtype))
+
+
+def attribute(module: nn.Module, names: Iterable[str], dim: int, stride: int, ranks: int) -> None:
+    """Give parameters of a module the attributes by which neuronx-distributed saves and loads them."""
+    given = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride, "num_partitions": ranks}
+    for parameter in (module.get_parameter(one) for one in names if getattr(module, one) is not None):
+        for name, value in given.items():
+            setattr(parameter, name, value)
+
+
+def refuse(layer: str, **given: Any) -> None:
+    """Refuse arguments that a layer does not take in any other value than that of neuronx-distributed's default.
+
+    Raises:
+        ConfigError: one is set; it is named.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ConfigError(f"{name}={value!r} is not supported", where=layer, how=f"leave {name} out")
+
+
+def sequence_dim(sequence_dimension: int | None) -> int:
+    """Return the dimension of the sequence; the first one, where nothing is said."""
+    return 0 if sequence_dimension is None else sequence_dimension

@@ -1,0 +1,91 @@
+"""What happens to an activation where its way over the ranks changes, and to its gradient on the way back.
+
+The pairs are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198). A tensor is either whole on every rank, a share of one along a dimension, or partial:
+the sum over the ranks is what is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema_neuron.comm import Comm, share
+
+__all__ = [
+    "copy_to_group",
+    "gather_from_group",
+    "gather_sequence",
+    "reduce_from_group",
+    "reduce_scatter_sequence",
+    "scatter_to_group",
+]
+
+Step = Callable[[Tensor], Tensor]
+
+
+class _Mapping(torch.autograd.Function):
+    """One step forward, another backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, there: Step, back: Step) -> Tensor:
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+def _map(tensor: Tensor, comm: Comm, there: Step, back: Step) -> Tensor:
+    if comm.size == 1:
+        return tensor
+    mapped: Tensor = _Mapping.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+    return mapped
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def copy_to_group(tensor: Tensor, comm: Comm) -> Tensor:
+    """Whole to whole; its gradient is partial, and is summed."""
+    return _map(tensor, comm, _same, comm.all_reduce)
+
+
+def reduce_from_group(tensor: Tensor, comm: Comm) -> Tensor:
+    """Partial to whole; its gradient is whole."""
+    return _map(tensor, comm, comm.all_reduce, _same)
+
+
+def gather_from_group(tensor: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+    """Share to whole; of its gradient, whole and the same on every rank, each takes its share."""
+    return _map(tensor, comm, lambda one: comm.all_gather(one, dim), lambda one: share(one, dim, comm).contiguous())
+
+
+def scatter_to_group(tensor: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+    """Whole to share; its gradient is gathered."""
+    return _map(tensor, comm, lambda one: share(one, dim, comm).contiguous(), lambda one: comm.all_gather(one, dim))
+
+
+def gather_sequence(tensor: Tensor, comm: Comm, dim: int, *, partial: bool = True) -> Tensor:
+    """Share of the sequence to whole.
+
+    Args:
+        tensor: this rank's tokens.
+        comm: the group.
+        dim: the sequence's dimension.
+        partial: what follows differs from rank to rank, so that the gradient is partial and is summed; else it is
+            whole, and each rank takes its share.
+    """
+    if not partial:
+        return gather_from_group(tensor, comm, dim)
+    return _map(tensor, comm, lambda one: comm.all_gather(one, dim), lambda one: comm.reduce_scatter(one, dim))
+
+
+def reduce_scatter_sequence(tensor: Tensor, comm: Comm, dim: int) -> Tensor:
+    """Partial to share of the sequence; its gradient is gathered."""
+    return _map(tensor, comm, lambda one: comm.reduce_scatter(one, dim), lambda one: comm.all_gather(one, dim))

@@ -1,0 +1,105 @@
+"""A parallel layer as LoRA sees it: ours, or neuronx-distributed's, which is known by its name and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from lema.errors import ModelError
+from lema.layout import Layout
+from lema_neuron.comm import Comm, comm_of
+from lema_neuron.layers.embedding import vocabulary
+from lema_neuron.layers.linear import blocks
+from lema_neuron.layers.qkv import grouped_layouts
+
+__all__ = ["Base", "Kind", "describe", "kind_of"]
+
+Kind = Literal["column", "row", "embedding", "grouped"]
+KINDS: Mapping[str, Kind] = {
+    "GQAQKVColumnParallelLinear": "grouped",
+    "ColumnParallelLinear": "column",
+    "RowParallelLinear": "row",
+    "ParallelEmbedding": "embedding",
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    """What LoRA needs to know of a parallel layer.
+
+    Attributes:
+        kind: of the layer.
+        comm: the group it lies over.
+        layouts: of its weight, or of query, key and value.
+        sizes: of its input, and of its output or outputs, over all ranks.
+        sequence_parallel: a column layer is given, a row layer or embedding returns, this rank's tokens.
+        sequence_dimension: None: the first.
+        boundary: the input's gradient is summed where the block begins.
+    """
+
+    kind: Kind
+    comm: Comm
+    layouts: tuple[Layout, ...]
+    sizes: tuple[int, ...]
+    sequence_parallel: bool
+    sequence_dimension: int | None
+    boundary: bool
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Return which parallel layer a module is, or None."""
+    return next((KINDS[one.__name__] for one in type(module).__mro__ if one.__name__ in KINDS), None)
+
+
+def describe(module: nn.Module) -> Base:
+    """Return what LoRA needs to know of a parallel layer.
+
+    Raises:
+        ModelError: it is none, or one that cannot be adapted.
+    """
+    kind = kind_of(module)
+    if kind is None:
+        raise ModelError(
+            f"{type(module).__name__} is no layer over several ranks that can be adapted",
+            how="target linears of attention and of the network after it, or embeddings",
+        )
+    given: Any = module
+    for name, wanted in {"skip_bias_add": False, "reduce_output": True, "pad": False}.items():
+        if getattr(given, name, wanted) not in (wanted, None):
+            raise ModelError(f"{type(module).__name__} with {name}={getattr(given, name)} cannot be adapted")
+    comm = given.comm if hasattr(given, "comm") else comm_of(given.tensor_parallel_group)
+    layouts, sizes = _shape(given, kind, comm)
+    return Base(
+        kind,
+        comm,
+        layouts,
+        sizes,
+        bool(getattr(given, "sequence_parallel_enabled", False)) and comm.size > 1,
+        getattr(given, "sequence_dimension", None),
+        bool(getattr(given, "boundary", False)),
+    )
+
+
+def _shape(given: Any, kind: Kind, comm: Comm) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
+    if kind == "grouped":
+        sizes = (given.input_size, *given.output_sizes)
+        if hasattr(given, "layouts"):
+            return given.layouts, sizes
+        copies = given.kv_size_multiplier
+        if copies > 1 and not hasattr(given, "kv_layout"):
+            raise ModelError(
+                "which ranks hold copies of keys and values is not said, and differs from one device to another",
+                where=f"{type(given).__name__}: kv_size_multiplier={copies}",
+                how="set kv_layout on the layer: tile (trn1) or interleave (trn2)",
+            )
+        return grouped_layouts(comm, copies, getattr(given, "kv_layout", "tile")), sizes
+    if kind == "embedding":
+        layout = getattr(given, "layout", None)
+        across = bool(getattr(given, "shard_across_embedding", False))
+        return (layout or vocabulary(given.num_embeddings, across, comm),), (given.num_embeddings, given.embedding_dim)
+    sizes, dim = (given.input_size, given.output_size), 0 if kind == "column" else 1
+    layout = getattr(given, "layout", None)
+    return (layout or blocks(sizes[1 - dim], getattr(given, "stride", 1), comm, dim),), sizes

@@ -1,0 +1,64 @@
+"""Initial values of adapters: drawn in full from the seed and the module's name, then cut: the same for any ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from hashlib import sha256
+
+import torch
+from torch import Tensor, nn
+
+from lema_neuron.comm import Comm
+
+__all__ = ["common_seed", "draw_a", "draw_b", "draw_vectors", "seeded"]
+
+_SEED: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
+LIMBS, BITS = 4, 16  # of a seed, so that each part is exact in any dtype a device has
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from this seed inside."""
+    token = _SEED.set(seed)
+    try:
+        yield
+    finally:
+        _SEED.reset(token)
+
+
+def common_seed(comm: Comm, device: torch.device | str = "cpu") -> int:
+    """Return the seed that `seeded` gave, or else that of the first rank's generator, `torch.initial_seed()`."""
+    given = _SEED.get()
+    if given is not None:
+        return given
+    mine = torch.initial_seed()
+    limbs = torch.tensor([mine >> (BITS * one) & (2**BITS - 1) for one in range(LIMBS)], device=device)
+    return sum(int(limb) << (BITS * one) for one, limb in enumerate(comm.broadcast(limbs, 0).tolist()))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def draw_a(shape: tuple[int, int], how: bool | str, seed: int, name: str) -> Tensor:
+    """Return a whole first factor, `[rank, inputs]`, fp32 on the host, as PEFT fills it."""
+    full = torch.empty(shape)
+    if isinstance(how, str):
+        return nn.init.normal_(full, std=1 / shape[0], generator=_generator(seed, name))
+    return nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=_generator(seed, name))
+
+
+def draw_b(shape: tuple[int, int], how: bool | str, seed: int, name: str) -> Tensor:
+    """Return a whole second factor, `[outputs, rank]`: zeros, but with `init_lora_weights=False`."""
+    if how is not False:
+        return torch.zeros(shape)
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=_generator(seed, name))
+
+
+def draw_vectors(shape: tuple[int, int], seed: int, name: str) -> Tensor:
+    """Return an embedding's whole second factor, `[features, rank]`, as PEFT fills it."""
+    return nn.init.normal_(torch.empty(shape), generator=_generator(seed, name))

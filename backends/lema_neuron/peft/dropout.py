@@ -1,0 +1,41 @@
+"""Dropout whose mask is that of the whole activation, so that any number of ranks drops the same numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from lema.layout import Layout, shard
+from lema_neuron.comm import Comm
+from lema_neuron.shares import along
+
+__all__ = ["ShardedDropout"]
+
+
+class ShardedDropout(nn.Module):
+    """Dropout on this rank's share of an activation; every rank draws the mask of all of it, and takes its own.
+
+    Args:
+        p: how likely a number is dropped.
+        layout: how the activation lies over the ranks; its `dim` is that of the activation.
+        size: of that dimension over all ranks; None: its length here times the ranks.
+        comm: the group; its generators are in the same state.
+    """
+
+    def __init__(self, p: float, layout: Layout, size: int | None, comm: Comm) -> None:
+        super().__init__()
+        self.p, self.layout, self.size, self.comm = p, layout, size, comm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop, and scale what is left by `1 / (1 - p)`."""
+        if not self.training:
+            return input
+        shape, dim = list(input.shape), self.layout.dim % input.dim()
+        shape[dim] = self.size or shape[dim] * self.comm.size
+        mask = dropout(torch.ones(shape, dtype=input.dtype, device=input.device), self.p)
+        return input * shard(mask, along(self.layout, dim), self.comm.rank)
+
+    def extra_repr(self) -> str:
+        """Say how likely."""
+        return f"p={self.p}"

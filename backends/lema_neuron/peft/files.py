@@ -1,0 +1,19 @@
+"""PEFT's files of an adapter, and the names of the model's own parameters that they are of."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from peft.utils import load_peft_weights
+from torch import Tensor
+
+__all__ = ["read_adapter"]
+
+FACTOR = re.compile(r"\.(lora_(?:embedding_)?[AB])(?=\.|$)")
+
+
+def read_adapter(model_id: str, adapter_name: str, **kwargs: Any) -> dict[str, Tensor]:
+    """Return the whole parameters of a PEFT directory or hub id, on the host, by their names in a model."""
+    state = load_peft_weights(model_id, device="cpu", **kwargs)
+    return {FACTOR.sub(rf".\1.{adapter_name}", name): tensor for name, tensor in state.items()}

@@ -1,0 +1,255 @@
+"""PEFT's LoRA layers over column and row layers: factors are cut as the weight is, the rank never is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lema.layout import column
+from lema_neuron.layers import ColumnParallelLinear, RowParallelLinear
+from lema_neuron.layers.partition import sequence_dim
+from lema_neuron.peft.base import Base, describe
+from lema_neuron.peft.draw import common_seed, draw_a, draw_b
+from lema_neuron.peft.dropout import ShardedDropout
+from lema_neuron.peft.refusals import check_config, refuse_mixed_batch
+from lema_neuron.shares import Part, along, replicated_part
+
+__all__ = ["NeuronLoraLayer", "ParallelLinear", "as_config"]
+
+
+def as_config(config: LoraConfig | None, **given: Any) -> LoraConfig:
+    """Return PEFT's config, or one of the arguments that layers took before PEFT passed it.
+
+    Raises:
+        ConfigError: it asks for what is not exact under sharding.
+    """
+    kind = given.pop("init_lora_weights", True)
+    found = config or LoraConfig(init_lora_weights=kind, **given)
+    check_config(found)
+    return found
+
+
+class NeuronLoraLayer(LoraLayer):
+    """What the adapted parallel layers share; `base` is the layer as LoRA sees it.
+
+    Args:
+        base_layer: a parallel layer, ours or neuronx-distributed's.
+        ephemeral_gpu_offload: PEFT's; without effect.
+        kwargs: PEFT's.
+
+    Raises:
+        ModelError: it is no parallel layer.
+    """
+
+    base: Base
+
+    def __init__(self, base_layer: nn.Module, ephemeral_gpu_offload: bool = False, **kwargs: Any) -> None:
+        LoraLayer.__init__(self, base_layer, ephemeral_gpu_offload, **kwargs)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[Any, Any]:
+        self.base = describe(module)
+        first, *others = self.base.sizes
+        return first, others[0] if len(others) == 1 else others
+
+    @property
+    def _layer(self) -> Any:
+        return self.get_base_layer()
+
+    @property
+    def lora_variants(self) -> dict[Any, Any]:
+        """None of PEFT's variants is exact under sharding."""
+        return {(): None}
+
+    def _begin(self, name: str, r: int, alpha: float, config: LoraConfig) -> None:
+        """Keep the numbers of a new adapter, as PEFT does."""
+        check_config(config)
+        if r <= 0:
+            raise ValueError(f"`r` should be a positive integer value but the value passed is {r}")
+        self.r[name], self.lora_alpha[name] = r, alpha
+        self.scaling[name] = alpha / math.sqrt(r) if config.use_rslora else alpha / r
+        self.use_rslora[name], self.use_dora[name] = config.use_rslora, False
+        self.lora_bias[name] = config.lora_bias
+        self.lora_dropout[name] = self._dropout(config.lora_dropout)
+
+    def _dropout(self, p: float) -> nn.Module:
+        return nn.Dropout(p) if p else nn.Identity()
+
+    def _end(self, name: str, config: LoraConfig, target_name: str) -> None:
+        """Draw the new adapter's values, unless they are on `meta`, and make it active."""
+        if not any(one.is_meta for one in self._factors(name)):
+            base = self.base
+            device = next(self.get_base_layer().parameters()).device
+            seed = common_seed(base.comm, "cpu" if device.type in ("cpu", "meta") else device)
+            self.draw(name, config.init_lora_weights, seed, target_name)
+        self._move_adapter_to_device_of_base_layer(name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def _factors(self, name: str) -> list[nn.Parameter]:
+        return [*self.lora_A[name].parameters(), *self.lora_B[name].parameters()]
+
+    def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
+        """Fill an adapter: both factors drawn in full, from the seed and the names, and cut.
+
+        Args:
+            adapter_name: which.
+            how: `init_lora_weights`.
+            seed: the same on every rank.
+            module_name: the adapted module's name in the model.
+        """
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, Part]:
+        """Return how the parameters of the factors lie, where their own modules do not say it."""
+        raise NotImplementedError
+
+
+class ParallelLinear(NeuronLoraLayer, LoraLinear):
+    """LoRA over a `ColumnParallelLinear` (A whole, B cut by rows) or a `RowParallelLinear` (A cut by columns, B whole).
+
+    Merging adds to each rank's weight what its share of the factors gives.
+
+    Args:
+        base_layer: the parallel layer.
+        adapter_name: of the first adapter.
+        r: its rank; it is never cut.
+        lora_alpha: its output is scaled by `lora_alpha / r`.
+        lora_dropout: on its input; the mask is that of the whole input.
+        fan_in_fan_out: without effect: parallel weights are `[output, input]`.
+        is_target_conv_1d_layer: PEFT's.
+        init_lora_weights: True, False or "gaussian".
+        use_rslora: scale by `lora_alpha / sqrt(r)`.
+        use_dora: refused.
+        lora_bias: B has a bias.
+        config: PEFT's, in the place of the five before.
+        kwargs: PEFT's.
+
+    Raises:
+        ConfigError: what is asked for is not exact under sharding.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        r: int = 0,
+        lora_alpha: int = 1,
+        lora_dropout: float = 0.0,
+        fan_in_fan_out: bool = False,  # noqa: ARG002
+        is_target_conv_1d_layer: bool = False,
+        init_lora_weights: bool | str = True,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        lora_bias: bool = False,
+        *,
+        config: LoraConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        NeuronLoraLayer.__init__(self, base_layer, **kwargs)
+        self.fan_in_fan_out, self.is_target_conv_1d_layer = False, is_target_conv_1d_layer
+        self._active_adapter = adapter_name
+        given = as_config(
+            config,
+            lora_dropout=lora_dropout,
+            init_lora_weights=init_lora_weights,
+            use_rslora=use_rslora,
+            use_dora=use_dora,
+            lora_bias=lora_bias,
+        )
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=given, **kwargs)
+
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, target_name: str = "", **_: Any
+    ) -> None:
+        """Add an adapter, or replace it."""
+        self._begin(adapter_name, r, lora_alpha, config)
+        base, layer = self.base, self._layer
+        over: dict[str, Any] = {
+            "sequence_parallel_enabled": base.sequence_parallel,
+            "sequence_dimension": base.sequence_dimension,
+            "tensor_model_parallel_group": base.comm,
+            "device": "meta",
+        }
+        inputs, outputs = base.sizes
+        first: nn.Module
+        second: nn.Module
+        if base.kind == "row":
+            cut = layer.input_is_parallel
+            first = RowParallelLinear(inputs, r, bias=False, input_is_parallel=cut, layout=base.layouts[0], **over)
+            second = nn.Linear(r, outputs, bias=config.lora_bias, device="meta")
+        else:
+            first = nn.Linear(inputs, r, bias=False, device="meta")
+            second = ColumnParallelLinear(
+                r,
+                outputs,
+                bias=config.lora_bias,
+                gather_output=layer.gather_output,
+                layout=base.layouts[0],
+                boundary=base.boundary,
+                **over,
+            )
+        device = new_device()
+        self.lora_A[adapter_name] = first.to_empty(device=device)
+        self.lora_B[adapter_name] = second.to_empty(device=device)
+        self._end(adapter_name, config, target_name)
+
+    def _dropout(self, p: float) -> nn.Module:
+        base = self.base
+        if p and base.comm.size > 1:
+            if base.kind == "row" and self._layer.input_is_parallel:
+                return ShardedDropout(p, along(base.layouts[0], -1), base.sizes[0], base.comm)
+            if base.kind == "column" and base.sequence_parallel:
+                layout = along(column(base.comm.size), sequence_dim(base.sequence_dimension))
+                return ShardedDropout(p, layout, None, base.comm)
+        return super()._dropout(p)
+
+    def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
+        """Fill an adapter; see `NeuronLoraLayer.draw`."""
+        (inputs, outputs), r, rank = self.base.sizes, self.r[adapter_name], self.base.comm.rank
+        known = self.parts()
+        first: Any = self.lora_A[adapter_name]
+        second: Any = self.lora_B[adapter_name]
+        name = f"{module_name}.{adapter_name}"
+        with torch.no_grad():
+            full = draw_a((r, inputs), how, seed, f"{name}.A")
+            part = known.get(f"lora_A.{adapter_name}.weight") or first.parts()["weight"]
+            first.weight.copy_(part.shard(full, rank))
+            full = draw_b((outputs, r), how, seed, f"{name}.B")
+            part = known.get(f"lora_B.{adapter_name}.weight") or second.parts()["weight"]
+            second.weight.copy_(part.shard(full, rank))
+            if second.bias is not None:
+                second.bias.zero_()
+
+    def parts(self) -> dict[str, Part]:
+        """Return how the whole factors lie.
+
+        A column layer's A has seen this rank's tokens only, or what this rank's rows of B made of them; a row layer's B
+        this rank's tokens only.
+        """
+        base, found = self.base, {}
+        partial = base.sequence_parallel or (base.kind == "column" and base.boundary)
+        for name in self.lora_A:
+            whole = self.lora_B[name] if base.kind == "row" else self.lora_A[name]
+            prefix = "lora_B" if base.kind == "row" else "lora_A"
+            for one, _ in whole.named_parameters():
+                found[f"{prefix}.{name}.{one}"] = replicated_part(base.comm, partial=partial)
+        return found
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the layer's output and that of the active adapters."""
+        refuse_mixed_batch(kwargs.get("adapter_names"))
+        result: Tensor = LoraLinear.forward(self, x, *args, **kwargs)
+        return result
+
+
+def new_device() -> torch.device:
+    """Return where new parameters are: `meta` where PEFT leaves the values to be loaded."""
+    probe = nn.Module()
+    probe.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    return probe.get_parameter("empty").device

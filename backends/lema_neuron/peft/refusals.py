@@ -1,0 +1,57 @@
+"""What of PEFT's LoRA is not exact where the weights lie over several ranks, and is refused by its name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from peft import LoraConfig
+
+from lema.errors import ConfigError
+
+__all__ = ["check_config", "refuse_mixed_batch"]
+
+WHY = {
+    "use_dora": "it takes norms of whole rows of the merged weight",
+    "layer_replication": "layers are told apart by their names",
+    "target_parameters": "it adapts parameters of modules that are cut",
+    "trainable_token_indices": "it trains rows of a weight that is cut",
+    "megatron_config": "the parallel layers are others",
+}
+HOW = "leave it out, or train without tensor parallelism"
+
+
+def check_config(config: Any) -> None:
+    """Refuse what is not exact under sharding.
+
+    Raises:
+        ConfigError: it is asked for; it is named.
+    """
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(f"{type(config).__name__} is not supported over several ranks", how="use LoraConfig")
+    variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
+    for name in dict.fromkeys([*WHY, *variants]):
+        if getattr(config, name, None):
+            why = WHY.get(name, "it is computed from whole weights or activations")
+            raise ConfigError(f"{name} is not exact under tensor parallelism: {why}", where=name, how=HOW)
+    initial = config.init_lora_weights
+    if not isinstance(initial, bool) and str(initial).lower() != "gaussian":
+        raise ConfigError(
+            f"init_lora_weights={initial!r} is not exact under tensor parallelism: it decomposes whole weights or data",
+            where="init_lora_weights",
+            how="use True, False or gaussian; or start from an adapter that was initialised on one device",
+        )
+
+
+def refuse_mixed_batch(given: Any) -> None:
+    """Refuse rows of a batch that go to different adapters.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if given is not None:
+        raise ConfigError(
+            "batches of several adapters are not supported over several ranks",
+            where="adapter_names",
+            how="give each adapter a batch of its own",
+        )

@@ -1,0 +1,33 @@
+"""No device: every process computes on the CPU and stands for one NeuronCore. Only when it is asked for."""
+
+from __future__ import annotations
+
+from lema.backend import Alone, BackendOptions
+from lema.layout import KvLayout
+from lema.processes import Joined
+from lema_cpu import CpuBackend
+from lema_neuron.comm import C10dComm, Comm
+from lema_neuron.runtimes.computing import Computing
+
+__all__ = ["RUNTIME"]
+
+
+class Emulated:
+    """The runtime."""
+
+    carrier = "gloo"
+    kv_layout: KvLayout = "tile"
+
+    def prepare(self) -> None:
+        """Nothing is to be set."""
+
+    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - the others look at them
+        """Return the CPU."""
+        return CpuBackend(joined=(Alone(), lambda: None))
+
+    def comm(self, joined: Joined) -> Comm:
+        """Return the group, over gloo."""
+        return C10dComm(joined.parts)
+
+
+RUNTIME = Emulated()

@@ -1,0 +1,103 @@
+"""What a layout means for one parameter of a layer over ranks: its size here, who else holds the same, its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from torch import Tensor
+
+from lema.layout import Layout, consolidate, places, shard
+from lema_neuron.comm import Comm
+
+__all__ = ["Part", "along", "in_order", "is_plain", "local_size", "replicated_part", "sharded_part"]
+
+
+def local_size(layout: Layout, size: int) -> int:
+    """Return how long the axis is on a rank; raises `ConfigError` if it cannot be cut."""
+    return sum(length for _, length in places(layout, size, 0))
+
+
+def along(layout: Layout, dim: int) -> Layout:
+    """Return the same layout of another dimension."""
+    return replace(layout, dim=dim, parts=tuple((size, along(part, dim)) for size, part in layout.parts))
+
+
+def sharing(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks in groups that hold the same part of the axis."""
+    groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank in range(layout.tp):
+        groups.setdefault(tuple(places(layout, size, rank)), []).append(rank)
+    return tuple(tuple(group) for group in groups.values())
+
+
+@lru_cache(maxsize=64)
+def in_order(layout: Layout, size: int) -> tuple[int, ...]:
+    """Return where each position of the axis is in the ranks' shares, one after the other; of copies the first."""
+    found: dict[int, int] = {}
+    position = 0
+    for rank in range(layout.tp):
+        for start, length in places(layout, size, rank):
+            for one in range(length):
+                found.setdefault(start + one, position + one)
+            position += length
+    return tuple(found[one] for one in range(size))
+
+
+def is_plain(layout: Layout, size: int) -> bool:
+    """Whether the ranks' shares, one after the other, are the whole."""
+    position = 0
+    for rank in range(layout.tp):
+        for start, length in places(layout, size, rank):
+            if start != position:
+                return False
+            position += length
+    return position == size
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one parameter lies over the ranks, and what is to be done with its gradient.
+
+    A parameter that is whole on every rank may have seen a part of the tokens only (sequence parallelism), or a part of
+    what its output goes to; then its gradient is partial, and is summed. Of copies one is counted in a norm.
+
+    Attributes:
+        layout: how it is cut; None: every rank holds all of it.
+        sum_over: the ranks over which its gradient is summed; None: the gradient is complete.
+        counted: this rank's copy is the one that counts.
+    """
+
+    layout: Layout | None = None
+    sum_over: Comm | None = None
+    counted: bool = True
+
+    @property
+    def tp_grad(self) -> str:
+        """`none`, or `sum`: what is to be done with the gradient."""
+        return "none" if self.sum_over is None else "sum"
+
+    def shard(self, full: Tensor, rank: int) -> Tensor:
+        """Return a rank's share of the whole parameter, in memory of its own."""
+        return full.clone() if self.layout is None else shard(full, self.layout, rank)
+
+    def consolidate(self, mine: Tensor, comm: Comm) -> Tensor:
+        """Return the whole parameter, or its reduced gradient, from all ranks' shares; every rank calls it.
+
+        Raises:
+            DataError: copies differ from rank to rank.
+        """
+        stacked = comm.all_gather(mine.detach().unsqueeze(0), 0)
+        return consolidate(list(stacked.unbind(0)), self.layout or Layout("replicated", comm.size))
+
+
+def sharded_part(layout: Layout, size: int, comm: Comm) -> Part:
+    """Return the part of a parameter that is cut; ranks that hold copies sum what each of them has of the gradient."""
+    groups = sharing(layout, size)
+    mine = next(group for group in groups if comm.rank in group)
+    return Part(layout, comm.split(groups) if len(mine) > 1 else None, comm.rank == mine[0])
+
+
+def replicated_part(comm: Comm, *, partial: bool) -> Part:
+    """Return the part of a parameter that is whole on every rank, with a gradient that is partial or complete."""
+    return Part(sum_over=comm if partial and comm.size > 1 else None, counted=comm.rank == 0)

@@ -1,0 +1,59 @@
+"""Divided among 2 and 4 processes, streamed layers give what one process gives; each reads its part of them only."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dividedwork import MODELS, cases, reference, write_models
+from processes import run_processes
+from safetensors import safe_open
+
+WORK = Path(__file__).with_name("dividedwork.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("divided")
+    write_models(directory)
+    measured: dict[int, dict[str, Any]] = {1: reference(directory)}
+    for size in (2, 4):
+        done = run_processes([str(WORK), str(directory)], size, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
+        measured[size] = json.loads((directory / f"found {size}.json").read_text())
+    measured[0] = {model: sizes_of(directory / model / "model.safetensors") for model in MODELS}
+    return measured
+
+
+def sizes_of(file: Path) -> dict[str, int]:
+    """Bytes of each tensor of a layer, by its name in there."""
+    with safe_open(file, "pt") as tensors:
+        names = [name for name in tensors.keys() if ".layers.3." in name]  # noqa: SIM118 - it has no iterator
+        return {name.partition(".layers.3.")[2]: tensors.get_tensor(name).nbytes for name in names}
+
+
+@pytest.mark.parametrize(("size", "case"), [(size, str(case)) for size in (2, 4) for case in cases(size)])
+def test_several_processes_give_what_one_gives(found: dict[int, dict[str, Any]], size: int, case: str) -> None:
+    for rank in found[size][case]:
+        assert isinstance(rank, dict), rank
+        assert all(rank[kind] < 1e-5 for kind in ("gradient", "losses", "norm")), rank
+        assert rank.get("logits", 0.0) < 1e-5, rank
+        assert rank["after"] < 1e-4 and rank["loss after"] < 1e-5, rank
+        assert rank["taken over"] < 1e-4, rank
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, Any]], size: int) -> None:
+    for case in cases(size):
+        if case.settings:
+            continue
+        sizes, kv = found[0][case.model], MODELS[case.model][1]["num_key_value_heads"]
+        copies = max(1, size // kv)
+        part = {"k_proj": copies / size, "v_proj": copies / size}
+        held = sum(
+            nbytes if name.split(".")[-2].endswith("norm") else nbytes * part.get(name.split(".")[-2], 1 / size)
+            for name, nbytes in sizes.items()
+        )
+        whole = found[1][str(case)]
+        for rank in found[size][str(case)]:
+            assert rank["read"] / whole == held / sum(sizes.values()), str(case)
