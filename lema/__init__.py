@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lema.config import LemaConfig, MemoryStrategy
+    from lema.data.sampling import Sampling
     from lema.errors import LemaError
+    from lema.loratrainer import LoRATrainer, LoRATrainState
     from lema.model import LemaModel
+    from lema.phaseplan import LoRAConfig, LoRATrainerConfig, Phase, PhasePlan
     from lema.prepare import prepare_monolithic_safetensors
     from lema.trainer import LemaTrainer
 
@@ -22,7 +25,14 @@ __all__ = [
     "LemaError",
     "LemaModel",
     "LemaTrainer",
+    "LoRAConfig",
+    "LoRATrainState",
+    "LoRATrainer",
+    "LoRATrainerConfig",
     "MemoryStrategy",
+    "Phase",
+    "PhasePlan",
+    "Sampling",
     "__version__",
     "prepare_monolithic_safetensors",
 ]
@@ -32,7 +42,14 @@ _HOMES = {
     "LemaError": "lema.errors",
     "LemaModel": "lema.model",
     "LemaTrainer": "lema.trainer",
+    "LoRAConfig": "lema.phaseplan",
+    "LoRATrainState": "lema.loratrainer",
+    "LoRATrainer": "lema.loratrainer",
+    "LoRATrainerConfig": "lema.phaseplan",
     "MemoryStrategy": "lema.config",
+    "Phase": "lema.phaseplan",
+    "PhasePlan": "lema.phaseplan",
+    "Sampling": "lema.data.sampling",
     "prepare_monolithic_safetensors": "lema.prepare",
 }
 

@@ -255,8 +255,8 @@ def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> O
     for index, entries in whole["state"].items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                layout = layouts[index] if value.dim() else None
-                kept = value.detach().cpu() if parallel is None else whole_tensor(parallel, value, layout)
+                divided = parallel is not None and value.dim()  # how many steps there were is the same for all
+                kept = whole_tensor(parallel, value, layouts[index]) if parallel and divided else value.detach().cpu()
                 tensors[f"{index}.{key}"] = kept.contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value

@@ -88,41 +88,48 @@ def train(
         Path | None,
         typer.Option(metavar="FILE", help="Write what was read, uploaded and computed when, for ui.perfetto.dev."),
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="PATH", help="Of phases: go on from this checkpoint, or begin adapters on this model."
+        ),
+    ] = None,
 ) -> None:
     """Fine-tune as a YAML file says; one with `phases` goes through them in order."""
-    from lema.phasefile import has_phases
+    from lema.phasefile import has_phases, read_phase_file
 
-    if has_phases(config):
-        if trace is not None or trust_remote_code:
-            raise ConfigError(
-                "a file of phases is run without a trace, and without code of the model's own",
-                where="--trace" if trace is not None else "--trust-remote-code",
-                how="leave it out, or train one phase by a file of its own",
-            )
-        _train_phases(config, settings, resume=resume)
-        return
-    checked = config_of(config, settings)
+    if phased := has_phases(config):
+        file = read_phase_file(config, **settings_of(settings))
+    elif start is not None:
+        raise ConfigError(
+            "only a file of phases begins from a checkpoint elsewhere",
+            where=f"--from {start}",
+            how="use --resume for the newest checkpoint in output_dir",
+        )
+    else:
+        checked = config_of(config, settings)
+    from rich.console import Console
+
     from lema.progress import ProgressDisplay, progress_callback
     from lema.trace import tracing
-    from lema.train import train as train_model
 
-    with contextlib.closing(ProgressDisplay()) as display, tracing(trace) as recorded:
-        train_model(
-            checked,
-            resume=resume,
-            callbacks=[progress_callback(display)],
-            trust_remote_code=trust_remote_code,
-            trace=recorded,
-        )
+    console = Console(highlight=False)  # one for both: a bar makes room for the lines
+    with contextlib.closing(ProgressDisplay(console)) as display, tracing(trace) as recorded:
+        shared: dict[str, Any] = {
+            "resume": resume,
+            "callbacks": [progress_callback(display)],
+            "console": console,
+            "trust_remote_code": trust_remote_code,
+            "trace": recorded,
+        }
+        if phased:
+            from lema.trainphases import train_phases
 
+            train_phases(file, start=start, **shared)
+        else:
+            from lema.train import train as train_model
 
-def _train_phases(config: Path, settings: list[str] | None, *, resume: bool) -> None:
-    from lema.phasefile import read_phase_file
-
-    file = read_phase_file(config, **settings_of(settings))
-    from lema.train import train_phases
-
-    train_phases(file, resume=resume)
+            train_model(checked, **shared)
 
 
 @app.command()
@@ -137,12 +144,32 @@ def plan(
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Tell memory, time and what limits a run, before it starts; no weights are read."""
-    checked = config_of(config, settings)
+    """Tell memory, time and what limits a run, before it starts; no weights are read. Of phases, tell each."""
+    from lema.phasefile import has_phases, read_phase_file
+
+    if phased := has_phases(config):
+        if plot is not None:
+            raise ConfigError("phases have no picture", where="--plot", how="leave it out")
+        file = read_phase_file(config, **settings_of(settings))
+    else:
+        checked = config_of(config, settings)
     from lema.plan.machine import profile as find_profile
 
     machine = None if profile is None else find_profile(profile)
     from rich.console import Console
+
+    if phased:
+        from lema.phasereport import phase_report
+        from lema.phasetable import show_report
+
+        report = phase_report(
+            file.config, file.plan, machine=machine, measure=True, price=price, trust_remote_code=trust_remote_code
+        )
+        if as_json:
+            typer.echo(json.dumps(report.to_dict(), indent=2))
+        else:
+            show_report(report, Console(highlight=False))
+        return
 
     from lema.plan.outlook import make_plan
     from lema.plan.picture import draw
@@ -169,7 +196,7 @@ def evaluate(
     with contextlib.closing(model):
         rows = evaluation_rows(model, data)
         measured = model.get_trainer().evaluate(rows)
-        if model.backend.replicas.rank == 0:
+        if model.backend.replicas.first:
             for name, value in measured.items():
                 typer.echo(f"{name} {value:.6g}")
 
@@ -234,19 +261,93 @@ def generate(
 
 @app.command()
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter.", show_default=False)],
+    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter, or of a delta.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Directory for the merged model.", show_default=False)],
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
+    rounding: Annotated[
+        str, typer.Option(metavar="nearest|stochastic", help="Of an adapter's sums; stochastic keeps small changes.")
+    ] = "nearest",
+    seed: Annotated[int, typer.Option(min=0, help="Of stochastic rounding.")] = 0,
+    base: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where a delta's base is now.", show_default=False)
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write the model with the adapter merged into its weights, in the hub's format."""
+    """Write the model with an adapter merged into its weights, or with a delta's tensors, in the hub's format."""
     from lema.config import parse_memory
 
     size = parse_memory(max_shard_size, 0)
-    from lema.merge import merge_adapter
+    from lema.delta import apply_delta, is_delta
 
-    merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code)
+    if is_delta(adapter):
+        if rounding != "nearest":
+            raise ConfigError("a delta holds weights as they are", where="--rounding", how="leave it out")
+        apply_delta(adapter, out, base, size, trust_remote_code=trust_remote_code)
+    else:
+        if base is not None:
+            raise ConfigError(
+                "an adapter names its base itself",
+                where="--base",
+                how="leave it out, or change model_name_or_path in its lema_config.json",
+            )
+        from lema.merge import merge_adapter
+
+        merge_adapter(
+            adapter,
+            out,
+            max_shard_size=size,
+            rounding=rounding,  # type: ignore[arg-type] # checked there
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
     typer.echo(f"wrote {out}")
+
+
+@app.command()
+def consolidate(
+    shards: Annotated[
+        Path, typer.Argument(metavar="IN", help="Directory of a sharded adapter, or above it.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory for the adapter in PEFT's format.", show_default=False)],
+    kv_layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tile|interleave", help="How replicas of keys lie, if the shards do not say.", show_default=False
+        ),
+    ] = None,
+    take_first: Annotated[
+        bool, typer.Option("--take-first", help="Where replicas differ, take the first rank's; it is told where.")
+    ] = False,
+) -> None:
+    """Put the shards of an adapter together, as files that PEFT loads."""
+    from lema.consolidate import consolidate_adapter
+
+    made = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first)
+    for name, found in made.differing.items():
+        typer.echo(f"replicas differ in {name}: {'; '.join(map(str, found))}", err=True)
+    typer.echo(f"wrote {out}: {made.num_tensors} tensors, of {made.tp} ranks")
+
+
+@app.command()
+def shard(
+    adapter: Annotated[
+        Path, typer.Argument(metavar="IN", help="Directory of an adapter in PEFT's format.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory for the shards.", show_default=False)],
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of the tensor-parallel group.", show_default=False)],
+    kv_layout: Annotated[
+        str, typer.Option(metavar="tile|interleave", help="How keys lie that are replicated for want of heads.")
+    ] = "tile",
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The base model; by default the one the adapter names.")
+    ] = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Cut an adapter up for a tensor-parallel group, along the plan of its base model."""
+    from lema.consolidate import shard_adapter
+
+    shard_adapter(adapter, out, tp, kv_layout=kv_layout, model=model, trust_remote_code=trust_remote_code)
+    typer.echo(f"wrote {out}: {tp} ranks")
 
 
 @app.command()

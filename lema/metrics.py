@@ -115,6 +115,9 @@ def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bo
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     if not axes.lines:
         return False
+    for row in rows:
+        if row.get("event") == "phase_end" and row is not rows[-1]:
+            axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
     axes.legend()
     axes.grid(alpha=0.3)
     target = Path(png)
@@ -174,8 +177,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _kinds(row: Mapping[str, Any]) -> set[str]:
-    return {"loss", "eval_loss"} & row.keys()
+def _kinds(row: Mapping[str, Any]) -> set[Any]:
+    return {("event", row["event"], row.get("phase"))} if "event" in row else {"loss", "eval_loss"} & row.keys()
 
 
 def _forget_repeated(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> None:

@@ -15,9 +15,11 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lema.adapter import load_weights, read_settings, save_adapter
+from lema.adapterbase import check_base, write_base
 from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.errors import ConfigError, DataError
+from lema.fingerprint import base_fingerprint
 from lema.generation import generate
 from lema.held import held_record, layouts_of, whole_adapter
 from lema.hostrows import HostRows, host_rows_name
@@ -30,6 +32,7 @@ from lema.plan.advice import advise
 from lema.plan.allocate import allocate
 from lema.plan.step import step_shape
 from lema.precision import ProductPrecision
+from lema.replicate import first_alone
 from lema.skeleton import meta_model, read_config
 from lema.split import Split
 from lema.stream.cost import Allocation
@@ -74,7 +77,7 @@ class LemaModel:
         trace: NoTrace = NO_TRACE,
     ) -> None:
         self.config = config
-        self._trusted = trust_remote_code
+        self.trusted = trust_remote_code
         self.directory = resolve_model(
             config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code
         )
@@ -122,13 +125,16 @@ class LemaModel:
             overrides: settings that replace those saved.
 
         Raises:
-            AdapterError: there is no adapter, or it does not fit the model.
+            AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained
+                and no override names one.
             ConfigError: an override contradicts the adapter.
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
         model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
-        model._attach(saved or configured_lora(model.skeleton, config), seed=None)
+        if overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"}):
+            check_base(path, model.gbi)
+        model.attach_lora(saved or configured_lora(model.skeleton, config))
         assert model.lora_manager is not None
         load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)
         return model
@@ -143,6 +149,14 @@ class LemaModel:
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton)
         self._attach(configured_lora(self.skeleton, self.config), seed=self.config.seed)
+
+    def attach_lora(self, config: LoraConfig) -> None:
+        """Attach an adapter as PEFT's config has it, whose values are to be loaded.
+
+        Raises:
+            ModelError, ConfigError: as `initialize_lora`.
+        """
+        self._attach(config, seed=None)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
         """Return the adapter's parameters, fp32, in the order of the model; the list an optimizer takes."""
@@ -175,16 +189,23 @@ class LemaModel:
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`.
 
-        Processes that hold the model together all call this, and the first of them writes.
+        Processes that hold the model together all call this, and the first of all writes.
 
         Raises:
             DiskError: a file could not be written.
         """
         adapter = self._require_adapter()
         whole = whole_adapter(adapter, self.backend.parallel)
-        if whole is None or self.backend.replicas.first:
+
+        def write() -> None:
             save_adapter(adapter, Path(directory), self.config.model_name_or_path, self.config.revision, whole)
             self.config.save_pretrained(directory)
+
+        if whole is None:
+            write()
+        else:
+            first_alone(self.backend.replicas, write)
+            write_base(Path(directory), base_fingerprint(self.gbi))
 
     @cached_property
     def adapter(self) -> StreamedModel:
@@ -267,7 +288,7 @@ class LemaModel:
             DataError: there is none.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self._trusted)
+            tokenizer = AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self.trusted)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise DataError(
                 f"the model has no tokenizer that can be loaded: {error}",

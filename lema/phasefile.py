@@ -18,6 +18,7 @@ from lema.yamlfile import read_yaml
 __all__ = ["DATASETS", "HELD_OUT", "PhaseFile", "has_phases", "read_phase_file"]
 
 DATASETS, HELD_OUT = "datasets", "held_out"
+EVAL_ROWS, EVAL_STEPS = "eval_rows", "eval_steps"
 PHASES = "phases"
 STAGES = frozenset(
     f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
@@ -28,7 +29,6 @@ OF_PHASES = frozenset(
         "train_data",
         "eval_data",
         "eval_split",
-        "eval_steps",
         "num_train_epochs",
         "max_steps",
         "max_length",
@@ -38,10 +38,7 @@ OF_PHASES = frozenset(
         "warmup_steps",
         "warmup_ratio",
         "learning_rate",
-        "lora_rank",
-        "lora_alpha",
-        "lora_target_modules",
-        "report_to",
+        *(key for key in LemaConfig.model_fields if key.startswith("lora_")),
         "cache_frozen_prefix",
     ]
 )
@@ -56,12 +53,14 @@ class PhaseFile:
         plan: the phases.
         datasets: files, or a directory of packed tokens, of each data set, by name.
         held_out: likewise, of what is validated on; empty: there is no validation.
+        eval_rows: rows of the batch that is validated on; None: as many as a step has.
     """
 
     config: LemaConfig
     plan: PhasePlan
     datasets: dict[str, Any]
     held_out: dict[str, Any]
+    eval_rows: int | None = None
 
 
 def has_phases(path: str | PathLike[str]) -> bool:
@@ -99,13 +98,27 @@ def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
         raise ConfigError(
             "the file names no data sets", where=str(path), how="add `datasets:` with a file for each name"
         )
+    rows = _rows(values.pop(EVAL_ROWS, None), places.get(EVAL_ROWS, str(path)))
+    for key, given in ((EVAL_ROWS, rows), (EVAL_STEPS, values.get(EVAL_STEPS))):
+        if given is not None and not found[HELD_OUT]:
+            raise ConfigError(
+                f"{key} is of validation, and there is nothing to validate on",
+                where=places.get(key, f"--set {key}"),
+                how=f"add `{HELD_OUT}:` with a file for each data set, or leave it out",
+            )
     try:
         made = kind(**own)
         plan = made if isinstance(made, PhasePlan) else made.plan()
         config = LemaConfig(**values)
     except SettingsError as error:
         raise error.located(places) from error.__cause__
-    return PhaseFile(config, plan, found[DATASETS], found[HELD_OUT])
+    return PhaseFile(config, plan, found[DATASETS], found[HELD_OUT], rows)
+
+
+def _rows(value: Any, where: str) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ConfigError(f"{EVAL_ROWS} is a number of rows, 1 or more, not {value!r}", where=where, how="correct it")
 
 
 def _named(value: Any, key: str, where: str) -> dict[str, Any]:

@@ -10,15 +10,19 @@ import torch
 from transformers import PreTrainedModel
 
 from lema.config import MemoryStrategy
+from lema.delta import save_delta
 from lema.errors import ConfigError
 from lema.fulltraining import FullTraining
+from lema.loss import attended_tokens, trained_tokens
 from lema.merge import merge_adapter
 from lema.model import LemaModel
 from lema.phaseplan import Phase
 from lema.phaseplan.selection import layer_selection
+from lema.replicate import first_alone
+from lema.rounding import Rounding
 from lema.skeleton import find_layers
 from lema.trainedmodel import save_trained
-from lema.trainer import LemaTrainer
+from lema.trainer import LemaTrainer, StepResult
 
 __all__ = ["Adapters", "Weights", "chosen_by", "of_kind"]
 
@@ -30,11 +34,20 @@ class Weights:
         self._model = model
         model.skeleton.train()
         self._training = FullTraining(model.adapter, model.config, chosen_by(phase, model.skeleton))
+        self._save = save_delta if phase.save == "delta" else save_trained
         self.optimizer = self._training.optimizer
 
-    def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
-        """Take one optimizer step; return its loss."""
-        return float(self._training.step([micro_batches]))
+    @property
+    def module(self) -> torch.nn.Module:
+        """What callbacks see as the model."""
+        return self._model.skeleton
+
+    def step(self, micro_batches: list[dict[str, torch.Tensor]], on_event: Callable[[str], None]) -> StepResult:  # noqa: ARG002 - there is no moment at which all gradients exist
+        """Take one optimizer step."""
+        counted = self._model.backend.replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
+        trained, tokens = (sum(column) for column in zip(*counted, strict=True))
+        loss = float(self._training.step([micro_batches], trained))
+        return StepResult(loss, trained, tokens, self._training.grad_norm)
 
     def save(self, directory: Path, about: dict[str, Any]) -> None:
         """Write a checkpoint."""
@@ -44,19 +57,31 @@ class Weights:
         """Restore a checkpoint; return what was said about it."""
         return self._training.load_checkpoint(directory)
 
+    def carry(self, directory: Path) -> None:
+        """Begin with the moments that a checkpoint of other weights of the model has of these."""
+        self._training.load_checkpoint(directory, carry=True)
+
     def reset_optimizer(self) -> None:
         """Begin with empty moments."""
         raise AssertionError("weights that begin with an empty optimizer begin with a base of their own")
 
-    def save_model(self, end: Path, out: Path) -> None:  # noqa: ARG002 - adapters are merged from there
-        """Write the model that the next phase begins with; `end` is the last checkpoint."""
-        save_trained(self._model, self._training, out)
+    def close(self) -> None:
+        """Give back what only training needs."""
+        self._training.close()
+
+    def save_model(self, end: Path, out: Path, after: Phase | None) -> None:  # noqa: ARG002 - as the others
+        """Write the model that the next phase begins with, or what the last one says; `end` is the last checkpoint."""
+        first_alone(self._model.backend.replicas, lambda: self._saved(out))
+
+    def _saved(self, out: Path) -> None:
+        self._save(self._model, self._training, out)
 
 
 class Adapters:
     """A phase of adapters: a `LemaTrainer` as a run drives it."""
 
-    def __init__(self, model: LemaModel) -> None:
+    def __init__(self, model: LemaModel, *, trust_remote_code: bool = False) -> None:
+        self._replicas, self._trust, self._seed = model.backend.replicas, trust_remote_code, model.config.seed
         model.initialize_lora()
         self._trainer: LemaTrainer = model.get_trainer()
 
@@ -65,9 +90,14 @@ class Adapters:
         """Over the adapters."""
         return self._trainer.ready()
 
-    def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
-        """Take one optimizer step; return its loss."""
-        return self._trainer.accumulate(micro_batches).loss
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """What callbacks see as the model."""
+        return self._trainer.peft_model
+
+    def step(self, micro_batches: list[dict[str, torch.Tensor]], on_event: Callable[[str], None]) -> StepResult:
+        """Take one optimizer step."""
+        return self._trainer.accumulate(micro_batches, on_event=on_event)
 
     def save(self, directory: Path, about: dict[str, Any]) -> None:
         """Write a checkpoint."""
@@ -77,13 +107,24 @@ class Adapters:
         """Restore a checkpoint; return what was said about it."""
         return self._trainer.load_checkpoint(directory)
 
+    def carry(self, directory: Path) -> None:  # noqa: ARG002 - as weights
+        """Begin with the moments of a checkpoint of others."""
+        raise AssertionError("new adapters begin with an empty optimizer")
+
     def reset_optimizer(self) -> None:
         """Begin with empty moments."""
         self._trainer.optimizer = None
 
-    def save_model(self, end: Path, out: Path) -> None:
-        """Write the model that the next phase begins with; `end` is the last checkpoint."""
-        merge_adapter(end, out)
+    def close(self) -> None:
+        """Nothing but the model is held."""
+
+    def save_model(self, end: Path, out: Path, after: Phase | None) -> None:
+        """Write the model that the next phase, `after`, begins with; `end` is the last checkpoint."""
+        rounding = (after.rounding if after else None) or "nearest"
+        first_alone(self._replicas, lambda: self._merged(end, out, rounding))
+
+    def _merged(self, end: Path, out: Path, rounding: Rounding) -> None:
+        merge_adapter(end, out, rounding=rounding, seed=self._seed, trust_remote_code=self._trust)
 
 
 def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
@@ -94,7 +135,7 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
     """
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
-    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    embeddings = set() if selection is None else _embeddings(model)
     found, unmatched = set(), set(phase.trainable or ())
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{layers_name}.")
@@ -124,9 +165,21 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
     return found.__contains__
 
 
+def _embeddings(model: PreTrainedModel) -> set[int]:
+    """Return the identities of the parameters of a model's input embeddings."""
+    try:
+        return {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    except NotImplementedError as error:  # of a model whose code does not say
+        raise ConfigError(
+            f"the model does not say what its embeddings are: {error}",
+            where="layers",
+            how="leave layers out, and name modules with `trainable`",
+        ) from error
+
+
 def of_kind(phase: Phase) -> dict[str, Any]:
     """Return the settings that go with what a phase trains."""
     if (lora := phase.adapters) is None:
         # The weights change: they are kept where they can be written to.
         return {"strategy": MemoryStrategy.RESIDENT, "device_memory": None, "lora_target_modules": None}
-    return {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_target_modules": lora.target_modules}
+    return lora.settings()

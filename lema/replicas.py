@@ -66,7 +66,7 @@ class Replicas(Protocol):
         """Return every process's value, in rank order: plain data, through the hosts; no device is waited for."""
 
     def everyone(self, value: Any) -> list[Any]:
-        """Likewise, of all processes there are, also those that hold other parts of a copy; the first one's is first."""
+        """Likewise, of all processes, also those that hold other parts of a copy; the first one's is first."""
 
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` of zeroed host memory at a page boundary that all processes of this machine share."""

@@ -79,7 +79,10 @@ def train(
             )
         if not result:
             out("nothing was left to train: the run had come to its end")
-        first_alone(replicas, lambda: model.save_pretrained(config.output_dir))
+        if model.backend.parallel.size > 1:  # each has a part of it
+            model.save_pretrained(config.output_dir)
+        else:
+            first_alone(replicas, lambda: model.save_pretrained(config.output_dir))
         out(f"adapter: {config.output_dir}")
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lema.adapter import check_same_adapter, load_weights, save_adapter
+from lema.adapterbase import check_base, write_base
 from lema.batch import as_batch
 from lema.checkpoint import (
     checkpoints,
@@ -29,6 +31,7 @@ from lema.checkpoint import (
 from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.evaluation import evaluate
+from lema.fingerprint import base_fingerprint
 from lema.held import whole_adapter
 from lema.loss import attended_tokens, split_batch, trained_tokens
 from lema.nonfinite import non_finite_loss
@@ -267,6 +270,7 @@ class LemaTrainer:
         def write_files(part: Path) -> None:
             save_adapter(peft_model, part, self.config.model_name_or_path, self.config.revision, whole)
             self.config.save_pretrained(part)
+            write_base(part, self._base)
             if write_more is not None:
                 write_more(part)
 
@@ -283,12 +287,13 @@ class LemaTrainer:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
 
         Raises:
-            AdapterError: the checkpoint is damaged or of another model or optimizer.
+            AdapterError: the checkpoint is damaged, of another optimizer, or of a model whose files have changed since.
             ConfigError: the settings of the adapter have changed since it was saved.
         """
         path, optimizer = Path(directory), self.ready()
         state = read_state(path)
         check_same_adapter(self._adapters(), path)
+        check_base(path, self.gbi)
         load_weights(self._adapters(), path, self.model.split.layers_name, self.backend.parallel)
         restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
         try:
@@ -319,6 +324,10 @@ class LemaTrainer:
     def checkpoints(self) -> list[Path]:
         """Return this run's checkpoints, the oldest first."""
         return checkpoints(Path(self.config.output_dir))
+
+    @cached_property
+    def _base(self) -> str:
+        return base_fingerprint(self.gbi)
 
     def _adapters(self) -> PeftModel:
         if self.peft_model is None:

@@ -15,7 +15,20 @@ from lema import errors
 from lema.cli import app, run
 from lema.config import LemaConfig
 
-VERBS = ["demo", "train", "eval", "prepare", "generate", "merge", "models", "backends", "doctor", "config"]
+VERBS = [
+    "demo",
+    "train",
+    "eval",
+    "prepare",
+    "generate",
+    "merge",
+    "consolidate",
+    "shard",
+    "models",
+    "backends",
+    "doctor",
+    "config",
+]
 HEAVY = {"torch", "transformers", "peft", "datasets", "ruamel", "huggingface_hub", "numpy"}
 
 

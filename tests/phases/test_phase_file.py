@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 from tiny import VOCABULARY, Checkpoint
 
-import lema.train
+import lema.trainphases
 from lema.cli import app
 from lema.data.packed import write_packed
 from lema.errors import ConfigError, Stopped
 from lema.exits import run
 from lema.metrics import read_metrics
 from lema.phasefile import PhaseFile, has_phases, read_phase_file
-from lema.train import train_phases
+from lema.trainphases import train_phases
 
 PHASES = """
 model_name_or_path: {model}
@@ -108,12 +108,39 @@ def test_a_file_without_data_sets_is_refused(written: Callable[..., Path]) -> No
         read_phase_file(path)
 
 
-@pytest.mark.parametrize("option", [["--trace", "t.json"], ["--trust-remote-code"]])
-def test_options_that_do_nothing_there_are_refused(
-    option: list[str], written: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+def test_the_command_traces_a_run_and_begins_one_elsewhere(
+    written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(app, ["train", str(written(PHASES)), *option]) == 2
-    assert option[0] in capsys.readouterr().err
+    file, trace = str(written(PHASES, ("save_steps: 0", "save_steps: 1"))), tmp_path / "trace.json"
+    assert run(app, ["train", file, "--trace", str(trace)]) == 0
+    assert "optimizer" in trace.read_text()
+    said = capsys.readouterr().out
+    assert "phase whole begins: full" in said and "phase adapters has ended after step 6, loss on what was" in said
+    assert "step 4/6" in said
+    there = tmp_path / "out" / "whole" / "checkpoint-2"
+    arguments = ["--set", f"output_dir={tmp_path}/other", "--from", str(there)]
+    assert run(app, ["train", file, *arguments]) == 0
+    assert "phase whole goes on after 2 of its steps" in capsys.readouterr().out
+    ends = [tmp_path / name / "adapters" / "checkpoint-3" / "adapter_model.safetensors" for name in ("out", "other")]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+def test_only_phases_begin_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plain.yaml").write_text("model_name_or_path: x\n")
+    assert run(app, ["train", str(tmp_path / "plain.yaml"), "--from", "here"]) == 2
+    assert "--from here" in capsys.readouterr().err
+
+
+def test_validation_every_so_many_steps_needs_something_to_validate_on(written: Callable[..., Path]) -> None:
+    more = ("save_steps: 0\n", "save_steps: 0\neval_steps: 2\neval_rows: 6\n")
+    file = read_phase_file(written(PHASES, more))
+    assert (file.config.eval_steps, file.eval_rows) == (2, 6)
+    for key, line in (("eval_steps", "eval_steps: 2"), ("eval_rows", "eval_rows: 6")):
+        with pytest.raises(ConfigError, match=f"{key} is of validation") as raised:
+            read_phase_file(written(STAGES, ("batch_size: 4\n", f"batch_size: 4\n{line}\n")))
+        assert "run.yaml:" in str(raised.value)
+    with pytest.raises(ConfigError, match="eval_rows is a number of rows, 1 or more, not 0"):
+        read_phase_file(written(PHASES, ("save_steps: 0\n", "save_steps: 0\neval_rows: 0\n")))
 
 
 def quiet() -> Console:
@@ -145,7 +172,7 @@ def test_a_signal_ends_it_with_a_checkpoint_from_which_it_goes_on(
 ) -> None:
     file: PhaseFile = read_phase_file(written(STAGES))
     with monkeypatch.context() as patch:
-        patch.setattr(lema.train, "StopOnSignal", StopAtOnce)
+        patch.setattr(lema.trainphases, "StopOnSignal", StopAtOnce)
         with pytest.raises(Stopped, match="SIGTERM after step 1 of phase pre-lora-1") as stopped:
             train_phases(file, console=quiet())
     assert stopped.value.exit_code == 75

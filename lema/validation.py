@@ -1,0 +1,60 @@
+"""The loss on a fixed batch of rows that no phase trains on: token-weighted, and without a trace in the training."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lema.data.mixture import Mixture
+from lema.loss import split_batch
+from lema.nonfinite import non_finite_loss
+from lema.streamed import StreamedModel
+
+__all__ = ["validate"]
+
+
+@torch.no_grad()
+def validate(
+    model: StreamedModel, mixture: Mixture, rows: int, *, at_once: int, micro_batch_size: int | None
+) -> dict[str, float]:
+    """Return `eval_loss` (mean over trained tokens), `eval_perplexity` and `eval_tokens` of a stage's validation batch.
+
+    Of several processes, all of which call this, each computes its share, and all return the same.
+
+    Args:
+        model: what is measured, as it is; without dropout.
+        mixture: the stage's, with rows held out.
+        rows: of the batch, over all processes.
+        at_once: rows of one pass over the layers, over all processes: memory is that of a step of so many rows.
+        micro_batch_size: rows that a process computes at once.
+
+    Raises:
+        NonFiniteError: the loss of a part is NaN or infinite; names the layer where it began.
+        DataError: no token of the batch is trained.
+    """
+    replicas, module = model.backend.replicas, model.split.model
+    together = micro_batch_size or -(-at_once // replicas.size)
+    batch = mixture.validation(rows, replicas.rank, replicas.size, together)
+    parts = [] if batch is None else split_batch(batch, together)
+    width = max(1, -(-at_once // (replicas.size * together)))  # micro-batches, as many as a step of training has
+    passes = max(replicas.exchange(-(-len(parts) // width)))
+    was_training = module.training
+    module.eval()
+    total, tokens = 0.0, 0
+    try:
+        for number in range(passes):
+            if not (mine := parts[number * width : (number + 1) * width]):
+                model.accompany(training=False)
+                continue
+            mean, count = model.evaluate(mine)
+            loss = float(mean)
+            if not math.isfinite(loss):
+                raise non_finite_loss(model, mine, loss, f"validation of stage {mixture.stage + 1}")
+            total, tokens = total + loss * count, tokens + count
+    finally:
+        module.train(was_training)
+    sums = replicas.exchange((total, tokens))
+    total, tokens = sum(one[0] for one in sums), sum(one[1] for one in sums)
+    loss = total / tokens
+    return {"eval_loss": loss, "eval_perplexity": math.exp(loss) if loss < 700 else math.inf, "eval_tokens": tokens}
