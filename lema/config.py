@@ -212,6 +212,9 @@ class LemaConfig(BaseModel):
     """Processes that share each layer, every one with its part of it; None: all on a backend made for that, else 1."""
     sequence_parallel: bool = False
     """With those: between attention and MLP each process holds its part of the sequence only."""
+    pad_to_multiple_of: Count | None = None
+    """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
+    `max_length`. None: no longer than the longest of their micro-batch, or what `sequence_parallel` needs."""
     backend_settings: dict[str, Any] = Field(default_factory=dict)
     """What only one backend has, by name. It may be given as any other setting."""
 
@@ -274,6 +277,10 @@ class LemaConfig(BaseModel):
             raise Contradiction(
                 "shard_weights",
                 "with cache_frozen_prefix processes leave out layers that others need; set one to false",
+            )
+        if self.max_length and self.pad_to_multiple_of and self.max_length % self.pad_to_multiple_of:
+            raise Contradiction(
+                "pad_to_multiple_of", f"max_length is {self.max_length}, no multiple of {self.pad_to_multiple_of}"
             )
         for key, what in contradictions(self):
             raise Contradiction(key, what)

@@ -28,6 +28,7 @@ from lema.lora import configured_lora, inject_lora_params
 from lema.names import checkpoint_dtype, match_names, target_dtypes
 from lema.opened import open_backend
 from lema.outside import StoredTensors, layer_bytes, load_outside
+from lema.padding import padding_of
 from lema.plan.advice import advise
 from lema.plan.allocate import allocate
 from lema.plan.step import step_shape
@@ -106,6 +107,8 @@ class LemaModel:
             self.split.host_rows = HostRows(self.skeleton, self._stored.read_to_host(in_host), self.backend)
         self.lora_manager: PeftModel | None = None
         self._precision = ProductPrecision(config.tf32)
+        positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+        self._padding = padding_of(config, self.backend.parallel.size, positions)
 
     @classmethod
     def from_pretrained(
@@ -226,6 +229,7 @@ class LemaModel:
             boundaries=self.allocation.boundaries,
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
             at_once=self.config.activation_offloading == "legacy",
+            padding=self._padding,
         )
         adapter.room.advise = partial(
             advise, self.config, self.skeleton, self._layers, self.outside_bytes, self.allocation, self.backend

@@ -25,6 +25,7 @@ from lema.errors import ConfigError
 from lema.inputs import Inputs
 from lema.layercall import LayerCall
 from lema.loss import LossChunks, targets_of
+from lema.padding import Padding, cut
 from lema.prefix import PrefixCache
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease, StreamCounters
@@ -53,6 +54,7 @@ class StreamedModel:
         boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
         offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
         at_once: wait for each copy of what waits elsewhere, before the step goes on.
+        padding: how long rows are made.
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
@@ -73,10 +75,11 @@ class StreamedModel:
         boundaries: TierName = "device",
         offload_dir: Path | None = None,
         at_once: bool = False,
+        padding: Padding | None = None,
     ) -> None:
         self.split, self.stream, self.backend = split, stream, backend
         self.recompute, self.saved = recompute, frozenset(saved)
-        self._loss_chunk_tokens = loss_chunk_tokens
+        self._loss_chunk_tokens, self._padding = loss_chunk_tokens, padding or Padding()
         carrier: Carrier = AtOnce(backend.device) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
         self.graphs: GraphsAway | None = None
@@ -186,11 +189,13 @@ class StreamedModel:
                 self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
             if layer < top:
                 hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
-        if graphs is None:
-            return turn(self._engine, calls[top], hidden, ends)
-        graphs.turn()
+        if graphs is not None:
+            graphs.turn()
         loss = turn(self._engine, calls[top], hidden, ends)
-        graphs.expect(top - 1)
+        if graphs is not None:
+            graphs.expect(top - 1)
+        if logits is not None:
+            cut(logits, micro_batches)
         return loss
 
     def accompany(self, *, training: bool = True) -> None:
@@ -221,6 +226,8 @@ class StreamedModel:
             *_, hidden = self._forward(placed)
             with self.room.at("in the head and the loss"):
                 values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+            if logits is not None:
+                cut(logits, parts)
             return torch.stack(values).sum(), chunks.trained_tokens
 
         return self.room.fitted(micro_batches, run, made=logits, purpose="evaluation")
@@ -229,7 +236,7 @@ class StreamedModel:
     def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
         """Run forward once more and name the first part whose output is not finite; None: all are."""
         names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers))]
-        placed = self._inputs.place(self.room.parts(micro_batches))
+        placed = self._inputs.place([self._padding.of(batch) for batch in self.room.parts(micro_batches)])
         found: str | None = None
         for name, hidden in zip(names, self._forward(placed), strict=True):
             if found is None and not all(bool(state.isfinite().all()) for state in hidden):
@@ -258,6 +265,7 @@ class StreamedModel:
         self, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks]:
         """Return the inputs of a step on the device, and its loss."""
+        micro_batches = [self._padding.of(batch) for batch in micro_batches]
         targets = [targets_of(batch["labels"]) for batch in micro_batches]
         pairs = zip(micro_batches, targets, strict=True)
         placed = self._inputs.place([{**_inputs_of(batch), TARGETS: target} for batch, target in pairs])

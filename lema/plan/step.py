@@ -91,7 +91,8 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1) ->
     """
     share = len(share_of(range(config.batch_size), 0, processes, config.micro_batch_size))
     rows = min(config.micro_batch_size or share, share)
-    length = longest_row(config.max_length, positions)
+    multiple = config.pad_to_multiple_of or 1
+    length = -(-longest_row(config.max_length, positions) // multiple) * multiple
     return StepShape(MicroBatch(rows, length), share * config.gradient_accumulation_steps)
 
 

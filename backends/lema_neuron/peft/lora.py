@@ -7,7 +7,6 @@ from typing import Any
 
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from lema.errors import ConfigError
@@ -53,12 +52,6 @@ class NeuronLoraModel(LoraModel):
         if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
             config.target_modules = _all_linear(model)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        if wrapped := [name for name, module in model.named_modules() if isinstance(module, ParamWrapper)]:
-            raise ConfigError(
-                "adapters of parameters are not supported over several ranks",
-                where=wrapped[0],
-                how="target the linears of attention and of the dense network only",
-            )
 
     @staticmethod
     def _create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:

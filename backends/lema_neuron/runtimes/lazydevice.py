@@ -1,0 +1,160 @@
+"""A lazy device of `torch_xla`: what is computed is collected, and runs as one graph where a lease ends.
+
+A layer's weights come as one flat buffer in one transfer, and are an input of the graph: so layers of one shape share
+one compiled graph, and a step compiles no more graphs for more layers. Nothing here has been seen on a NeuronCore; it
+runs on the CPU device of `torch_xla`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.backend import Download, Downloaded, MemoryStats, Upload
+from lema.errors import CheckpointError
+from lema.hostmemory import anonymous
+from lema_neuron.compiles import Compiles
+
+__all__ = ["LazyDevice"]
+
+SEEDS = 1 << 64
+STATE_BYTES = 8  # of the generator's state: a seed
+
+
+class LazyDevice:
+    """This process's device; a `lema_neuron.runtimes.computing.Computing`.
+
+    Args:
+        xla: `torch_xla`.
+        xm: `torch_xla.core.xla_model`.
+        compiled: how many graphs were compiled so far.
+
+    Attributes:
+        device: of torch.
+        compiles: the graphs compiled, step by step.
+    """
+
+    def __init__(self, xla: Any, xm: Any, compiled: Callable[[], int]) -> None:
+        self._xla, self._xm = xla, xm
+        self.device: torch.device = xla.device()
+        self.compiles = Compiles(compiled)
+        self._seed: int | None = None  # that torch was seeded with, when the device last was
+
+    def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
+        """Return uint8 `[nbytes]` of ordinary memory at a page boundary: the runtime copies from any."""
+        return anonymous(nbytes) if memory is None else memory
+
+    def device_slots(self, nbytes: int, count: int) -> LazySlots:  # noqa: ARG002 - memory is the runtime's to find
+        """Return a ring of `count` slots: each upload brings memory of its own, which goes when it is not used."""
+        return LazySlots(self.device, count, self._xla.sync)
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Run what was computed so far, and copy."""
+        self._xla.sync()
+        target.copy_(source.detach())
+        return Downloaded()
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        return nullcontext() if dtype == torch.float32 else torch.autocast("xla", dtype=dtype)
+
+    def rng_state(self) -> Tensor:
+        """Return the seed that the device's next number comes from, uint8 `[8]`; the host knows it, and waits for
+        nothing. `torch.manual_seed` seeds this device too, as it does others; but it tells nobody."""
+        if self._seed != torch.initial_seed():
+            self._seed = torch.initial_seed()
+            self._xm.set_rng_state(self._seed % SEEDS, str(self.device))
+        seed = self._xm.get_rng_state(str(self.device)) % SEEDS
+        return torch.tensor([seed - SEEDS if seed >= SEEDS // 2 else seed]).view(torch.uint8)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Put a seed back.
+
+        Raises:
+            CheckpointError: the state is that of another kind of device.
+        """
+        if state.numel() != STATE_BYTES:
+            raise CheckpointError(
+                f"a generator state of {state.numel()} bytes is not this device's, which has {STATE_BYTES}",
+                how="resume with the neuron_runtime of the run before",
+            )
+        self._seed = torch.initial_seed()
+        self._xm.set_rng_state(int(state.clone().view(torch.int64)) % SEEDS, str(self.device))
+
+    def end_step(self) -> None:
+        """Run what is left of the step, and count the graphs it has compiled."""
+        self._xla.sync()
+        self.compiles.step_ended()
+
+    def synchronize(self) -> None:
+        """Run what was computed so far, and block until it is done."""
+        self._xla.sync(wait=True)
+        self._xm.wait_device_ops()
+
+    def memory(self) -> MemoryStats:
+        """Return the device's memory; 0 where the runtime does not say."""
+        try:
+            told = self._xm.get_memory_info(self.device)
+        except RuntimeError as error:
+            if "UNIMPLEMENTED" not in str(error).upper():
+                raise
+            return MemoryStats(0, 0, 0)
+        used = int(told["bytes_used"])
+        return MemoryStats(used, int(told.get("peak_bytes_used", used)), int(told["bytes_limit"]))
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self.synchronize()
+
+
+class LazySlots:
+    """A ring of slots. A slot's memory comes with an upload: what the graphs before were given stays theirs.
+
+    Args:
+        device: where uploads go.
+        count: how many are held at once.
+        cut: runs what was computed so far.
+    """
+
+    def __init__(self, device: torch.device, count: int, cut: Callable[[], None]) -> None:
+        self.device, self.free, self.cut = device, count, cut
+        self.uploads = 0
+
+    def upload(self, source: Tensor) -> Upload:
+        """Start one transfer of all of `source`."""
+        assert self.free, "more uploads are held than there are slots"
+        self.free -= 1
+        self.uploads += 1
+        return _LazyUpload(self, source.to(self.device))
+
+
+class _LazyUpload:
+    """Bytes on their way."""
+
+    def __init__(self, slots: LazySlots, memory: Tensor) -> None:
+        self._slots, self._memory = slots, memory
+        self._waited = self._released = False
+
+    def wait(self) -> Tensor:
+        """Return the bytes: what is computed from now on belongs to the lease."""
+        if self._released:
+            assert self._slots.free, "a slot was asked for that something else was uploaded to"
+            self._slots.free -= 1
+            self._released = False
+        self._waited = True
+        return self._memory
+
+    def release(self) -> None:
+        """Cut the graph here: what was computed under the lease is one graph, of this layer's shape alone."""
+        assert not self._released, "a slot was released twice"
+        self._released = True
+        self._slots.free += 1
+        if self._waited:
+            self._slots.cut()
+
+    def drained(self) -> None:
+        """A copy that torch was not told to begin and leave has taken what it needs of its source when it returns."""

@@ -1,0 +1,80 @@
+"""The processes that hold the same part of a copy, on a lazy device: what they add up is part of the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lema.backend import Gathering, Replicas, Upload
+from lema_neuron.comm import Comm
+
+__all__ = ["LazyReplicas"]
+
+
+class LazyReplicas:
+    """`lema.backend.Replicas` whose tensors go through collectives of the graph, all else from host to host.
+
+    Args:
+        replicas: the processes, as their hosts reach each other.
+        comm: the same, as their devices do; the groups of all ranks are named in every graph.
+    """
+
+    def __init__(self, replicas: Replicas, comm: Comm) -> None:
+        self._replicas, self._comm = replicas, comm
+
+    @property
+    def rank(self) -> int:
+        """This process's place among those with the same part."""
+        return self._replicas.rank
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self._replicas.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's place among those of this machine."""
+        return self._replicas.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """How many of them run on this machine."""
+        return self._replicas.local_size
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one, of all there are, that writes and reports."""
+        return self._replicas.first
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are in all."""
+        return self._replicas.num_processes
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor over the processes with the same part, in place; it is run with the graph it belongs to."""
+        if self.size > 1:
+            tensor.copy_(self._comm.all_reduce(tensor))
+
+    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+        """Put the parts together in `whole`; nothing is begun before the graph is run."""
+        whole.copy_(self._comm.all_gather(upload.wait(), 0))
+        upload.release()
+        return self
+
+    def wait(self) -> None:
+        """What is computed after `gather` comes after it."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gather from host to host."""
+        return self._replicas.exchange(value)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Gather from all hosts."""
+        return self._replicas.everyone(value)
+
+    def shared_memory(self, nbytes: int) -> Tensor:
+        """Return memory that the processes of this machine share."""
+        return self._replicas.shared_memory(nbytes)
