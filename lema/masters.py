@@ -208,6 +208,12 @@ class Masters:
         stream, in_layers = self._model.stream, self.by_layer.keys()
         if not chosen:
             raise ConfigError("no weight is chosen to be trained")
+        if self._model.backend.parallel.size > 1:
+            raise ConfigError(
+                "weights of layers that processes hold together do not train",
+                where="tensor_parallel_size",
+                how="train adapters, or have each process hold the whole",
+            )
         if stream.sharded:
             raise ConfigError(
                 "weights of which each process has a part do not train", where="shard_weights", how="set it to false"

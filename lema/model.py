@@ -106,6 +106,7 @@ class LemaModel:
         if in_host is not None:
             self.split.host_rows = HostRows(self.skeleton, self._stored.read_to_host(in_host), self.backend)
         self.lora_manager: PeftModel | None = None
+        self.num_adapter_parameters = 0
         self._precision = ProductPrecision(config.tf32)
         positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
         self._padding = padding_of(config, self.backend.parallel.size, positions)
@@ -337,6 +338,7 @@ class LemaModel:
                 how="call initialize_lora() before anything else",
             )
         self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
         self._divide()
         self.split.adapters_changed()
         if self.split.host_rows is not None:

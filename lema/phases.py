@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from lema.backend import BackendOptions, Replicas, load
+from lema.backend import Replicas
 from lema.config import CONFIG_NAME, LemaConfig
 from lema.data.mixture import Mixture, Source
 from lema.errors import DiskError
 from lema.model import LemaModel
+from lema.opened import open_backend
 from lema.phasekinds import Adapters, Weights, of_kind
 from lema.phaselog import PhaseLog
 from lema.phaseloop import Underway
@@ -82,7 +83,7 @@ def run_phases(
     run = PhaseRun(config, plan, sources, held_out, eval_rows, trust_remote_code, trace)
     evaluates = held_out is not None
     # The first backend that is opened holds the group of processes together until the last phase has ended.
-    with closing(load(config.device, BackendOptions(config.page_locked))) as backend:
+    with closing(open_backend(config)) as backend:
         replicas = backend.replicas
         if replicas.num_processes > 1:
             given = {"phases": plan.to_dict(), "start": start and str(start)}

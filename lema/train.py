@@ -63,10 +63,9 @@ def train(
         if eval_data is not None:
             out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
-        trained = sum(parameter.numel() for parameter in model.get_trainable_parameters())
         out(
             f"{model.split.num_layers} layers ({model.allocation.summary()}), "
-            f"{human_bytes(model.gbi.nbytes)} of weights; {trained:,} adapter parameters"
+            f"{human_bytes(model.gbi.nbytes)} of weights; {model.num_adapter_parameters:,} adapter parameters"
         )
         with StopOnSignal() as stop:
             trainer = model.get_trainer(callbacks=[*(callbacks if replicas.first else ()), stop])

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lema.backend import BackendOptions, load
+from lema.opened import open_backend
 from lema.phasedata import read_sources
 from lema.phasefile import PhaseFile
 from lema.phasereport import phase_report
@@ -54,7 +54,7 @@ def train_phases(
         shown.print(line, soft_wrap=True, markup=False, emoji=False)
 
     # The first backend that is opened holds the group of processes together until the last phase has ended.
-    with closing(load(config.device, BackendOptions(config.page_locked))) as backend:
+    with closing(open_backend(config)) as backend:
         first = backend.replicas.first
         shown.quiet = shown.quiet or not first
         if backend.replicas.size > 1:

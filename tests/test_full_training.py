@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,3 +213,10 @@ def test_layers_that_are_read_from_disk_do_not_train(checkpoint_of: Callable[...
     with pytest.raises(ConfigError, match="no weight"):
         FullTraining(model.adapter, config, lambda name: False)
     model.close()
+
+
+def test_layers_that_processes_hold_together_do_not_train(checkpoint_of: Callable[..., Checkpoint]) -> None:
+    with closing(LemaModel(config_of(checkpoint_of("llama")))) as model:
+        model.adapter.backend._parallel = SimpleNamespace(size=2)  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match="hold together"):
+            FullTraining(model.adapter, model.config)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import psutil
 from transformers import PreTrainedModel
 
-from lema.backend import BackendOptions, load
 from lema.config import LemaConfig, parse_memory
 from lema.controlgroups import memory_left
 from lema.errors import MemoryLimitError, ModelError
+from lema.opened import open_backend
 from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.machine import Machine
@@ -106,7 +106,7 @@ def place_of(config: LemaConfig, machine: Machine | None = None, *, measured: bo
     """Return the place a run is planned for: a machine's profile, or this machine, with or without its speeds."""
     if machine is not None:
         return Place(machine, machine.host_memory, told=True)
-    backend = load(config.device, BackendOptions(config.page_locked))
+    backend = open_backend(config)
     try:
         memory, host = backend.memory(), psutil.virtual_memory()
         speeds = Speeds(UNKNOWN_DISK) if memory.shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
@@ -141,7 +141,7 @@ def plan_phase(
         MemoryLimitError: a limit, or the memory there is, is too small.
         ConfigError: as training would raise it.
     """
-    backend = load(config.device, BackendOptions(config.page_locked)) if place.measured else None
+    backend = open_backend(config) if place.measured else None
     try:
         blueprint = draw_up(config, backend=backend, trust_remote_code=trust_remote_code, chosen=chosen)
         shape = step_shape(config, getattr(blueprint.model.config, "max_position_embeddings", None), processes)
