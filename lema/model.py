@@ -204,12 +204,12 @@ class LemaModel:
         def write() -> None:
             save_adapter(adapter, Path(directory), self.config.model_name_or_path, self.config.revision, whole)
             self.config.save_pretrained(directory)
+            write_base(Path(directory), base_fingerprint(self.gbi))
 
         if whole is None:
             write()
         else:
             first_alone(self.backend.replicas, write)
-            write_base(Path(directory), base_fingerprint(self.gbi))
 
     @cached_property
     def adapter(self) -> StreamedModel:

@@ -149,9 +149,13 @@ class _LayerVisit:
     def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
         engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
-        again = None if self._boundaries is None else self._runner(index, state, needs=needs, compiled=compiled)
+        # Without addresses nothing can be said of which tensors are weights: the graph is made anew in the backward.
+        anew = compiled or not lease.has_address
+        again = None
+        if self._boundaries is not None:
+            again = self._runner(index, state, needs=needs, compiled=compiled, anew=anew)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.others()))
-        graph = Graph(again, engine.split.needless[self._layer], anew=compiled, keep=keep)
+        graph = Graph(again, engine.split.needless[self._layer], anew=anew, keep=keep)
         with graph.built(lease):
             if needs:
                 given = graph_input(engine.anchor, given, self._found, index)
@@ -198,7 +202,9 @@ class _LayerVisit:
             finally:
                 self._boundary.clear()
 
-    def _runner(self, index: int, state: Tensor, *, needs: bool, compiled: bool) -> Callable[[Lease], Tensor]:
+    def _runner(
+        self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
+    ) -> Callable[[Lease], Tensor]:
         """Return what runs a micro-batch through the layer again, from the generator state of the first time.
 
         It does not hold the visit: the visit holds the graph that holds it, and what nobody wants any more would stay.
@@ -208,7 +214,7 @@ class _LayerVisit:
 
         def run(lease: Lease) -> Tensor:
             engine.backend.set_rng_state(state)
-            if compiled and needs:  # it is this run that is differentiated
+            if anew and needs:  # it is this run that is differentiated
                 given = graph_input(engine.anchor, boundary[0], found, index)
             else:
                 given = boundary[0].detach().requires_grad_(needs)

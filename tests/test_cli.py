@@ -12,6 +12,7 @@ import typer
 
 import lema
 from lema import errors
+from lema.backendsettings import backend_settings
 from lema.cli import app, run
 from lema.config import LemaConfig
 
@@ -194,7 +195,7 @@ def test_show_prints_every_setting_as_yaml_that_reads_back(tmp_path: Path, capsy
 def test_schema_is_json_and_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["config", "schema"]) == 0
     schema: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == set(LemaConfig.model_fields)
+    assert set(schema["properties"]) == {*LemaConfig.model_fields, *backend_settings()}
 
 
 @pytest.mark.parametrize(

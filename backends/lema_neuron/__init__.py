@@ -1,3 +1,3 @@
-"""AWS Trainium. So far only what LEMA's doctor looks at there; the backend itself is still to come."""
+"""AWS Trainium: layers divided among NeuronCores, or among processes of this machine that stand for them."""
 
 __all__: list[str] = []

@@ -129,6 +129,7 @@ class NeuronBackend:
 
     def close(self) -> None:
         """Leave the processes, and give the device back."""
+        self._watch.close()
         try:
             self._device.close()
         finally:

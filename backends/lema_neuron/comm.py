@@ -122,12 +122,16 @@ class C10dComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group; it is formed once for each element, so that all ranks get the same bits."""
+        if tensor.is_meta:  # a layer that is looked at, not run
+            return tensor
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._dist.all_reduce(total, group=self.group)
         return total
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return every rank's tensor, joined along `dim` in rank order."""
+        if tensor.is_meta:
+            return torch.cat([tensor] * self.size, dim)
         mine = tensor.detach().contiguous()
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._dist.all_gather(found, mine, group=self.group)
@@ -136,6 +140,8 @@ class C10dComm:
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's equal share along `dim` of the sum over the group."""
         mine = share(tensor.detach(), dim, self)
+        if tensor.is_meta:
+            return mine
         if not self._scatters:
             return share(self.all_reduce(tensor), dim, self).contiguous()
         total = torch.empty_like(mine, memory_format=torch.contiguous_format)

@@ -89,7 +89,7 @@ def driver(root: Path = ROOT) -> Finding:
     facts: dict[str, Fact] = {"devices": devices, "driver": version}
     if devices:
         what = f"{devices} Neuron device{'s' if devices > 1 else ''}, driver {version or 'of unknown version'}."
-        note = "LEMA cannot compute on them yet: its backend for them is still to come."
+        note = "LEMA's backend for them (device: neuron) has not been seen to run on one yet."
         return Finding(SECTION, "driver", Level.NOTE, f"{what} {note}", facts=facts)
     return Finding(SECTION, "driver", Level.OK, "There is no Neuron device in this machine.", facts=facts)
 

@@ -6,6 +6,7 @@ are one package under one name, so an environment has one of them. Nothing is im
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +40,13 @@ class Found:
         versions: of the packages that matter; None: not installed.
         devices: how many Neuron devices there are.
         stand_ins: packages that only bear the name, with what to do, as sentences.
+        on_cpu: the user has told torch_xla to compute on the CPU (`PJRT_DEVICE=CPU`), as for tests.
     """
 
     versions: Mapping[str, str | None]
     devices: int
     stand_ins: tuple[str, ...] = ()
+    on_cpu: bool = False
 
     @property
     def installed(self) -> Runtime | None:
@@ -63,7 +66,8 @@ def look(root: Path = Path("/")) -> Found:
     """Look at what is installed and which devices there are."""
     devices = [one for one in (root / "dev").glob("neuron*") if one.name.removeprefix("neuron").isdigit()]
     wrong = tuple(f"{finding.what} {finding.how}" for finding in stubs(STUBS, SECTION))
-    return Found({name: installed_version(name) for name in PACKAGES}, len(devices), wrong)
+    on_cpu = os.environ.get("PJRT_DEVICE") == "CPU"
+    return Found({name: installed_version(name) for name in PACKAGES}, len(devices), wrong, on_cpu)
 
 
 def choose_runtime(asked: str, found: Found) -> Runtime:
@@ -71,6 +75,7 @@ def choose_runtime(asked: str, found: Found) -> Runtime:
 
     Args:
         asked: `auto` or the name of one. `emulated` is never chosen unasked: nobody shall think that a device trains.
+            For `xla` the CPU device of torch_xla will do, if the user has chosen it.
         found: what the machine has.
 
     Raises:
@@ -79,6 +84,8 @@ def choose_runtime(asked: str, found: Found) -> Runtime:
     """
     if asked == "emulated":
         return "emulated"
+    if asked == "xla" and found.on_cpu and found.versions.get("torch-xla") is not None:
+        return "xla"
     if found.stand_ins:
         raise _missing(found.stand_ins[0], asked, found)
     if (installed := found.installed) is None:

@@ -11,12 +11,15 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from lema.errors import is_out_of_memory
+from lema.processes import others_there
 from lema_neuron.comm import Comm
 
 __all__ = ["PATIENCE_AT_START", "PATIENCE_LATER", "Watch", "WatchedComm"]
@@ -31,6 +34,9 @@ Kind = TypeVar("Kind")
 class Watch:
     """How long a rank waits for the others.
 
+    One thread looks on, whatever is waited for. It sleeps no longer than any wait may take, so what begins meanwhile
+    need not wake it.
+
     Args:
         at_start: until the first step has ended.
         later: from then on.
@@ -44,20 +50,57 @@ class Watch:
         over: Callable[[str], None] | None = None,
     ) -> None:
         self._patience, self._later, self._over = at_start, later, over or _end
+        self._waits: dict[object, tuple[float, str]] = {}  # until when, and for what
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
 
     def step_ended(self) -> None:
         """Wait less long from now on."""
-        self._patience = self._later
+        with self._changed:
+            if self._patience != self._later:
+                self._patience = self._later
+                self._changed.notify()
 
     def waited(self, what: str, call: Callable[[], Kind]) -> Kind:
-        """Return what a call that waits for other ranks returns, if it does in time."""
-        timer = threading.Timer(self._patience.total_seconds(), self._over, [f"{what} after {self._patience}"])
-        timer.daemon = True
-        timer.start()
+        """Return what a call that waits for other ranks returns, if it does in time.
+
+        Raises:
+            LemaError: another rank has ended.
+        """
+        wait = object()
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look_on, name="watch over other ranks", daemon=True)
+                self._thread.start()
+            end = time.monotonic() + self._patience.total_seconds()
+            self._waits[wait] = end, f"{what} after {self._patience}"
         try:
             return call()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            with others_there():
+                raise
         finally:
-            timer.cancel()
+            with self._changed:
+                self._waits.pop(wait, None)
+
+    def close(self) -> None:
+        """Stop looking on."""
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._changed.notify()
+        if thread is not None:
+            thread.join()
+
+    def _look_on(self) -> None:
+        with self._changed:
+            while self._thread is threading.current_thread():
+                now = time.monotonic()
+                for wait in [one for one, (end, _) in self._waits.items() if end <= now]:
+                    self._over(self._waits.pop(wait)[1])
+                ends = [end for end, _ in self._waits.values()]
+                self._changed.wait(min([*ends, now + self._patience.total_seconds()]) - now)
 
     def around(self, comm: Comm) -> WatchedComm:
         """Return a group whose collectives are watched."""

@@ -54,7 +54,8 @@ def allocate(
         shape: of a step, whose activations count towards the limits; None: weights and what trains alone. Of a model
             whose activations cannot be told ahead these alone count too, with a warning.
 
-    Several processes ask for it at once, and get the same: that of the least memory any of them has.
+    Several processes ask for it at once, and get the same: that of the least memory any of them has. Where they hold
+    layers together, layers are not timed, and all are taken to be on one machine.
 
     Raises:
         MemoryLimitError: the limits are too small.
@@ -66,6 +67,7 @@ def allocate(
     if memory.shared:
         speeds = Speeds(UNKNOWN_DISK)
     to_choose = config.device_memory is not None and config.gradient_checkpointing
+    to_choose = to_choose and backend.parallel.size == 1  # a layer that several run together is not timed alone
     if to_choose and workload is not None and shape is not None:
         speeds, timings = calibrate(model, layers, workload, shape, backend)
     trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
@@ -81,9 +83,10 @@ def allocate(
     )
     host = psutil.virtual_memory()
     # What processes measure differs; that they spend memory alike does not depend on it.
-    told = backend.replicas.exchange((demand, speeds, memory.total, host.total, host.available))
+    told = backend.replicas.everyone((demand, speeds, memory.total, host.total, host.available))
     (demand, speeds, *_), totals = told[0], zip(*(one[2:] for one in told), strict=True)
     demand = of_one_process(demand, backend.replicas, sharded=config.shard_weights)
+    demand = replace(demand, processes=demand.processes * backend.parallel.size)
     return allocated(config, demand, speeds, *map(min, totals))
 
 

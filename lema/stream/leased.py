@@ -38,9 +38,16 @@ class Lease:
     weights: dict[str, Tensor]
     expanded: Tensor | None = None
 
+    @property
+    def has_address(self) -> bool:
+        """Whether its memory can be pointed at. On a lazy device it cannot: nothing refers to weights by place."""
+        return self.slot.is_meta or not self.slot.numel() or self.slot.data_ptr() != 0
+
     def refer(self, tensor: Tensor) -> WeightReference | None:
         """Return where `tensor` lies in the lease's memory; None: elsewhere, or it has no elements and so no place."""
         address = tensor.data_ptr()  # asked first: the answer costs least, and nearly every tensor lies elsewhere
+        if not address:
+            return None
         for memory in (self.slot, self.expanded):
             if memory is None or not 0 <= (start := address - memory.data_ptr()) < memory.numel():
                 continue  # slots may share one storage; a tensor without elements is at 0

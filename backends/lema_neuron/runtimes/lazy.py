@@ -18,6 +18,7 @@ from lema.errors import BackendUnavailable
 from lema.layout import KvLayout
 from lema.processes import Joined
 from lema_neuron.comm import Comm, XlaComm
+from lema_neuron.runtimes import lazybits
 from lema_neuron.runtimes.computing import Computing
 from lema_neuron.runtimes.lazydevice import LazyDevice
 from lema_neuron.runtimes.lazyreplicas import LazyReplicas
@@ -64,6 +65,7 @@ class Lazy:
             BackendUnavailable: the runtime does not know of the others, or does not add up what they have.
         """
         xla, xm, metrics = (import_module(f"torch_xla{name}") for name in ("", ".core.xla_model", ".debug.metrics"))
+        lazybits.register()
         device = LazyDevice(xla, xm, lambda: int(metrics.counter_value("UncachedCompile") or 0))
         if (size := _num_processes()) > 1:
             _see_the_others(size, xla, xm)

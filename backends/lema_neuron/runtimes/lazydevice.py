@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lema.backend import Download, Downloaded, MemoryStats, Upload
-from lema.errors import CheckpointError
+from lema.errors import ConfigError
 from lema.hostmemory import anonymous
 from lema_neuron.compiles import Compiles
 
@@ -75,10 +75,10 @@ class LazyDevice:
         """Put a seed back.
 
         Raises:
-            CheckpointError: the state is that of another kind of device.
+            ConfigError: the state is that of another kind of device.
         """
         if state.numel() != STATE_BYTES:
-            raise CheckpointError(
+            raise ConfigError(
                 f"a generator state of {state.numel()} bytes is not this device's, which has {STATE_BYTES}",
                 how="resume with the neuron_runtime of the run before",
             )

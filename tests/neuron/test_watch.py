@@ -1,0 +1,115 @@
+"""A rank that waits for others in vain says so, shows where it stands, and ends; one that does not is left alone."""
+
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from lema.errors import LemaError
+from lema_neuron.comm import Solo
+from lema_neuron.watch import Watch
+
+SOON, SOONER, NEVER = timedelta(milliseconds=30), timedelta(milliseconds=20), timedelta(hours=1)
+
+
+class Stuck(Solo):
+    """A group whose collectives return when they are let go."""
+
+    def __init__(self, until: threading.Event) -> None:
+        self._until = until
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._until.wait(30), "nobody looked on"
+        return tensor
+
+
+def test_a_collective_that_takes_too_long_is_named_and_others_are_not() -> None:
+    told, gone = [], threading.Event()
+
+    def over(what: str) -> None:
+        told.append(what)
+        gone.set()
+
+    watch = Watch(SOON, SOONER, over)
+    comm = watch.around(Stuck(gone))
+    comm.barrier()
+    comm.all_reduce(torch.ones(2))
+    assert told == ["rank 0 of 1: all_reduce after 0:00:00.030000"]
+    watch.step_ended()
+    gone.clear()
+    comm.split([[0]]).all_reduce(torch.ones(2))
+    assert told[1:] == ["rank 0 of 1: all_reduce after 0:00:00.020000"], "the parts of a group are watched, less long"
+    watch.close()
+    assert not any(one.name == "watch over other ranks" for one in threading.enumerate())
+
+
+def test_patience_that_shortens_counts_at_once() -> None:
+    """The thread that looks on sleeps for as long as it may; it must not sleep that long after the first step."""
+    told = threading.Event()
+    watch = Watch(NEVER, SOON, lambda _: told.set())
+    comm = watch.around(Stuck(told))
+    comm.barrier()  # it looks on from here, for an hour
+    watch.step_ended()
+    comm.all_reduce(torch.ones(2))
+    watch.close()
+
+
+def test_one_thread_looks_on_and_only_if_something_is_waited_for() -> None:
+    before = threading.active_count()
+    watch = Watch(NEVER, NEVER)
+    assert threading.active_count() == before
+    comm = watch.around(Solo())
+    for _ in range(50):
+        comm.all_reduce(torch.ones(2))
+    assert threading.active_count() == before + 1
+    watch.close()
+    watch.close()
+    assert threading.active_count() == before
+
+
+def test_a_rank_that_has_ended_is_told_in_a_sentence() -> None:
+    watch = Watch(NEVER, NEVER)
+
+    def closed() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def full() -> None:
+        raise RuntimeError("device: out of memory")
+
+    with pytest.raises(LemaError, match="another process of this run has ended"):
+        watch.waited("all_reduce", closed)
+    with pytest.raises(RuntimeError, match="out of memory"):  # which has ways out of its own
+        watch.waited("all_reduce", full)
+    watch.close()
+
+
+SCRIPT = """
+import threading
+from datetime import timedelta
+
+import torch
+from lema_neuron.comm import Solo
+from lema_neuron.watch import Watch
+
+
+class Stuck(Solo):
+    def all_reduce(self, tensor):
+        return nobody_answers()
+
+
+def nobody_answers():
+    threading.Event().wait()
+
+
+Watch(timedelta(milliseconds=200)).around(Stuck()).all_reduce(torch.ones(2))
+"""
+
+
+def test_the_process_ends_with_the_stacks_of_all_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "error: other ranks were not heard of: rank 0 of 1: all_reduce after 0:00:00.200000" in done.stderr
+    assert "in nobody_answers" in done.stderr, "the stack of the thread that waits"
