@@ -35,6 +35,7 @@ __all__ = [
     "SingleProcess",
     "Upload",
     "available",
+    "has_addresses",
     "load",
 ]
 
@@ -285,6 +286,14 @@ class BackendInfo:
     def ok(self) -> bool:
         """Whether the backend can run on this machine."""
         return self.reason is None
+
+
+def has_addresses(device: torch.device) -> bool:
+    """Return whether a tensor's memory can be pointed at: not on a lazy device, whose memory is its runtime's."""
+    import torch
+
+    one = torch.empty(1, dtype=torch.uint8, device=device)
+    return one.is_meta or one.data_ptr() != 0
 
 
 def available() -> list[BackendInfo]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lema.ahead import NUM_BUFFERS, FetchAhead, Key, as_bytes, placed
-from lema.backend import Download, Upload
+from lema.backend import Download, Upload, has_addresses
 from lema.offload import OffloadFile, whole_blocks
 from lema.trace import NO_TRACE, NoTrace
 
@@ -58,7 +58,7 @@ class Tier(Protocol):
 def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> Tier:
     """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
     if name == "device":
-        return _OnDevice(backend)
+        return _OnDevice(backend) if has_addresses(backend.device) else _AsTheyAre()
     return _InHost(backend) if name == "host" else _OnDisk(backend, directory, trace)
 
 
@@ -119,6 +119,31 @@ class _OnDevice:
 
     def close(self) -> None:
         self._places.clear()
+
+
+class _AsTheyAre:
+    """Boundaries on a lazy device, whose memory is the runtime's. In memory of ours each would be written to a place of
+    its own, and every layer's graph would be another."""
+
+    memory_bytes = 0
+
+    def __init__(self) -> None:
+        self._states: dict[Key, Tensor] = {}
+
+    def begin(self, likes: Sequence[Tensor]) -> None:  # noqa: ARG002 - others make room
+        self._states.clear()
+
+    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:  # noqa: ARG002
+        self._states[key] = state
+
+    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+        """Everything is where it is needed."""
+
+    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
+        yield self._states.pop(key)
+
+    def close(self) -> None:
+        self._states.clear()
 
 
 class _Leaving:

@@ -219,12 +219,13 @@ def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:
 
 @contextmanager
 def others_there() -> Iterator[None]:
-    """Say what it means when a message finds nobody."""
+    """Say what it means when a message finds nobody, or nobody answers."""
     try:
         yield
     except RuntimeError as error:
+        late = "timed out" in str(error).lower()
         raise LemaError(
-            "another process of this run has ended",
+            "another process of this run was not heard of in time" if late else "another process of this run has ended",
             where=str(error).partition("\n")[0],
             how="its own message, above, says why; start all of them again (--resume goes on from the last checkpoint)",
         ) from error

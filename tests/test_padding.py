@@ -19,7 +19,7 @@ from lema.streamed import StreamedModel
 
 def masked(rows: int = 4) -> dict[str, Tensor]:
     found = collate(token_rows(rows))  # of 9 to 12 tokens
-    return {name: found[name] for name in ("input_ids", "labels", "attention_mask")}  # type: ignore[literal-required]
+    return {name: found[name] for name in ("input_ids", "labels", "attention_mask")}
 
 
 def taken(config: LemaConfig, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor], list[Tensor]]:
@@ -83,8 +83,8 @@ def test_a_run_evaluates_trains_and_counts_as_without_it(tmp_path: Path, monkeyp
     counted = []
     for multiple in (None, 32):
         with opened(settings(model, tmp_path / "counted", pad_to_multiple_of=multiple)) as opened_model:
-            result = opened_model.get_trainer().accumulate(split_batch(masked(), 2))
-            counted.append((result.tokens, result.trained_tokens))
+            step = opened_model.get_trainer().accumulate(split_batch(masked(), 2))
+            counted.append((step.tokens, step.trained_tokens))
     assert counted[0] == counted[1]
 
 

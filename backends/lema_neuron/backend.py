@@ -61,8 +61,9 @@ class NeuronBackend:
         runtime = runtime_named(self.runtime)
         runtime.prepare()
         joined = join_in_parts(runtime.carrier, options.tensor_parallel_size, PATIENCE_AT_START)
-        self._replicas, self._leave = joined.replicas, joined.leave
+        self._leave = joined.leave
         self._device = runtime.open(options)
+        self._replicas = runtime.replicas(joined)
         self._watch = Watch()
         self._parallel: Parallel = SingleProcess()
         if joined.parts is not None:

@@ -38,7 +38,8 @@ class Compiles:
         self.of_steps.append(found)
         if found and len(self.of_steps) > self._warm_up:
             warnings.warn(
-                f"step {len(self.of_steps)} compiled {found} graph{'' if found == 1 else 's'} anew: micro-batches of "
-                "one shape in all steps (rows and length) compile once; see `lema_neuron.buckets`",
+                f"step {len(self.of_steps)} compiled {found} graph{'' if found == 1 else 's'} anew, after "
+                f"{self._warm_up} in which all should have been: rows of one length, and as many in every micro-batch "
+                "(pad_to_multiple_of, micro_batch_size), need no others",
                 stacklevel=2,
             )

@@ -17,8 +17,9 @@ __all__ = ["set_variables", "variables"]
 
 FLAGS = "NEURON_CC_FLAGS"
 # A failed compilation is kept, and fails again from there without a word, unless it is to be tried again.
+# The compiler would multiply float32 as bfloat16 by itself.
 COMPILER: Mapping[Runtime, tuple[str, ...]] = {
-    "xla": ("--model-type=transformer", "--retry_failed_compilation"),
+    "xla": ("--auto-cast=none", "--model-type=transformer", "--retry_failed_compilation"),
 }
 UNSET: Mapping[Runtime, Mapping[str, str]] = {
     # glibc gives every thread an arena of its own, and a machine of 128 cores runs out of memory while it compiles. It

@@ -31,6 +31,7 @@ def fill(
     reader: LayerReader,
     *,
     shared: bool,
+    spans: Sequence[slice],
 ) -> tuple[dict[int, Upload], dict[int, Tensor]]:
     """Read layers for good; return the uploads of those that stay on the device, and the others' host memory.
 
@@ -42,6 +43,7 @@ def fill(
         layers: all, as bytes.
         backend: the device.
         reader: who reads.
+        spans: the bytes of each layer's buffer that are uploaded.
         shared: whether all processes keep the same bytes, so that those of a machine need them once.
 
     Raises:
@@ -61,7 +63,7 @@ def fill(
     try:
         temporary = _arrived(sorted(residents), layers, reader, lambda one: backend.host_buffer(layers[one].nbytes))
         for layer, buffer in temporary:
-            uploads[layer] = backend.device_slots(buffer.numel(), 1).upload(buffer)
+            uploads[layer] = backend.device_slots(buffer.numel(), 1).upload(buffer[spans[layer]])
             uploads[layer].wait()
             backend.synchronize()  # the buffer goes here, and the copy may still be reading it
             del buffer  # before there is another

@@ -19,14 +19,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lema.backend import Backend, Upload
+from lema.backend import Backend, Upload, has_addresses
 from lema.stream.counters import RunningCounters, StreamCounters
 from lema.stream.expand import ExpandedBuffers, expand_into, weights_in
 from lema.stream.fill import fill
 from lema.stream.gathered import GatheredBuffers
 from lema.stream.leased import Lease, WeightReference
 from lema.stream.parts import part_of
-from lema.stream.placement import LayerBytes
+from lema.stream.placement import LayerBytes, extent, moved
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing
 from lema.trace import NO_TRACE, NoTrace
@@ -84,8 +84,14 @@ class LayerStream:
             stored = tuple(part_of(layer, replicas.rank, replicas.size) for layer in self.layers)
             parts = [part.nbytes for part in stored]
             self._gathered = GatheredBuffers(parts, backend, self._part, trace=trace, clock=clock)
+        self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]
+        if self._gathered is None and not has_addresses(backend.device):
+            # Where in its slot a tensor lies is part of a lazy device's graph. So that layers share one, only what
+            # tensors have is uploaded: layers that follow each other in a file begin anywhere in a page.
+            spans = [slice(*extent(layer)) for layer in stored]
+            self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(stored, spans, strict=True))
         uploads, self._host = fill(
-            self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None
+            self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None, spans=spans
         )
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
         self._uploads = {} if self._gathered is None else uploads
@@ -96,6 +102,7 @@ class LayerStream:
             self._host,
             backend,
             num_slots=self.num_slots,
+            spans=spans,
             reader=self._reader,
             in_use=self._in_use,
             counters=self._counters,
@@ -181,7 +188,7 @@ class LayerStream:
     @contextmanager
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
         """Hold a layer that is in `slot`, what is quantised in it expanded."""
-        stored = self.layers[layer]
+        stored = self._in_slots[layer]
         expanded = self._expanded.take() if stored.expansions else None
         try:
             if expanded is not None:

@@ -10,7 +10,7 @@ parameter has its stored tensors in the slot, and a place in a second buffer, wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lema.partrecord import PartRecord
 from lema.quantized.records import QuantizedRecord, Stored
 from lema.weights import TensorRecord
 
-__all__ = ["DTYPES", "PAGE", "Expansion", "LayerBytes", "Placed", "Run", "place", "view", "views"]
+__all__ = ["DTYPES", "PAGE", "Expansion", "LayerBytes", "Placed", "Run", "extent", "moved", "place", "view", "views"]
 
 PAGE = 4096
 CACHE_LINE = 64  # what memory for a tensor of its own begins at, and kernels are fastest at
@@ -171,6 +171,25 @@ def _place_plain(
         casts.append(Cast(record, placed[name]))
         end = placed[name].offset + placed[name].nbytes
     return placed, tuple(runs), tuple(casts), _round_up(end)
+
+
+def extent(layer: LayerBytes) -> tuple[int, int]:
+    """Return where in its slot a layer's first tensor begins, and where its last ends."""
+    placed = [*layer.tensors, *(part for one in layer.expansions for part in one.parts.values())]
+    ends = (tensor.offset + tensor.nbytes for tensor in placed)
+    return min((tensor.offset for tensor in placed), default=0), max(ends, default=0)
+
+
+def moved(layer: LayerBytes, by: int) -> LayerBytes:
+    """Return a layer whose tensors lie `by` bytes further down in their slot; what is read, and to where, stays."""
+    return replace(
+        layer,
+        tensors=tuple(replace(tensor, offset=tensor.offset - by) for tensor in layer.tensors),
+        expansions=tuple(
+            replace(one, parts={name: replace(part, offset=part.offset - by) for name, part in one.parts.items()})
+            for one in layer.expansions
+        ),
+    )
 
 
 def views(slot: Tensor, layer: LayerBytes) -> dict[str, Tensor]:

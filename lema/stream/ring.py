@@ -30,6 +30,7 @@ class LayerRing:
         host: of these, those that stay in host memory, and where.
         backend: the device.
         num_slots: slots, and host buffers, at most.
+        spans: the bytes of each layer that are uploaded.
         reader: who reads.
         in_use: tells which layers may not be overwritten now.
         counters: what is counted.
@@ -50,6 +51,7 @@ class LayerRing:
         backend: Backend,
         *,
         num_slots: int,
+        spans: Sequence[slice],
         reader: LayerReader,
         in_use: Callable[[], Collection[int]],
         counters: RunningCounters,
@@ -57,6 +59,7 @@ class LayerRing:
         clock: Callable[[], float],
     ) -> None:
         self._layers, self._host, self._backend, self._reader = layers, host, backend, reader
+        self._spans = spans
         self._in_use, self._counters, self._trace, self._clock = in_use, counters, trace, clock
         self._order = Order()
         self._full_since: float | None = None  # from when on a read has been waiting for a buffer
@@ -241,12 +244,13 @@ class LayerRing:
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
-        buffer, place, nbytes = self._buffer_of(layer), self.slots[number], self._layers[layer].nbytes
+        buffer, place, span = self._buffer_of(layer), self.slots[number], self._spans[layer]
         if buffer is not None:
             buffer.arrive()
         source = self._host[layer] if buffer is None else buffer.memory
+        nbytes = span.stop - span.start
         with self._trace.span("upload", f"layer {layer}", nbytes=nbytes):
-            upload = place.fill(layer, source[:nbytes])
+            upload = place.fill(layer, source[span])
         if buffer is not None:
             buffer.uploaded(id(place), upload)
         self._counters.add(bytes_uploaded=nbytes)

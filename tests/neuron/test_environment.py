@@ -12,7 +12,7 @@ GIVEN: list[dict[str, str]] = [
     {"NEURON_CC_FLAGS": ""},
     {"NEURON_CC_FLAGS": "-O1 --cache_dir='/my cache'", "MALLOC_ARENA_MAX": "8", "PJRT_DEVICE": "CPU"},
     {"NEURON_CC_FLAGS": "--model-type unet-inference"},
-    {"NEURON_CC_FLAGS": "--model-type=generic --retry-failed-compilation", "HOME": "/home"},
+    {"NEURON_CC_FLAGS": "--model-type=generic --auto-cast matmult --retry-failed-compilation", "HOME": "/home"},
     {"NEURON_CC_FLAGS": "--retry_failed_compilation -O2"},
     {"NEURON_CC_FLAGS": "--internal='not closed"},
 ]
@@ -36,14 +36,20 @@ def test_what_is_missing_is_appended() -> None:
     assert variables({}, "xla") == {
         "PJRT_DEVICE": "NEURON",
         "MALLOC_ARENA_MAX": "64",
-        "NEURON_CC_FLAGS": "--model-type=transformer --retry_failed_compilation",
+        "NEURON_CC_FLAGS": "--auto-cast=none --model-type=transformer --retry_failed_compilation",
     }
     assert "NEURON_CC_FLAGS" not in variables({}, "native")
     flags = [shlex.split(variables(given, "xla").get("NEURON_CC_FLAGS", "")) for given in GIVEN[2:6]]
-    assert flags[0] == ["-O1", "--cache_dir=/my cache", "--model-type=transformer", "--retry_failed_compilation"]
-    assert flags[1] == ["--model-type", "unet-inference", "--retry_failed_compilation"]
+    assert flags[0] == [
+        "-O1",
+        "--cache_dir=/my cache",
+        "--auto-cast=none",
+        "--model-type=transformer",
+        "--retry_failed_compilation",
+    ]
+    assert flags[1] == ["--model-type", "unet-inference", "--auto-cast=none", "--retry_failed_compilation"]
     assert flags[2] == []
-    assert flags[3] == ["--retry_failed_compilation", "-O2", "--model-type=transformer"]
+    assert flags[3] == ["--retry_failed_compilation", "-O2", "--auto-cast=none", "--model-type=transformer"]
 
 
 def test_they_are_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from processes import run_processes
 
 from lema.errors import LemaError
 from lema_neuron.comm import Solo
@@ -51,7 +53,10 @@ def test_patience_that_shortens_counts_at_once() -> None:
     told = threading.Event()
     watch = Watch(NEVER, SOON, lambda _: told.set())
     comm = watch.around(Stuck(told))
-    comm.barrier()  # it looks on from here, for an hour
+    comm.barrier()
+    (looks_on,) = [one.ident for one in threading.enumerate() if one.name == "watch over other ranks"]
+    while sys._current_frames()[looks_on or 0].f_code.co_name != "wait":
+        pass  # it has begun to sleep, for an hour
     watch.step_ended()
     comm.all_reduce(torch.ones(2))
     watch.close()
@@ -76,14 +81,50 @@ def test_a_rank_that_has_ended_is_told_in_a_sentence() -> None:
     def closed() -> None:
         raise RuntimeError("Connection closed by peer")
 
+    def late() -> None:
+        raise RuntimeError("unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete")
+
     def full() -> None:
         raise RuntimeError("device: out of memory")
 
     with pytest.raises(LemaError, match="another process of this run has ended"):
         watch.waited("all_reduce", closed)
+    with pytest.raises(LemaError, match="not heard of in time"):
+        watch.waited("all_reduce", late)
     with pytest.raises(RuntimeError, match="out of memory"):  # which has ways out of its own
         watch.waited("all_reduce", full)
     watch.close()
+
+
+LATE = """
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from lema.errors import LemaError
+from lema.processes import join_in_parts
+
+replicas = join_in_parts("gloo", 1, timedelta(seconds=1)).replicas
+told = Path(sys.argv[1])
+if replicas.rank:
+    while not told.exists():
+        time.sleep(0.05)
+else:
+    try:
+        replicas.exchange(1)
+    except LemaError as error:
+        told.write_text(str(error))
+os._exit(0)
+"""
+
+
+def test_hosts_wait_for_each_other_as_long_as_was_said(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    done = run_processes([str(tmp_path / "late.py"), str(tmp_path / "told")], 2, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "not heard of in time" in (tmp_path / "told").read_text()
 
 
 SCRIPT = """

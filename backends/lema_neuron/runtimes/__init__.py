@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Protocol
 
-from lema.backend import BackendOptions
+from lema.backend import BackendOptions, Replicas
 from lema.layout import KvLayout
 from lema.processes import Joined
 from lema_neuron.comm import Comm
@@ -36,6 +36,9 @@ class RuntimeModule(Protocol):
 
     def comm(self, joined: Joined) -> Comm:
         """Return the processes that hold one copy together, as parallel layers see them."""
+
+    def replicas(self, joined: Joined) -> Replicas:
+        """Return the processes that hold the same part of a copy as this one."""
 
 
 def runtime_named(name: Runtime) -> RuntimeModule:

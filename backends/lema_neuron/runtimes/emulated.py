@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lema.backend import Alone, BackendOptions
+from lema.backend import Alone, BackendOptions, Replicas
 from lema.layout import KvLayout
 from lema.processes import Joined
 from lema_cpu import CpuBackend
@@ -28,6 +28,10 @@ class Emulated:
     def comm(self, joined: Joined) -> Comm:
         """Return the group, over gloo."""
         return C10dComm(joined.parts)
+
+    def replicas(self, joined: Joined) -> Replicas:
+        """Return them as they were joined."""
+        return joined.replicas
 
 
 RUNTIME = Emulated()

@@ -7,7 +7,6 @@ nothing; so it is asked to add something up at the start.
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import Any
 
@@ -18,19 +17,13 @@ from lema.errors import BackendUnavailable
 from lema.layout import KvLayout
 from lema.processes import Joined
 from lema_neuron.comm import Comm, XlaComm
+from lema_neuron.environment import set_variables
 from lema_neuron.runtimes import lazybits
 from lema_neuron.runtimes.computing import Computing
 from lema_neuron.runtimes.lazydevice import LazyDevice
 from lema_neuron.runtimes.lazyreplicas import LazyReplicas
 
-__all__ = ["FLAGS", "RUNTIME"]
-
-DEVICE, FLAGS_NAME = "PJRT_DEVICE", "NEURON_CC_FLAGS"
-FLAGS = (
-    "--auto-cast=none",  # else float32 is multiplied as bfloat16
-    "--model-type=transformer",
-    "--retry_failed_compilation",  # else a failure is kept, and found again, for ever
-)
+__all__ = ["RUNTIME"]
 
 
 class Lazy:
@@ -45,10 +38,7 @@ class Lazy:
         Raises:
             BackendUnavailable: they cannot be imported.
         """
-        os.environ.setdefault(DEVICE, "NEURON")
-        given = os.environ.get(FLAGS_NAME, "").split()
-        named = {flag.partition("=")[0] for flag in given}
-        os.environ[FLAGS_NAME] = " ".join([*given, *(flag for flag in FLAGS if flag.partition("=")[0] not in named)])
+        set_variables("xla")
         try:
             import_module("torch_xla.distributed.xla_backend")  # torch.distributed knows the carrier from then on
         except (ImportError, OSError) as error:

@@ -60,7 +60,7 @@ class LazyDevice:
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
-        return nullcontext() if dtype == torch.float32 else torch.autocast("xla", dtype=dtype)
+        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def rng_state(self) -> Tensor:
         """Return the seed that the device's next number comes from, uint8 `[8]`; the host knows it, and waits for
@@ -129,7 +129,7 @@ class LazySlots:
         assert self.free, "more uploads are held than there are slots"
         self.free -= 1
         self.uploads += 1
-        return _LazyUpload(self, source.to(self.device))
+        return _LazyUpload(self, source.to(self.device, copy=True))
 
 
 class _LazyUpload:

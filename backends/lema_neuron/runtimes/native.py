@@ -1,0 +1,60 @@
+"""TorchNeuron, which drives Trn2 and Trn3: torch-neuronx from 2.13 on, torch's own device `neuron`.
+
+torch finds the device by itself, so nothing is imported for it. Processes are joined before anybody touches the device:
+which NeuronCore a process has is decided then. **It has not been seen on hardware**: the order of calls is proven on
+stand-ins, as AWS's documentation of 2.33 has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lema.backend import BackendOptions, Replicas
+from lema.errors import BackendUnavailable
+from lema.layout import KvLayout
+from lema.processes import Joined
+from lema_neuron.comm import C10dComm, Comm
+from lema_neuron.environment import set_variables
+from lema_neuron.runtimes.computing import Computing
+from lema_neuron.runtimes.nativedevice import NativeDevice
+
+__all__ = ["RUNTIME"]
+
+
+class Native:
+    """The runtime."""
+
+    carrier = "cpu:gloo,neuron:neuron"
+    kv_layout: KvLayout = "interleave"
+
+    def prepare(self) -> None:
+        """Set what the compiler and the runtime look at when they begin, unless the user has."""
+        set_variables("native")
+
+    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - the others look at them
+        """Open the device of this process.
+
+        Raises:
+            BackendUnavailable: torch has no such device.
+        """
+        module: Any = getattr(torch, "neuron", None)
+        if module is None:
+            raise BackendUnavailable(
+                "torch has no device `neuron`, which torch-neuronx brings",
+                where=f"torch {torch.__version__}",
+                how="install the torch that this torch-neuronx was built for; `lema doctor` shows both",
+            )
+        return NativeDevice(module)
+
+    def comm(self, joined: Joined) -> Comm:
+        """Return the group, over the devices."""
+        return C10dComm(joined.parts)
+
+    def replicas(self, joined: Joined) -> Replicas:
+        """Return them as they were joined: their sums go over the devices, in the queue that computes."""
+        return joined.replicas
+
+
+RUNTIME = Native()
