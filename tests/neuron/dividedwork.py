@@ -53,13 +53,17 @@ class Case(NamedTuple):
 
 
 def cases(size: int) -> Iterator[Case]:
-    """Every model with and without sequence parallelism, and some ways to stream."""
-    for model in MODELS:
-        for sequence in (False, True):
-            yield Case(model, sequence)
-    yield Case("llama, 2 kv", True, {"gradient_checkpointing": False})
-    yield Case("llama, 2 kv", False, {"strategy": "resident", "max_grad_norm": None})
-    if size == 4:
+    """Some of the ways; every model with and without sequence parallelism, in memory: `test_neuron_ranks`."""
+    if size == 2:
+        yield Case("llama", False)
+        yield Case("llama", True)
+        yield Case("qwen3, 2 kv", True)
+        yield Case("mistral, 1 kv", False)
+        yield Case("llama, 2 kv", True, {"gradient_checkpointing": False})
+        yield Case("llama, 2 kv", False, {"strategy": "resident", "max_grad_norm": None})
+    else:
+        yield Case("mistral, 1 kv", True)
+        yield Case("llama, 2 kv", False)
         yield Case("llama, 2 kv", True, {"tensor_parallel_size": 2})
 
 
@@ -144,12 +148,16 @@ def reference(directory: Path) -> dict[str, int]:
 
 
 def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor], kind: str) -> float:
-    """The largest difference of one kind of tensors, relative to the largest number in each."""
+    """The largest difference of one kind of tensors: relative to the largest number in each, or, of adapters after some
+    steps, of norms: AdamW makes steps of one length of gradients that are next to nothing, and of their rounding."""
     names = [name for name in found if name.startswith(kind)]
     assert names and set(names) == {name for name in wanted if name.startswith(kind)}, f"{kind}: other tensors"
-    return max(
-        float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp_min(1e-6)) for name in names
-    )
+    order = 2.0 if kind == "after" else float("inf")
+
+    def size(one: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(one.double(), order)
+
+    return max(float(size(found[name] - wanted[name]) / size(wanted[name]).clamp_min(1e-6)) for name in names)
 
 
 def compared(directory: Path, case: Case, size: int) -> dict[str, Any]:
