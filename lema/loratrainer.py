@@ -14,6 +14,7 @@ from lema.data.mixture import Source
 from lema.delta import is_delta
 from lema.errors import AdapterError, ConfigError
 from lema.phasedata import Files, read_sources
+from lema.phasefile import clipped
 from lema.phaseplaces import Places
 from lema.phaseplan import LoRATrainerConfig, PhasePlan
 from lema.phases import run_phases
@@ -63,7 +64,8 @@ class LoRATrainer:
 
     Args:
         config: the stages; or any plan of phases.
-        model: the model, the device, `output_dir`, and what no stage has of its own.
+        model: the model, the device, `output_dir`, and what no stage has of its own. Gradients are clipped to a norm of
+            1 unless it says otherwise.
         datasets: by name, rows of tokens, or the files to read them from (a directory of packed tokens for PMD).
         held_out: likewise, what is validated on; None: there is no validation.
         eval_rows: how many of these rows; None: as many as a step has.
@@ -91,7 +93,7 @@ class LoRATrainer:
     ) -> None:
         self.config = config
         self.plan = config.plan() if isinstance(config, LoRATrainerConfig) else config
-        self.model = model
+        self.model = model = clipped(model)
         self._trust = trust_remote_code
         self._sources = read_sources(model, self.plan, datasets, "train", trust_remote_code=trust_remote_code)
         self._held_out = None

@@ -15,11 +15,12 @@ from lema.phaseplan.places import yaml_places
 from lema.problems import SettingsError
 from lema.yamlfile import read_yaml
 
-__all__ = ["DATASETS", "HELD_OUT", "PhaseFile", "has_phases", "read_phase_file"]
+__all__ = ["DATASETS", "HELD_OUT", "PhaseFile", "clipped", "has_phases", "read_phase_file"]
 
 DATASETS, HELD_OUT = "datasets", "held_out"
 EVAL_ROWS, EVAL_STEPS = "eval_rows", "eval_steps"
 PHASES = "phases"
+MAX_GRAD_NORM = 1.0
 STAGES = frozenset(
     f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
 )  # names of a two-phase trainer
@@ -109,10 +110,20 @@ def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
     try:
         made = kind(**own)
         plan = made if isinstance(made, PhasePlan) else made.plan()
-        config = LemaConfig(**values)
+        config = clipped(LemaConfig(**values))
     except SettingsError as error:
         raise error.located(places) from error.__cause__
     return PhaseFile(config, plan, found[DATASETS], found[HELD_OUT], rows)
+
+
+def clipped(config: LemaConfig) -> LemaConfig:
+    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless `max_grad_norm` is given.
+
+    Weights of a whole model are seldom trained without; `max_grad_norm: null` says not to clip.
+    """
+    if "max_grad_norm" in config.model_fields_set:
+        return config
+    return LemaConfig(**{**config.model_dump(exclude_unset=True), "max_grad_norm": MAX_GRAD_NORM})
 
 
 def _rows(value: Any, where: str) -> int | None:

@@ -77,6 +77,14 @@ def test_both_forms_are_read(written: Callable[..., Path]) -> None:
     assert stages.plan.block_size == 6 and stages.plan.phases[0].learning_rate == 1e-3
 
 
+@pytest.mark.parametrize(("line", "norm"), [("", 1.0), ("max_grad_norm: 0.3\n", 0.3), ("max_grad_norm: null\n", None)])
+def test_gradients_are_clipped_unless_the_file_says_otherwise(
+    written: Callable[..., Path], line: str, norm: float | None
+) -> None:
+    file = read_phase_file(written(PHASES, ("save_steps: 0\n", f"save_steps: 0\n{line}")))
+    assert (file.config.max_grad_norm, file.config.save_steps) == (norm, 0)
+
+
 def test_other_files_are_not_taken_for_one(tmp_path: Path) -> None:
     (tmp_path / "plain.yaml").write_text("model_name_or_path: x\n")
     (tmp_path / "broken.yaml").write_text("phases: [")
