@@ -3,14 +3,15 @@
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from lema import filecommands, tellcommands
 from lema.arguments import (
     ConfigFile,
-    Revision,
     Settings,
     Source,
     Trust,
@@ -19,7 +20,7 @@ from lema.arguments import (
     model_of,
     settings_of,
 )
-from lema.errors import BackendUnavailable, ConfigError
+from lema.errors import ConfigError
 from lema.exits import run
 from lema.quiet import hush
 
@@ -68,7 +69,6 @@ def _common(
     """Fine-tune language models larger than the device's memory."""
 
 
-@app.command()
 def demo(
     directory: Annotated[Path, typer.Argument(help="Where to put the model, data and adapter.")] = Path("lema-demo"),
 ) -> None:
@@ -78,7 +78,6 @@ def demo(
     run_demo(directory)
 
 
-@app.command()
 def train(
     config: ConfigFile,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
@@ -132,7 +131,6 @@ def train(
             train_model(checked, **shared)
 
 
-@app.command()
 def plan(
     config: ConfigFile,
     profile: Annotated[
@@ -184,7 +182,6 @@ def plan(
         draw(made, planner, plot)
 
 
-@app.command(name="eval")
 def evaluate(
     source: Source,
     data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
@@ -201,46 +198,6 @@ def evaluate(
                 typer.echo(f"{name} {value:.6g}")
 
 
-@app.command()
-def prepare(
-    model: Annotated[str, typer.Argument(help="Model directory or hub id.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="A directory, or one .safetensors file.", show_default=False)],
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(metavar="int8|fp8|nf4", help="Store the layers' linear weights quantised.", show_default=False),
-    ] = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Rewrite a model as one file in the order in which layers are visited."""
-    from lema.config import LemaConfig
-
-    checked = LemaConfig(model, dtype=dtype, revision=revision)
-    from lema.hub import own_weights, resolve_model
-    from lema.prepare import prepare as prepare_model
-    from lema.progress import ByteProgress
-
-    directory = resolve_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    with contextlib.closing(ByteProgress()) as display:
-        weights, dtype = own_weights(model, directory), checked.dtype
-        prepared = prepare_model(
-            weights, out, dtype, quantize=quantize, trust_remote_code=trust_remote_code, progress=display
-        )
-    for note in prepared.notes():
-        typer.echo(note)
-    if prepared.precision:
-        from rich.console import Console
-
-        from lema.quantize import show
-
-        show(prepared.precision, Console(highlight=False))
-    typer.echo(f"wrote {out}: {display.summary()}")
-
-
-@app.command()
 def generate(
     source: Source,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")],
@@ -259,171 +216,22 @@ def generate(
             typer.echo(text)
 
 
-@app.command()
-def merge(
-    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter, or of a delta.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Directory for the merged model.", show_default=False)],
-    max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
-    rounding: Annotated[
-        str, typer.Option(metavar="nearest|stochastic", help="Of an adapter's sums; stochastic keeps small changes.")
-    ] = "nearest",
-    seed: Annotated[int, typer.Option(min=0, help="Of stochastic rounding.")] = 0,
-    base: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where a delta's base is now.", show_default=False)
-    ] = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Write the model with an adapter merged into its weights, or with a delta's tensors, in the hub's format."""
-    from lema.config import parse_memory
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "train": train,
+    "plan": plan,
+    "eval": evaluate,
+    "prepare": filecommands.prepare,
+    "generate": generate,
+    "merge": filecommands.merge,
+    "consolidate": filecommands.consolidate,
+    "shard": filecommands.shard,
+    "models": tellcommands.models,
+    "backends": tellcommands.backends,
+    "doctor": tellcommands.doctor,
+}
 
-    size = parse_memory(max_shard_size, 0)
-    from lema.delta import apply_delta, is_delta
-
-    if is_delta(adapter):
-        if rounding != "nearest":
-            raise ConfigError("a delta holds weights as they are", where="--rounding", how="leave it out")
-        apply_delta(adapter, out, base, size, trust_remote_code=trust_remote_code)
-    else:
-        if base is not None:
-            raise ConfigError(
-                "an adapter names its base itself",
-                where="--base",
-                how="leave it out, or change model_name_or_path in its lema_config.json",
-            )
-        from lema.merge import merge_adapter
-
-        merge_adapter(
-            adapter,
-            out,
-            max_shard_size=size,
-            rounding=rounding,  # type: ignore[arg-type] # checked there
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-        )
-    typer.echo(f"wrote {out}")
-
-
-@app.command()
-def consolidate(
-    shards: Annotated[
-        Path, typer.Argument(metavar="IN", help="Directory of a sharded adapter, or above it.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="Directory for the adapter in PEFT's format.", show_default=False)],
-    kv_layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="tile|interleave", help="How replicas of keys lie, if the shards do not say.", show_default=False
-        ),
-    ] = None,
-    take_first: Annotated[
-        bool, typer.Option("--take-first", help="Where replicas differ, take the first rank's; it is told where.")
-    ] = False,
-) -> None:
-    """Put the shards of an adapter together, as files that PEFT loads."""
-    from lema.consolidate import consolidate_adapter
-
-    made = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first)
-    for name, found in made.differing.items():
-        typer.echo(f"replicas differ in {name}: {'; '.join(map(str, found))}", err=True)
-    typer.echo(f"wrote {out}: {made.num_tensors} tensors, of {made.tp} ranks")
-
-
-@app.command()
-def shard(
-    adapter: Annotated[
-        Path, typer.Argument(metavar="IN", help="Directory of an adapter in PEFT's format.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="Directory for the shards.", show_default=False)],
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of the tensor-parallel group.", show_default=False)],
-    kv_layout: Annotated[
-        str, typer.Option(metavar="tile|interleave", help="How keys lie that are replicated for want of heads.")
-    ] = "tile",
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The base model; by default the one the adapter names.")
-    ] = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Cut an adapter up for a tensor-parallel group, along the plan of its base model."""
-    from lema.consolidate import shard_adapter
-
-    shard_adapter(adapter, out, tp, kv_layout=kv_layout, model=model, trust_remote_code=trust_remote_code)
-    typer.echo(f"wrote {out}: {tp} ranks")
-
-
-@app.command()
-def models(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/models.md.")] = False,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """List the types of models: which stream, what adapters train in them, and why one does not stream."""
-    from rich.console import Console
-
-    from lema.modeltable import json_text, markdown, show, survey_all
-
-    rows = survey_all(names or [], revision=revision, trust_remote_code=trust_remote_code)
-    if as_json or as_markdown:
-        typer.echo((json_text if as_json else markdown)(rows), nl=as_json)
-    else:
-        show(rows, Console(highlight=False))
-
-
-@app.command()
-def backends() -> None:
-    """List the devices lema can run on, and why one cannot run here."""
-    from lema.backend import available
-
-    known = list(available())
-    if not known:
-        raise BackendUnavailable("no backend is installed", how="pip install lema brings one for the CPU")
-    for backend in known:
-        typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
-
-
-@app.command()
-def doctor(
-    directory: Annotated[
-        Path,
-        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Whose disk is measured; nothing stays there."),
-    ] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes seconds: timing disk and link.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to mend what is not."""
-    from rich.console import Console
-
-    from lema.doctor import examine
-    from lema.doctor import show as show_report
-
-    waiting = Console(stderr=True)
-    with waiting.status("looking") if waiting.is_terminal else contextlib.nullcontext():
-        report = examine(directory, measure=not quick)
-    if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
-    else:
-        show_report(report, Console(highlight=False))
-    raise typer.Exit(report.exit_code)
-
-
-@config_app.command()
-def show(config: ConfigFile, settings: Settings = None) -> None:
-    """Print every setting of a run as YAML, defaults included."""
-    from ruamel.yaml import YAML
-
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment] # its annotation is narrower than its use
-    yaml.dump(config_of(config, settings).to_dict(), sys.stdout)
-
-
-@config_app.command()
-def schema() -> None:
-    """Print the JSON schema of all settings, from which editors complete YAML."""
-    from lema.config import LemaConfig
-
-    typer.echo(json.dumps(LemaConfig.json_schema(), indent=2))
+for name, command in COMMANDS.items():
+    app.command(name=name)(command)
+config_app.command()(tellcommands.show)
+config_app.command()(tellcommands.schema)
