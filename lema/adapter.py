@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import tempfile
@@ -19,16 +18,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lema.adapterfile import check_file, check_ranks, check_types, read_json, read_records
 from lema.backend import Parallel
 from lema.config import CONFIG_NAME, LemaConfig
-from lema.errors import AdapterError, ConfigError, DiskError
+from lema.errors import AdapterError, ConfigError
+from lema.freespace import not_written
 from lema.held import held_adapter
 from lema.peftoptions import SETTING_OF, refusals
 from lema.problems import SettingsError
+from lema.savedadapter import num_trained, saved_tensors
+from lema.savedtensors import check_finite, check_written
 
 __all__ = [
     "CONFIG",
     "WEIGHTS",
+    "adapter_differences",
     "check_same_adapter",
     "load_weights",
     "read_lora_config",
@@ -53,11 +57,12 @@ def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraCo
         overrides: settings that replace those saved.
 
     Raises:
-        AdapterError: there is no adapter.
+        AdapterError: there is no adapter, or one of its files is not what it should be.
         ConfigError: a setting is wrong, or an override contradicts the adapter.
     """
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
+        check_file(directory / CONFIG_NAME)
         config = LemaConfig.from_pretrained(directory, **overrides)
     elif saved is not None:
         named = {"model_name_or_path": saved.base_model_name_or_path}
@@ -105,8 +110,7 @@ def _plain(option: str, value: Any) -> Any:
 def _asked(directory: Path) -> dict[str, Any]:
     """Return the settings as they were when the adapter was begun; PEFT writes out what they came to mean."""
     file = directory / CONFIG_NAME
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return values
+    return read_json(file) if file.is_file() else {}
 
 
 def _same(setting: str, one: Any, other: Any) -> bool:
@@ -120,19 +124,28 @@ def check_same_adapter(model: PeftModel, directory: Path) -> None:
     """Make sure that the adapter attached is the one in `directory`, but for its values and its dropout.
 
     Raises:
-        ConfigError: the settings have changed since it was saved.
+        ConfigError: settings have changed since it was saved; names each.
     """
+    if differing := adapter_differences(model, directory):
+        names = " and ".join(setting for setting, _, _ in differing)
+        raise ConfigError(
+            "; ".join(f"{name} is {now!r}, and the adapter was made with {then!r}" for name, then, now in differing),
+            where=str(directory),
+            how=f"set {names} back, or begin a new run in another output_dir",
+        )
+
+
+def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, Any, Any]]:
+    """Return each setting of the adapter in `directory` that is another of the one attached: its name, then and now."""
     saved, attached = read_lora_config(directory), model.peft_config["default"]
+    found: list[tuple[str, Any, Any]] = []
     for option, setting in SETTING_OF.items():
         if saved is None or option in ("lora_dropout", "init_lora_weights"):
             continue
         now, then = (_plain(option, getattr(config, option)) for config in (attached, saved))
         if not _same(setting, now, then):
-            raise ConfigError(
-                f"{setting} is {now!r}, and the adapter was made with {then!r}",
-                where=str(directory),
-                how=f"set {setting} back, or begin a new run in another output_dir",
-            )
+            found.append((setting, then, now))
+    return found
 
 
 def read_lora_config(directory: Path) -> LoraConfig | None:
@@ -142,12 +155,12 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
         AdapterError: the file cannot be read, or is not of a LoRA adapter.
     """
     file = directory / CONFIG
-    if not file.is_file():
+    if not file.is_symlink() and not file.exists():
         return None
     try:
-        written = json.loads(file.read_bytes())
+        written = read_json(file)
         kind = written["peft_type"]
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except KeyError as error:
         raise AdapterError(f"PEFT cannot read this adapter config: {error!r}", where=str(file)) from error
     if kind != "LORA":
         raise AdapterError(f"the adapter is of type {kind}", where=str(file), how="only LoRA adapters are supported")
@@ -161,13 +174,17 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
         )
     try:
         config = PeftConfig.from_pretrained(str(directory))
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    # Any error at all: PEFT takes the types of a file from outside on trust.
+    except Exception as error:
         raise AdapterError(f"PEFT cannot read this adapter config: {error}", where=str(file)) from error
     assert isinstance(config, LoraConfig)
+    check_types(config, file)
+    check_ranks(config, directory / WEIGHTS)
     initial: Any = config.init_lora_weights
     if isinstance(initial, str):
         config.init_lora_weights = True if initial.lower() == "eva" else cast(Any, initial.lower())
         config.eva_config = None  # it read data before the first step, and is of no use by now
+    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
     config.inference_mode = False  # PEFT saves every adapter as one that is not to be trained
     return config
 
@@ -188,8 +205,11 @@ def save_adapter(
         revision: of a hub id, written beside it.
         whole: what trains, by its name in `model`, where processes hold parts of it (`lema.held`); None: it is whole.
 
+    Before they get their names, the tensors are read back and compared with those in memory, bit for bit.
+
     Raises:
-        DiskError: a file could not be written; what was there before is untouched.
+        DiskError: a file could not be written, or reads back otherwise; what was there before is untouched.
+        NonFiniteError: something that would be saved is NaN or infinite; likewise.
     """
     model.peft_config["default"].base_model_name_or_path = base
     model.peft_config["default"].revision = revision
@@ -201,12 +221,16 @@ def save_adapter(
                 # PEFT takes the bias of B, which has one dimension, for a shard.
                 warnings.filterwarnings("ignore", message=r"Adapter 'default': \d+ LoRA tensor\(s\) have invalid shape")
                 state = None if whole is None else {**model.state_dict(), **whole}
+                expected = saved_tensors(model, state)
+                check_finite(expected, directory / WEIGHTS)
                 model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
             for file in part.iterdir():
                 _make_ordinary(file)
+            check_written(part / WEIGHTS, expected, num_trained(model, whole))
+            for file in part.iterdir():
                 file.replace(directory / file.name)
     except (OSError, SafetensorError) as error:
-        raise DiskError(f"the adapter could not be written: {error}", where=str(directory)) from error
+        raise not_written(f"the adapter could not be written: {error}", error, directory) from error
 
 
 def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
@@ -264,6 +288,13 @@ def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: 
                     where=str(file),
                     how="use an adapter without it; those weights are streamed from the model",
                 )
+            if tensors[name].shape != parameter.shape:
+                raise AdapterError(
+                    f"the adapter does not fit the model: {name} is {list(tensors[name].shape)}, "
+                    f"and {list(parameter.shape)} in the model",
+                    where=str(file),
+                    how="load it with the base model it was trained with",
+                )
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensors[name], requires_grad=False)
 
@@ -272,8 +303,9 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     """Read the tensors of an adapter in PEFT's format.
 
     Raises:
-        AdapterError: the file is missing or damaged.
+        AdapterError: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
     """
+    read_records(file)
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from peft import LoraConfig
 
+from lema.adapterfile import check_file
 from lema.errors import AdapterError, WeightsError
 from lema.fingerprint import base_fingerprint
 from lema.hub import own_weights, resolve_model
@@ -46,6 +47,7 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
     file = directory / BASE_NAME
     if not file.is_file():
         return False
+    check_file(file)
     try:
         expected = json.loads(file.read_bytes())[KEY]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -7,7 +7,7 @@ queued so far*. How a device keeps those promises (streams, events, nothing at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -36,7 +36,9 @@ __all__ = [
     "Upload",
     "available",
     "has_addresses",
+    "kept_unasked",
     "load",
+    "planned",
 ]
 
 GROUP = "lema.backends"
@@ -296,6 +298,37 @@ def has_addresses(device: torch.device) -> bool:
     return one.is_meta or one.data_ptr() != 0
 
 
+def kept_unasked(backend: Backend | str) -> float:
+    """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
+
+    A backend for which that is the usual way has an attribute `keeps` that says so.
+
+    Args:
+        backend: one that is open, or what the settings name it by.
+
+    Raises:
+        BackendUnavailable: as `load`.
+    """
+    return float(getattr(_factory(backend)[0] if isinstance(backend, str) else backend, "keeps", 0.0))
+
+
+def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
+    """Return how a backend would have layers lie over processes; none has to be there, and no device.
+
+    A backend that divides layers has a function `planned` that takes the options.
+
+    Raises:
+        BackendUnavailable: as `load`.
+        ConfigError: it cannot do what the options ask for.
+    """
+    factory, name = _factory(device)
+    divided: Callable[[BackendOptions], Parallel] | None = getattr(factory, "planned", None)
+    if divided is None:
+        options.refuse_parts(name)
+        return SingleProcess()
+    return divided(options)
+
+
 def available() -> list[BackendInfo]:
     """Open every installed backend once and say which can run here."""
     found = []
@@ -319,6 +352,10 @@ def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
     Raises:
         BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.
     """
+    return _open(_point(device), device, options)
+
+
+def _point(device: str) -> EntryPoint:
     name = device.partition(":")[0]
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
@@ -327,17 +364,22 @@ def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
             where=f"device: {device}",
             how=f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them",
         )
-    return _open(points[name], device, options)
+    return points[name]
 
 
-def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:
+def _factory(device: str | EntryPoint) -> tuple[Any, str]:
+    """Import what opens a backend; return it, and its name."""
+    point = _point(device) if isinstance(device, str) else device
     try:
-        factory = point.load()
+        return point.load(), point.name
     except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
         raise BackendUnavailable(
             f"backend {point.name!r} cannot be imported: {error}", where=point.value, how="install what it needs"
         ) from error
-    backend = factory(device, options)
+
+
+def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:
+    backend = _factory(point)[0](device, options)
     if not isinstance(backend, Backend):
         raise BackendUnavailable(
             f"backend {point.name!r} does not implement lema.backend.Backend",

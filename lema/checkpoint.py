@@ -1,49 +1,52 @@
 """A checkpoint: PEFT's adapter files, optimizer, schedule, generator states and position, whole or not at all.
 
-Everything is JSON or safetensors; nothing is pickled. A checkpoint is written beside its final place, flushed to disk
-and renamed, so a directory named `checkpoint-<step>` is complete.
+Everything is JSON or safetensors; nothing is pickled. `lema.commit` writes it beside its final place, flushes it to
+disk, reads it back and renames it, so a directory named `checkpoint-<step>` is complete; its manifest tells damage.
 """
 
 from __future__ import annotations
 
-import base64
+import hashlib
 import json
-import os
-import random
-import shutil
-from collections.abc import Callable, Collection, Mapping
+import platform
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
+from transformers import TrainerState
 
-from lema.backend import Backend, Parallel
+from lema.backend import Parallel
+from lema.commit import commit, discard
+from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
+from lema.freespace import check_room, not_written
 from lema.held import held_tensor, layout_of, whole_tensor
 from lema.layout import Layout
+from lema.savedtensors import check_finite, check_written
 
 __all__ = [
+    "STATE",
+    "TRAINER_STATE",
     "OptimizerState",
+    "about_run",
     "checkpoints",
     "forget_old_checkpoints",
-    "generator_states",
+    "nbytes_of",
     "optimizer_state",
     "read_state",
-    "restore_generators",
     "restore_optimizer",
-    "restore_own",
-    "states_of_all",
     "write_checkpoint",
 ]
 
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
+TRAINER_STATE = "trainer_state.json"
 PREFIX = "checkpoint-"
 IMPLEMENTATION = {"fused", "foreach"}  # how an optimizer computes here, whatever it did where it was saved
 
@@ -71,11 +74,8 @@ def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spa
     for directory in mine[: -keep if keep else 0]:
         if directory in spared:
             continue
-        # Half a checkpoint must not bear the name of a whole one, wherever deleting it ends.
-        aside = _aside(directory)
         try:
-            directory.rename(aside)
-            shutil.rmtree(aside)
+            discard(directory)
         except OSError as error:
             raise DiskError(
                 f"an old checkpoint could not be deleted: {error.strerror}", where=str(directory)
@@ -95,42 +95,69 @@ def write_checkpoint(
     optimizer: Optimizer | OptimizerState,
     state: Mapping[str, Any],
     write_files: Callable[[Path], None],
+    nbytes: int = 0,
 ) -> None:
     """Write a checkpoint; a directory of that name that was there before is replaced.
+
+    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory.
 
     Args:
         directory: the checkpoint's final name.
         optimizer: its tensors go to safetensors, the rest of its state to JSON. Of one whose parameters are divided
             among processes: what `optimizer_state` has put together.
         state: JSON types: step, position, schedule, scaler, generator states.
-        write_files: writes the adapter's files (and what belongs beside them) into a directory.
+        write_files: writes the adapter's files (and what belongs beside them) into a directory. Where it writes no
+            `trainer_state.json`, one with the step alone is written.
+        nbytes: about as much as `write_files` will write; there must be room for it.
 
     Raises:
-        DiskError: it could not be written; what was there before is untouched.
+        DiskFull: there is no room for it; what was there before is untouched.
+        DiskError: it could not be written, or reads back otherwise; likewise.
+        NonFiniteError: the optimizer's state is not finite, or what `write_files` would write; likewise.
         ConfigError: the optimizer's state is more than tensors and JSON types.
     """
     kept = optimizer if isinstance(optimizer, OptimizerState) else optimizer_state(optimizer)
     text = _json({**state, "optimizer": dict(kept.plain)})
-    part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    check_finite({f"the optimizer's {name}": one for name, one in kept.tensors.items()}, directory / OPTIMIZER)
+    check_room(directory, nbytes + nbytes_of(kept.tensors.values()), "this checkpoint")
+
+    def fill(part: Path) -> None:
         write_files(part)
         save_file(dict(kept.tensors), part / OPTIMIZER)
+        check_written(part / OPTIMIZER, kept.tensors)
+        if not (part / TRAINER_STATE).exists():
+            steps = int(state.get("global_step", 0))
+            TrainerState(global_step=steps, max_steps=steps).save_to_json(str(part / TRAINER_STATE))
         (part / STATE).write_text(text, encoding="utf-8")
-        for path in part.iterdir():
-            _flush(path)
-        _flush(part)
-        _swap(part, directory)
-        _flush(directory.parent)
+
+    try:
+        commit(directory, fill)
     except (OSError, SafetensorError, DiskError) as error:
-        raise DiskError(
-            f"the checkpoint could not be written: {error.what if isinstance(error, LemaError) else error}",
-            where=str(directory),
-            how="free some space; earlier checkpoints are untouched",
-        ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        why = error.what if isinstance(error, LemaError) else str(error)
+        raise not_written(f"the checkpoint could not be written: {why}", error, directory) from error
+
+
+def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
+    """Return what a checkpoint's state says of the run that writes it.
+
+    Args:
+        config: its settings; their hash is `config`, and they lie beside it in `lema_config.json`.
+        kind: of training: "adapters", or "full" for weights.
+        base: fingerprint of the model that is trained on; None: it is not known.
+    """
+    settings = json.dumps(config.to_dict(), sort_keys=True).encode()
+    versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
+    return {
+        "kind": kind,
+        "config": hashlib.sha256(settings).hexdigest(),
+        "base": base,
+        "versions": {**versions, "python": platform.python_version()},
+    }
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes tensors have together."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -189,58 +216,6 @@ def restore_optimizer(
         ) from error
 
 
-def generator_states(device: Tensor) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, torch's and the device's generators as JSON types."""
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=False)
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
-        "torch": _encode(torch.get_rng_state()),
-        "device": _encode(device),
-    }
-
-
-def states_of_all(backend: Backend) -> dict[str, Any]:
-    """Return the states of every process's generators, as the keys of a checkpoint's state."""
-    mine = {**generator_states(backend.rng_state()), "kind": backend.name}
-    first, *others = backend.replicas.exchange(mine)
-    return {"generators": first, "generators_of_others": others}
-
-
-def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
-    """Put this process's generators back where a checkpoint found them.
-
-    A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
-    numbers, from the seed and the step.
-
-    Args:
-        backend: the device, and the processes there are now.
-        state: of the checkpoint.
-        seed: of the run.
-    """
-    saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
-    anew = seed + rank + int(state["global_step"])
-    if rank >= len(saved):
-        torch.manual_seed(anew)
-    elif saved[rank].get("kind", backend.name) == backend.name:
-        restore_generators(saved[rank], backend.set_rng_state)
-    else:
-        torch.manual_seed(anew)  # every device's
-        restore_generators(saved[rank], lambda _: None)
-
-
-def restore_generators(states: Mapping[str, Any], set_device: Callable[[Tensor], None]) -> None:
-    """Put the generators back where `generator_states` found them."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    numpy_state = states["numpy"]
-    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
-    torch.set_rng_state(_decode(states["torch"]))
-    set_device(_decode(states["device"]))
-
-
 def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
     """Return what a checkpoint keeps of an optimizer.
 
@@ -278,39 +253,3 @@ def _json(state: Mapping[str, Any]) -> str:
             where=f"optimizer {state['optimizer']['class']}",
             how="use an optimizer whose state is tensors and numbers, one level deep",
         ) from error
-
-
-def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _swap(part: Path, directory: Path) -> None:
-    """Rename `part` to `directory`; one that is there already steps aside until the new one has its name."""
-    aside = _aside(directory)
-    replaced = directory.exists()
-    if replaced:
-        directory.rename(aside)
-    try:
-        part.rename(directory)
-    except OSError:
-        if replaced:
-            aside.rename(directory)
-        raise
-    if replaced:
-        shutil.rmtree(aside)
-
-
-def _aside(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.{os.getpid()}.old")

@@ -81,6 +81,9 @@ def demo(
 def train(
     config: ConfigFile,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="With --resume: go on with an empty optimizer.")
+    ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
     trace: Annotated[
@@ -97,7 +100,15 @@ def train(
     """Fine-tune as a YAML file says; one with `phases` goes through them in order."""
     from lema.phasefile import has_phases, read_phase_file
 
+    if weights_only and not resume:
+        raise ConfigError("weights alone are taken of a checkpoint", where="--weights-only", how="give --resume, too")
     if phased := has_phases(config):
+        if weights_only:
+            raise ConfigError(
+                "a checkpoint of phases is gone on from whole",
+                where="--weights-only",
+                how="leave it out: where the newest is damaged, an older one is taken",
+            )
         file = read_phase_file(config, **settings_of(settings))
     elif start is not None:
         raise ConfigError(
@@ -128,7 +139,7 @@ def train(
         else:
             from lema.train import train as train_model
 
-            train_model(checked, **shared)
+            train_model(checked, weights_only=weights_only, **shared)
 
 
 def plan(
@@ -212,8 +223,10 @@ def generate(
     # transformers warns of a temperature given where nothing is sampled.
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
     with contextlib.closing(model):
-        for text in model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=temperature > 0, **sampling):
-            typer.echo(text)
+        made = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=temperature > 0, **sampling)
+        if model.backend.replicas.first:
+            for text in made:
+                typer.echo(text)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

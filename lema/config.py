@@ -21,6 +21,7 @@ from lema.settingtypes import (
     Dtype,
     Indices,
     InitialValues,
+    Kept,
     Location,
     Memory,
     MemoryStrategy,
@@ -109,7 +110,8 @@ class LemaConfig(BaseModel):
     prefetch_depth: Count = 2
     """Layers read ahead of the one being computed."""
     device_memory: Memory | None = None
-    """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: only what streaming needs is used."""
+    """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: what streaming needs, or what `device`
+    has for it."""
     host_memory: Memory | None = None
     """Limit of host memory for weights and activations, likewise."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
@@ -152,8 +154,8 @@ class LemaConfig(BaseModel):
     """Optimizer steps between evaluations; None: at the end of each epoch."""
     logging_steps: Count = 1
     """Optimizer steps between lines of metrics.jsonl."""
-    save_total_limit: Count | None = None
-    """Checkpoints to keep, the newest; None: all."""
+    save_total_limit: Kept | None = None
+    """Checkpoints to keep, the newest, 2 or more; None: all."""
     report_to: Reports = Field(default_factory=list)
     """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names."""
     run_name: Name | None = None
@@ -215,6 +217,12 @@ class LemaConfig(BaseModel):
     pad_to_multiple_of: Count | None = None
     """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
     `max_length`. None: no longer than the longest of their micro-batch, or what `sequence_parallel` needs."""
+    max_skipped_steps: NotNegative = 0
+    """Steps of a run that may be dropped for a loss or gradient that is NaN or infinite; at the next one it ends."""
+    check_base_weights: bool = True
+    """Refuse a model with a weight that is NaN or infinite; each is looked at when it is first read."""
+    hang_timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds without a move after which the process ends; None: the stacks of its threads are written, no more."""
     backend_settings: dict[str, Any] = Field(default_factory=dict)
     """What only one backend has, by name. It may be given as any other setting."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lema.adapter import CONFIG, WEIGHTS, read_lora_config, read_safetensors
 from lema.adapterbase import BASE_NAME
+from lema.adaptershapes import check_shapes
 from lema.config import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.foreignshards import read_foreign
@@ -25,7 +26,7 @@ from lema.hubformat import appearing, free_directory
 from lema.layout import Difference, KvLayout, Layout
 from lema.loralayout import layout_of_tensor, module_of
 from lema.shardfiles import LAYOUTS, SHARDS, read_shards, write_shards
-from lema.skeleton import read_config
+from lema.skeleton import meta_model, read_config
 from lema.tpplan import layout_at, layouts_of
 
 __all__ = ["Consolidated", "consolidate_adapter", "shard_adapter"]
@@ -40,12 +41,14 @@ class Consolidated:
         tp: how many ranks it lay over.
         num_tensors: of the adapter.
         differing: where replicas differed and the first rank's were taken: name of the tensor -> on which ranks.
+        base: the base model whose modules its shapes were compared with; None: it is not here.
     """
 
     directory: Path
     tp: int
     num_tensors: int
     differing: Mapping[str, list[Difference]]
+    base: str | None = None
 
 
 def consolidate_adapter(
@@ -54,6 +57,7 @@ def consolidate_adapter(
     *,
     kv_layout: str | None = None,
     check: bool = True,
+    model: str | None = None,
 ) -> Consolidated:
     """Put a sharded adapter together, as `adapter_config.json` and `adapter_model.safetensors`.
 
@@ -63,10 +67,14 @@ def consolidate_adapter(
         out_dir: a new or empty directory.
         kv_layout: of the latter, where replicas of keys and values lie; None: as its metadata says, else `tile`.
         check: replicas must agree, bit for bit; else the first rank's are taken, and it is told which differ.
+        model: the base model, whose modules' shapes, by its config, the adapter must fit; None: the one it names, if
+            that is here.
 
     Raises:
-        AdapterError: there are no shards, they are damaged or unsafe, do not fit together, or their replicas differ.
+        AdapterError: there are no shards, they are damaged or unsafe, do not fit together, or their replicas differ; or
+            the whole does not fit the base model.
         ConfigError: `out_dir` is taken, or `kv_layout` is none.
+        WeightsError: `model` is given, and is neither a local directory nor in the hub cache.
         DiskError: a file could not be written; nothing is left behind.
     """
     out, directory = free_directory(out_dir, 1), _find_shards(Path(shards))
@@ -83,11 +91,12 @@ def consolidate_adapter(
         adapter = read_foreign(directory, None if kv_layout is None else _order(kv_layout), check=check)
         tensors, differing, tp = dict(adapter.tensors), dict(adapter.differing), adapter.tp
         config = _with_projections(_read_json(config_file), adapter.modules, config_file)
+    base = _compare(tensors, config, model)
     with appearing(out) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         _write_json(partial / CONFIG, config)
         _copy_settings(config_file.parent, partial)
-    return Consolidated(out, tp, len(tensors), differing)
+    return Consolidated(out, tp, len(tensors), differing, base)
 
 
 def shard_adapter(
@@ -135,6 +144,22 @@ def shard_adapter(
         _copy_settings(adapter, partial)
         write_shards(partial / SHARDS, tensors, layouts, tp)
     return out
+
+
+def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: str | None) -> str | None:
+    """Compare an adapter's shapes with its base model's, and return that; None: it is not here."""
+    base = model or config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        return None
+    try:
+        directory = _config_directory(base, None if model else config.get("revision"), trust=False)
+        skeleton = meta_model(read_config(directory))
+    except (WeightsError, ModelError, ConfigError):
+        if model:
+            raise
+        return None
+    check_shapes(tensors, skeleton, base)
+    return base
 
 
 def _config_directory(base: str, revision: str | None, trust: bool) -> Path:

@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DiskError",
+    "DiskFull",
     "LemaError",
     "MemoryLimitError",
     "ModelError",
@@ -97,6 +98,10 @@ class DiskError(LemaError):
     """The disk is full, read-only, or failed while writing; what was there before is untouched."""
 
     exit_code = 6
+
+
+class DiskFull(DiskError):
+    """The disk, or the user's quota of it, is full; what was there before is untouched."""
 
 
 class ReadError(DiskError):

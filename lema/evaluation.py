@@ -22,6 +22,7 @@ def evaluate(model: StreamedModel, dataset: Any, config: LemaConfig) -> dict[str
 
     Raises:
         NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
+        StopRequested: the run it is made in is to stop.
     """
     batches, replicas = Batches(dataset, config.batch_size, shuffle=False), model.backend.replicas
     module = model.split.model
@@ -29,19 +30,22 @@ def evaluate(model: StreamedModel, dataset: Any, config: LemaConfig) -> dict[str
     module.eval()
     total, tokens = 0.0, 0
     try:
-        for round_first in range(0, batches.steps_per_epoch, replicas.size):  # batches are dealt out in turn
-            if (step := round_first + replicas.rank) >= batches.steps_per_epoch:
-                model.accompany(training=False)
-                continue
-            batch = batches.batch(step)
-            assert batch is not None, "a batch that is nobody's share has rows"
-            micro_batches = split_batch(batch, config.micro_batch_size)
-            mean, count = model.evaluate(micro_batches)
-            loss = float(mean)
-            if not math.isfinite(loss):
-                where = f"evaluation, rows {batch.get('rows')} of the data"
-                raise non_finite_loss(model, micro_batches, loss, where)
-            total, tokens = total + loss * count, tokens + count
+        with model.stop.opened():
+            for round_first in range(0, batches.steps_per_epoch, replicas.size):  # batches are dealt out in turn
+                model.stop.before_pass()
+                if (step := round_first + replicas.rank) >= batches.steps_per_epoch:
+                    model.accompany(training=False)
+                    continue
+                batch = batches.batch(step)
+                assert batch is not None, "a batch that is nobody's share has rows"
+                micro_batches = split_batch(batch, config.micro_batch_size)
+                mean, count = model.evaluate(micro_batches)
+                loss = float(mean)
+                del mean  # a lazy device would compute it again
+                if not math.isfinite(loss):
+                    where = f"evaluation, rows {batch.get('rows')} of the data"
+                    raise non_finite_loss(model, micro_batches, loss, where)
+                total, tokens = total + loss * count, tokens + count
     finally:
         module.train(was_training)
     sums = replicas.exchange((total, tokens))

@@ -107,14 +107,18 @@ def consolidate(
     take_first: Annotated[
         bool, typer.Option("--take-first", help="Where replicas differ, take the first rank's; it is told where.")
     ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="The base model it must fit, if not the one it names.", show_default=False)
+    ] = None,
 ) -> None:
     """Put the shards of an adapter together, as files that PEFT loads."""
     from lema.consolidate import consolidate_adapter
 
-    made = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first)
+    made = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first, model=model)
     for name, found in made.differing.items():
         typer.echo(f"replicas differ in {name}: {'; '.join(map(str, found))}", err=True)
-    typer.echo(f"wrote {out}: {made.num_tensors} tensors, of {made.tp} ranks")
+    fits = f"of the shapes of {made.base}" if made.base else "not compared with the base model, which is not here"
+    typer.echo(f"wrote {out}: {made.num_tensors} tensors, of {made.tp} ranks, {fits}")
 
 
 def shard(

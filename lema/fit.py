@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +16,21 @@ from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
+from lema.checkpoint import PREFIX
 from lema.data import Batch, Batches
-from lema.errors import AdapterError, ConfigError, DiskError
+from lema.errors import AdapterError, ConfigError, DiskError, DiskFull, NonFiniteError, Stopped
+from lema.freespace import say_passed_over
 from lema.loss import split_batch
-from lema.metrics import METRICS_NAME, MetricsLog, plot_loss
+from lema.mark import Mark
+from lema.metrics import METRICS_NAME, MetricsLog, cut_metrics, plot_loss
 from lema.optim import make_schedule
+from lema.polled import Stop, StopRequested
 from lema.prefix import PrefixCache
 from lema.replicate import check_alike
 from lema.reports import report_callbacks, training_arguments
+from lema.resuming import agreed_checkpoint
+from lema.samerun import check_same_run
+from lema.watched import watched
 from lema.window import Window, since
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ __all__ = ["PICTURE", "Run"]
 
 PICTURE = "loss.png"
 TRAINER_STATE = "trainer_state.json"
+Say = Callable[[str], None]
 
 
 class Run:
@@ -42,11 +50,12 @@ class Run:
         trainer: with its model and callbacks.
         dataset: rows with `input_ids` and `labels`.
         eval_dataset: likewise, or None.
+        stop: asked before each layer whether the run is to stop; None: nobody is.
     """
 
-    def __init__(self, trainer: LemaTrainer, dataset: Any, eval_dataset: Any) -> None:
+    def __init__(self, trainer: LemaTrainer, dataset: Any, eval_dataset: Any, stop: Stop | None = None) -> None:
         config = trainer.config
-        self._trainer, self._dataset, self._eval_dataset = trainer, dataset, eval_dataset
+        self._trainer, self._dataset, self._eval_dataset, self._stop = trainer, dataset, eval_dataset, stop
         self._output = Path(config.output_dir)
         self._replicas = trainer.backend.replicas
         self._batches = Batches(
@@ -73,13 +82,17 @@ class Run:
         self._state.compute_steps(self._args, self._num_steps)
         self._control = TrainerControl()
         self._last_eval: dict[str, float] = {}
+        self._mark: Mark | None = None  # what a stop goes back to
+        self._left: Mapping[str, Any] | None = None  # to be done after the last step, which a stop has cut off
+        self._carried = 0.0, 0  # loss and trained tokens of steps since the last line of metrics, before a resume
+        self._saved: int | None = None  # the last step whose checkpoint is there
 
     @property
     def _first(self) -> bool:
         """Whether this process is the one that writes and reports."""
         return self._replicas.first
 
-    def train(self, *, resume: bool) -> dict[str, Any]:
+    def train(self, *, resume: bool, weights_only: bool = False, say: Say = print) -> dict[str, Any]:
         """Train to the end; see `LemaTrainer.fit`."""
         trainer, config = self._trainer, self._trainer.config
         if self._replicas.num_processes > 1:
@@ -89,11 +102,20 @@ class Run:
         if trainer.global_step == 0:
             torch.manual_seed(config.seed + self._replicas.rank)  # dropout: each process draws its own
         if resume:
-            self._resume()
+            self._resume(say if self._first else lambda _: None, weights_only=weights_only)
         else:
             self._check_new()
+            if weights_only:
+                raise ConfigError(
+                    "weights alone are taken of a checkpoint that is gone on from",
+                    where="weights_only",
+                    how="set resume (--resume) too, or leave it out",
+                )
+        if config.save_steps:
+            trainer.require_room(1 if resume else 2)
         if trainer.schedule is None:
-            trainer.follow(make_schedule(optimizer, config, self._num_steps, trainer.global_step))
+            taken = trainer.global_step - trainer.skipped_steps
+            trainer.follow(make_schedule(optimizer, config, self._num_steps, taken))
         self._handler = CallbackHandler(
             [DefaultFlowCallback, *reports, *trainer.callbacks], trainer.peft_model, None, optimizer, trainer.schedule
         )
@@ -102,10 +124,15 @@ class Run:
             self._metrics = stack.enter_context(MetricsLog(self._output / METRICS_NAME)) if self._first else None
             stack.callback(trainer.memory.cancel)  # what was announced for a step that never came
             stack.enter_context(self._prefix_kept())
+            stack.enter_context(watched(trainer.model, config))
+            if self._stop is not None:
+                stack.enter_context(trainer.model.polled(self._stop))
             self._fire("on_init_end")
             self._fire("on_train_begin")
             self._window, whole = self._open_window(), self._open_window()
-            self._loop(whole)
+            self._window.loss, self._window.trained_tokens = self._carried
+            if (why := self._stopped_by(whole)) is not None:
+                raise self._cut_short(why)
             if whole.trained_tokens:
                 seconds = time.perf_counter() - whole.began
                 summary = {
@@ -138,34 +165,73 @@ class Run:
             finally:
                 model.prefix = None
 
+    def _stopped_by(self, whole: Window) -> str | None:
+        """Do what is left of the run; return what has stopped it, None: it has come to its end."""
+        try:
+            self._loop(whole)
+        except StopRequested as request:
+            return request.why
+        return None
+
+    def _cut_short(self, why: str) -> Stopped:
+        """Go back to the end of the last step, save that unless it is saved, and return what ends the run."""
+        assert self._mark is not None, "nothing was begun that could be stopped"
+        step = self._trainer.global_step
+        self._mark.put_back(self._trainer.backend, self._state)
+        if self._mark.left is not None or self._saved != step:
+            self._save(self._mark.left)
+            self._fire("on_save")
+        self._fire("on_train_end")
+        where = self._output / f"{PREFIX}{step}"
+        return Stopped(
+            f"stopped by {why} after step {step}", where=str(where), how="go on from there with --resume (resume=True)"
+        )
+
     def _loop(self, whole: Window) -> None:
         trainer, per_epoch = self._trainer, self._batches.steps_per_epoch
         per_step = trainer.config.gradient_accumulation_steps
         in_epoch = False
+        if (left := self._left) is not None:
+            vars(self._control).update(left["asked"])
+            self._after_step(left["numbers"], left["after"])
         while trainer.global_step < self._num_steps and not self._control.should_training_stop:
+            self._set_mark()
             if not in_epoch:
                 self._fire("on_epoch_begin")
                 in_epoch = True
-            first = trainer.global_step * per_step
-            stop = min(first + per_step, self._num_batches)
+            stop = min((trainer.global_step + 1) * per_step, self._num_batches)
             self._fire("on_step_begin")
             numbers = self._step(self._batches_of(trainer.global_step), whole)
             self._state.global_step, self._state.epoch = trainer.global_step, stop / per_epoch
             self._fire("on_step_end")
             self._agree()
-            self._act(numbers)
+            in_epoch = self._after_step(numbers)
+
+    def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
+        """Do what is due after a step, and after the epoch if it has ended; return whether it goes on.
+
+        Args:
+            numbers: of the step, for its line of metrics.
+            after: `step`; or `epoch`, where what is due after the step has been done.
+        """
+        if after == "step":
+            self._act(numbers, after)
             if self._control.should_epoch_stop:
                 raise ConfigError(
                     "a callback set should_epoch_stop: the place in the data follows from the step alone",
-                    where=f"step {trainer.global_step}",
+                    where=f"step {self._trainer.global_step}",
                     how="set should_training_stop, or lower num_train_epochs",
                 )
             self._agree()  # evaluating or saving may have been the last
-            if stop // per_epoch > first // per_epoch or self._control.should_training_stop:
-                self._fire("on_epoch_end")
-                self._agree()
-                self._act(numbers)
-                in_epoch = False
+            step, per_step = self._trainer.global_step, self._trainer.config.gradient_accumulation_steps
+            first, end = (step - 1) * per_step, min(step * per_step, self._num_batches)
+            per_epoch = self._batches.steps_per_epoch
+            if end // per_epoch == first // per_epoch and not self._control.should_training_stop:
+                return True
+            self._fire("on_epoch_end")
+            self._agree()
+        self._act(numbers, "epoch")
+        return False
 
     def _step(self, batches: Sequence[Mapping[str, Any]], whole: Window) -> dict[str, Any]:
         """Run one optimizer step, all its batches in one layer-major pass; return its learning rate and norm."""
@@ -183,9 +249,19 @@ class Run:
             where=f", rows {rows} of the data",
             on_event=self._fire,
         )
+        if result.dropped is not None:
+            self._note_dropped(result.dropped, rows)
+            return {"learning_rate": rate, "grad_norm": None}
         for window in (self._window, whole):
             window.add(result.loss, result.trained_tokens, result.tokens)
         return {"learning_rate": rate, "grad_norm": result.grad_norm}
+
+    def _note_dropped(self, why: NonFiniteError, rows: Sequence[int]) -> None:
+        """Have metrics.jsonl say which step was dropped, why, and with which rows of this process."""
+        trainer = self._trainer
+        about = {"skipped": trainer.skipped_steps, "why": why.what, "at": why.where, "rows": list(rows)}
+        if self._metrics is not None:
+            self._metrics.note({"step": trainer.global_step, "event": "skipped", **about})
 
     def _batches_of(self, step: int) -> list[Batch]:
         """Return this process's shares of the batches of one optimizer step."""
@@ -197,20 +273,21 @@ class Run:
     def _micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         return [part for batch in batches for part in split_batch(batch, self._trainer.config.micro_batch_size)]
 
-    def _act(self, numbers: Mapping[str, Any]) -> None:
-        """Log, evaluate and save as the callbacks have asked."""
+    def _act(self, numbers: Mapping[str, Any], after: str) -> None:
+        """Log, evaluate and save as the callbacks have asked, after a step or an epoch."""
         if self._control.should_log and self._window.trained_tokens:
             self._log(self._measured(numbers))
             self._window = self._open_window()
         if self._control.should_evaluate and self._eval_dataset is not None:
+            asked = {name: value for name, value in vars(self._control).items() if isinstance(value, bool)}
+            self._set_mark({"after": after, "asked": asked, "numbers": dict(numbers)})
             self._last_eval = self._trainer.evaluate(self._eval_dataset)
             self._log(self._last_eval)
             self._fire("on_evaluate", self._last_eval)
             if self._state.best_metric is None or self._last_eval["eval_loss"] < self._state.best_metric:
                 self._state.best_metric = self._last_eval["eval_loss"]
                 self._state.best_global_step = self._state.global_step
-        if self._control.should_save:
-            self._save()
+        if self._control.should_save and self._saves_now():
             self._fire("on_save")
 
     def _measured(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,12 +304,55 @@ class Run:
     def _log(self, logs: dict[str, Any]) -> None:
         row = {"step": self._state.global_step, "epoch": self._state.epoch, **logs}
         if self._metrics is not None:
-            self._metrics.write(row)
+            self._metrics.note(row)
         self._state.log_history.append(row)
         self._fire("on_log", {**logs, "epoch": self._state.epoch})
 
-    def _save(self) -> None:
-        self._trainer.save_step({"data": self._data}, lambda part: self._state.save_to_json(str(part / TRAINER_STATE)))
+    def _saves_now(self) -> bool:
+        """Write a checkpoint; return whether it is there. On a full disk the run goes on without, unless it ends.
+
+        Raises:
+            DiskFull: there is no room for the checkpoint that the run ends with.
+        """
+        try:
+            self._save()
+        except DiskFull as error:
+            if self._trainer.global_step >= self._num_steps or self._control.should_training_stop:
+                raise
+            if self._first:
+                say_passed_over(error, f"step {self._trainer.global_step}")
+            self._control.should_save = False  # the next interval asks again
+            return False
+        return True
+
+    def _save(self, left: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint of the step; `left`: what is to be done after the step, and has not been."""
+        done = min(self._trainer.global_step * self._trainer.config.gradient_accumulation_steps, self._num_batches)
+        epoch, batch = divmod(done, self._batches.steps_per_epoch)
+        extra = {
+            "data": self._data,
+            "position": {"epoch": epoch, "batch": batch},
+            "window": [self._window.loss, self._window.trained_tokens],
+            "left": left,
+        }
+        with self._trainer.model.patient("saving a checkpoint"):
+            self._trainer.save_step(extra, lambda part: self._state.save_to_json(str(part / TRAINER_STATE)))
+        self._saved = self._trainer.global_step
+
+    def _go_on(self, extra: Mapping[str, Any], *, whole: bool) -> None:
+        """Take up what a checkpoint says beside the trainer's own; an earlier version wrote none of it.
+
+        Args:
+            extra: that.
+            whole: whether all that is in the checkpoint was taken up, so that there is nothing to save yet.
+        """
+        loss, trained = extra.get("window", (0.0, 0))
+        self._carried, self._left = (float(loss), int(trained)), extra.get("left")
+        self._saved = self._trainer.global_step if whole else None
+
+    def _set_mark(self, left: Mapping[str, Any] | None = None) -> None:
+        """Have a stop go back to this moment."""
+        self._mark = Mark.of(self._trainer.backend, self._state, left)
 
     @cached_property
     def _data(self) -> dict[str, Any]:
@@ -262,28 +382,42 @@ class Run:
                 how="raise num_train_epochs or max_steps, or begin again with a new trainer",
             )
 
-    def _resume(self) -> None:
-        found = self._trainer.checkpoints()
+    def _resume(self, say: Say, *, weights_only: bool) -> None:
+        trainer, found = self._trainer, self._trainer.checkpoints()
         if not found:
             raise AdapterError(
                 "there is no checkpoint to resume from",
                 where=str(self._output),
                 how="leave --resume out to begin a new run",
             )
-        then = self._trainer.load_checkpoint(found[-1]).get("data", self._data)
-        if changed := [
-            f"{name} (it was {then.get(name)})" for name, now in self._data.items() if then.get(name) != now
-        ]:
-            raise ConfigError(
-                f"the run began with other data or batches: {', '.join(changed)} changed",
-                where=str(found[-1]),
-                how="resume with the data and settings it began with, or begin a new run in another output_dir",
-            )
-        for name, value in _past(found[-1] / TRAINER_STATE).items():
+        path = agreed_checkpoint(self._replicas, found, say, weights_only=weights_only)
+        changed = check_same_run(path, trainer.config, trainer.peft_model, self._data)
+        self._go_on(trainer.restore(path, weights_only=weights_only), whole=not weights_only)
+        trainer.take_settings({one.name for one in changed})
+        say(f"resuming from {path} (step {trainer.global_step} of {self._num_steps})")
+        if weights_only:
+            say("of this checkpoint the weights are taken, and not the optimizer: its moments begin empty")
+        if changed:
+            say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+        for name, value in _past(path / TRAINER_STATE).items():
             setattr(self._state, name, value)
-        self._state.global_step = self._trainer.global_step
-        done = self._trainer.global_step * self._trainer.config.gradient_accumulation_steps
+        self._state.global_step = trainer.global_step
+        done = min(trainer.global_step * trainer.config.gradient_accumulation_steps, self._num_batches)
         self._state.epoch = done / self._batches.steps_per_epoch
+        if self._first and (trainer.global_step < self._num_steps or self._left is not None):
+            self._cut_metrics()
+
+    def _cut_metrics(self) -> None:
+        """Drop what was measured after the checkpoint that the run goes on from: it is measured again."""
+        step = self._state.global_step
+        known = [row for row in self._state.log_history if row.get("step") == step]
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            if row.get("step", 0) != step or "event" in row:
+                return bool(row.get("step", 0) <= step)
+            return bool(known) and known.pop() is not None
+
+        cut_metrics(self._output / METRICS_NAME, keep)
 
     def _open_window(self) -> Window:
         return Window(time.perf_counter(), self._trainer.model.counters)

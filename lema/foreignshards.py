@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lema.errors import AdapterError, ConfigError
@@ -74,6 +75,8 @@ def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: b
                 differing[name] = found
             for target, piece in zip(rule.names, _split(whole, rule), strict=True):
                 if target in tensors:
+                    if tensors[target].dtype == piece.dtype and torch.equal(tensors[target], piece):
+                        continue  # a weight that two stages share is in both
                     raise AdapterError(f"{target} comes twice, once from {name}", where=str(stage.metadata))
                 tensors[target] = piece
         modules |= metadata.modules

@@ -5,7 +5,7 @@ A file at a time is read or written, so that a checkpoint needs the memory of on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lema.backend import Backend
-from lema.checkpoint import read_state, restore_optimizer, restore_own, states_of_all, write_checkpoint
+from lema.checkpoint import about_run, nbytes_of, read_state, restore_optimizer, write_checkpoint
+from lema.config import LemaConfig
 from lema.errors import AdapterError
 from lema.masters import MOMENTS, Masters
+from lema.randomstates import restore_own, states_of_all
 from lema.replicate import first_alone
+from lema.savedtensors import check_finite
 from lema.stepping import settings_of
 
 __all__ = ["carry_moments", "read_full", "write_full"]
@@ -29,7 +32,14 @@ MASTER, STEP = "master", "step"
 
 
 def write_full(
-    directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, about: Mapping[str, Any]
+    directory: Path,
+    backend: Backend,
+    masters: Masters,
+    optimizer: Optimizer,
+    about: Mapping[str, Any],
+    config: LemaConfig,
+    base: str | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
 
@@ -39,19 +49,32 @@ def write_full(
         masters: what trains.
         optimizer: an AdamW over it.
         about: `global_step` and `extra`.
+        config: of the run, saved with it.
+        base: fingerprint of the model that the weights were of at first; None: it is not known.
+        write_more: writes further files into the directory it is given, before the checkpoint gets its name.
 
     Raises:
         DiskError: it could not be written; in every process.
+        NonFiniteError: something of it is not finite; likewise.
     """
 
     def write_files(part: Path) -> None:
         for file, names in _files(masters):
-            save_file(
-                {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}, part / file
-            )
+            tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
+            check_finite(tensors, directory / file)
+            save_file(tensors, part / file)
+        config.save_pretrained(part)
+        if write_more is not None:
+            write_more(part)
 
-    state = {"kind": KIND, "schedule": None, "scaler": {}, **states_of_all(backend), **about}
-    first_alone(backend.replicas, lambda: write_checkpoint(directory, settings_of(optimizer), state, write_files))
+    state = {"schedule": None, "scaler": {}, **states_of_all(backend), **about}
+
+    def write() -> None:
+        nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
+        run = about_run(config, KIND, base)
+        write_checkpoint(directory, settings_of(optimizer), {**run, **state}, write_files, nbytes)
+
+    first_alone(backend.replicas, write)
 
 
 def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ these masters rounded to the nearest.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from lema.fullcheckpoint import carry_moments, read_full, write_full
 from lema.landing import Landing
 from lema.loss import trained_tokens
 from lema.masters import Masters
-from lema.nonfinite import non_finite_loss
+from lema.nonfinite import HiddenGradients, non_finite_loss
 from lema.optim import make_optimizer
 from lema.replicate import sum_gradients
 from lema.stepping import Behind, step_part
@@ -50,7 +51,9 @@ class FullTraining:
     Attributes:
         masters: what trains, by its name in the model: fp32, in host memory.
         optimizer: over them.
-        global_step: optimizer steps taken.
+        global_step: optimizer steps of the run, those that were dropped among them.
+        skipped_steps: how many were dropped, for a loss or a gradient that was not finite.
+        dropped: why the last step was dropped; None: it was not.
         grad_norm: of all gradients of the last step, before they were clipped; None: there was none.
 
     Raises:
@@ -70,8 +73,13 @@ class FullTraining:
         self._layers_name = f"{model.split.layers_name}."
         own = {layer: [self._places.own(name) for name in names] for layer, names in self._places.by_layer.items()}
         model.train_weights(TrainedWeights(own, self._done, self._begun))
-        self.global_step = 0
+        self.global_step = self.skipped_steps = 0
+        self.dropped: NonFiniteError | None = None
         self.grad_norm: float | None = None
+        self._fault: tuple[NonFiniteError, str | None] | None = None  # of this step, and whose gradient is not finite
+        self._where = ""
+        self._stepped = False  # whether some weights were, in this step
+        self._hidden = HiddenGradients()
         self._behind = Behind("lema-optimizer")
         self._last = True  # of the passes of a step
         self._begun_with: dict[str, Tensor] = {}  # gradients of the passes before
@@ -85,6 +93,11 @@ class FullTraining:
         return self._places.host_bytes
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint's tensors: masters, and two moments of each."""
+        return 3 * sum(master.numel() * master.itemsize for master in self.masters.values())
+
+    @property
     def mapped_bytes(self) -> int:
         """Of masters, moments and waiting gradients, the bytes that lie in a file."""
         return self._places.mapped_bytes
@@ -94,47 +107,74 @@ class FullTraining:
         """The layers that have these in the file."""
         return self._places.mapped
 
-    def step(self, passes: Sequence[Sequence[Mapping[str, Tensor]]], num_tokens: int | None = None) -> Tensor:
+    def step(
+        self, passes: Sequence[Sequence[Mapping[str, Tensor]]], num_tokens: int | None = None, *, where: str = ""
+    ) -> Tensor:
         """Take one optimizer step; return the loss of all its passes and processes, an fp32 scalar.
+
+        Where the loss or a gradient is not finite and no weight was stepped yet, the step is dropped, if
+        `max_skipped_steps` lets one more be: `dropped` says why, and the loss is NaN.
 
         Args:
             passes: the micro-batches of each pass over the layers. Of several processes each gives its share, as many
                 passes as the others, some of them empty.
             num_tokens: trained tokens of all; None: they are counted.
+            where: which rows these are, for an error.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite, or the norm of a gradient. Without clipping layers may have
-                been stepped by then, as the error says.
+            NonFiniteError: the loss is NaN or infinite, or the norm of a gradient, and the step is not dropped. Without
+                clipping layers may have been stepped by then, as the error says.
         """
         replicas = self._model.backend.replicas
         if num_tokens is None and (len(passes) > 1 or replicas.size > 1):
             num_tokens = sum(replicas.exchange(sum(trained_tokens(one) for one in passes)))
         total = torch.zeros((), dtype=torch.float32, device=self._model.backend.device)
+        self._fault, self._stepped, self.dropped, self._where = None, False, None, where
+        self._hidden.forget()
         try:
-            for number, micro_batches in enumerate(passes):
-                self._last = number == len(passes) - 1
-                total = total + self._pass(micro_batches, num_tokens)
-            self._finish()
+            with self._model.seen_by(self._hidden.look):
+                for number, micro_batches in enumerate(passes):
+                    self._last = number == len(passes) - 1
+                    total = total + self._pass(micro_batches, num_tokens)
+                self._finish()
         except BaseException as error:
             if (other := self._forget()) is not None:
                 error.add_note(f"besides, in the optimizer's thread: {other}")
-            raise
+            if not self._drops(error):
+                raise
+            total = torch.full_like(total, math.nan)
         self._model.backend.end_step()
         self.global_step += 1
         return total
 
-    def save_checkpoint(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        write_more: Callable[[Path], None] | None = None,
+        *,
+        base: str | None = None,
+    ) -> None:
         """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
         Args:
             directory: its name; replaced if it is there.
             extra: further JSON state, for the caller's own use.
+            write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+            base: fingerprint of the model that the weights were of at first; None: it is not known.
 
         Raises:
-            DiskError: it could not be written.
+            DiskError: it could not be written, or does not read back as it was written; what was there before is
+                untouched.
+            NonFiniteError: a weight or a moment is not finite; likewise.
         """
-        about = {"global_step": self.global_step, "extra": dict(extra or {})}
-        write_full(Path(directory), self._model.backend, self._places, self.optimizer, about)
+        about = {
+            "global_step": self.global_step,
+            "skipped_steps": self.skipped_steps,
+            "extra": dict(extra or {}),
+        }
+        backend, places = self._model.backend, self._places
+        write_full(Path(directory), backend, places, self.optimizer, about, self._config, base, write_more)
 
     def load_checkpoint(self, directory: str | Path, *, carry: bool = False) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; return its `extra`.
@@ -157,6 +197,7 @@ class FullTraining:
         finally:
             self._model.stream.settle()
         self.global_step = int(state["global_step"])
+        self.skipped_steps = int(state.get("skipped_steps", 0))  # earlier versions dropped none
         return dict(state["extra"])
 
     def close(self) -> None:
@@ -168,16 +209,26 @@ class FullTraining:
     def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int | None) -> Tensor:
         """Run one pass over the layers, forward and backward; return its loss."""
         model, replicas = self._model, self._model.backend.replicas
-        place = f"step {self.global_step + 1}; no weight was stepped"
+        place, before = f"{self._place}; no weight was stepped", model.backend.rng_state()
         alone = bool(micro_batches) or replicas.size == 1
-        loss = model.loss(micro_batches, num_tokens=num_tokens) if alone else None
-        mine = 0.0 if loss is None else float(loss.detach())
+        with model.stop.opened():
+            loss = model.loss(micro_batches, num_tokens=num_tokens) if alone else None
+            mine = 0.0 if loss is None else float(loss.detach())
         value = sum(replicas.exchange(mine))
         if not math.isfinite(value):  # asked first: the backward steps layers already
             if math.isfinite(mine):
-                raise NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
-            raise non_finite_loss(model, micro_batches, value, place)
-        if loss is not None:
+                raise self._faulty(
+                    NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
+                )
+            after = model.backend.rng_state()
+            model.backend.set_rng_state(before)  # what dropout drew is drawn again
+            error = non_finite_loss(model, micro_batches, value, place)
+            model.backend.set_rng_state(after)
+            raise self._faulty(error)
+        if loss is not None and replicas.size == 1:
+            with model.stop.opened():  # until a layer is stepped
+                loss.backward()
+        elif loss is not None:  # gradients of each layer are added up in it: no process leaves alone
             loss.backward()
         else:
             for layer in sorted(self._places.by_layer, reverse=True):
@@ -201,6 +252,7 @@ class FullTraining:
         if self._clipped:
             self._begun_with.update(arrived)
         else:
+            self._model.stop.close()  # a step is taken whole
             self._model.stream.rewrite(layer, self._behind.wait)
         self._behind.begin(partial(self._take, layer, arrived, downloads))
 
@@ -231,6 +283,7 @@ class FullTraining:
         for name, gradient in gradients.items():
             self._measure(name, gradient.float(), place, begun)
         if not self._clipped:
+            self._stepped = True
             self._step_layer(layer, gradients)
 
     @torch.no_grad()
@@ -247,12 +300,59 @@ class FullTraining:
                 how = (
                     f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
                 )
-            raise NonFiniteError(
-                f"the norm of the gradient of {name} is {float(norm)}",
-                where=f"step {self.global_step + 1}, {place}; {begun or 'no weight was stepped'}",
-                how=how,
+            raise self._faulty(
+                NonFiniteError(
+                    f"the norm of the gradient of {name} is {float(norm)}",
+                    where=f"{self._place}, {place}; {begun or 'no weight was stepped'}",
+                    how=how,
+                ),
+                name,
             )
         self._norms[name] = norm
+
+    @property
+    def _place(self) -> str:
+        return f"step {self.global_step + 1}{self._where}"
+
+    def _faulty(self, error: NonFiniteError, name: str | None = None) -> NonFiniteError:
+        """Note what is wrong with this step; `name` is that of the weight whose gradient is not finite."""
+        self._fault = error, name
+        return error
+
+    def _drops(self, error: BaseException) -> bool:
+        """Whether a step that failed is dropped, and the run goes on; say where gradients began not to be finite."""
+        if self._fault is None or self._fault[0] is not error:
+            return False
+        found, name = self._fault
+        if name is not None:
+            found.where += f"; first non-finite gradient: {self._began(name)}"
+        limit = self._config.max_skipped_steps
+        if self._stepped or self.skipped_steps >= limit:
+            if limit and not self._stepped:
+                found.how = f"{limit} steps were dropped before this one (max_skipped_steps); {found.how}"
+            return False
+        self.skipped_steps += 1
+        self.dropped, self.grad_norm = found, None
+        if self._model.backend.replicas.first:
+            warnings.warn(
+                f"step {self.global_step + 1} was dropped, {self.skipped_steps} of at most {limit}: "
+                f"{found.what} ({found.where})",
+                stacklevel=3,
+            )
+        return True
+
+    def _began(self, name: str) -> str:
+        """Return where gradients began not to be finite: at a weight, or in a layer above that handed such down."""
+        handed_down, layers = self._hidden.highest(), self._model.split.num_layers
+        names = [one for one, _ in self._model.split.model.named_parameters()]
+        if name.startswith(self._layers_name):
+            layer = int(name.removeprefix(self._layers_name).partition(".")[0])
+        else:
+            above = any(one.startswith(self._layers_name) for one in names[: names.index(name)])
+            layer = layers if above else -1
+        if handed_down is None or handed_down <= layer:
+            return name
+        return "the head and the loss" if handed_down == layers else f"{self._layers_name}{handed_down}"
 
     def _step_layer(self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None) -> None:
         """Step one layer and let what streams be what it has become."""
@@ -283,11 +383,14 @@ class FullTraining:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
-            raise NonFiniteError(
-                f"the norm of the gradients is {length}",
-                where=f"step {self.global_step + 1}; no weight was stepped",
-                how="lower learning_rate, or look at the rows of this step",
+            raise self._faulty(
+                NonFiniteError(
+                    f"the norm of the gradients is {length}",
+                    where=f"{self._place}; no weight was stepped",
+                    how="lower learning_rate, or look at the rows of this step",
+                )
             )
+        self._stepped = True
         if self._config.max_grad_norm is not None:
             for layer, names in self._places.by_layer.items():
                 with stream.rewritten(layer):

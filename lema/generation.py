@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
+from lema.companions import load_generation_config
 from lema.errors import ConfigError, DataError
 from lema.split import Split
 from lema.stream.lease import LayerStream
@@ -92,8 +93,7 @@ def _settings(
 
     `transformers` takes both, but warns of settings that are given beside a config.
     """
-    stored = (directory / "generation_config.json").is_file()
-    settings = GenerationConfig.from_pretrained(directory) if stored else copy.deepcopy(default or GenerationConfig())
+    settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
     wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
     if not wanted["do_sample"]:
         # Settings of sampling that came with the model mean nothing here, and would be warned of.

@@ -21,7 +21,16 @@ from lema.quantized.records import QuantizedRecord, Stored
 if TYPE_CHECKING:
     from lema.backend import Parallel
 
-__all__ = ["held_adapter", "held_record", "held_tensor", "layout_of", "layouts_of", "whole_adapter", "whole_tensor"]
+__all__ = [
+    "held_adapter",
+    "held_record",
+    "held_records",
+    "held_tensor",
+    "layout_of",
+    "layouts_of",
+    "whole_adapter",
+    "whole_tensor",
+]
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
@@ -54,6 +63,16 @@ def held_record(record: Stored, layout: Layout | None, rank: int) -> Stored | Pa
     ranges = [(start, start + length) for start, length in places(layout, size, rank)]
     assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
     return part_of(record, layout.dim, ranges)
+
+
+def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored | PartRecord]:
+    """Return what one process reads of each stored tensor of a model whose layers have been divided.
+
+    Raises:
+        ConfigError: as `held_record`.
+    """
+    layouts = layouts_of(model)
+    return {name: held_record(record, layouts.get(name), parallel.rank) for name, record in records.items()}
 
 
 def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:

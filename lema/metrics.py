@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
 from os import PathLike
@@ -11,9 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lema.errors import DataError, DiskError
+from lema.errors import DataError, DiskError, DiskFull
+from lema.freespace import not_written
 
-__all__ = ["METRICS_NAME", "MetricsLog", "human_bytes", "human_count", "human_duration", "plot_loss", "read_metrics"]
+__all__ = [
+    "METRICS_NAME",
+    "MetricsLog",
+    "cut_metrics",
+    "human_bytes",
+    "human_count",
+    "human_duration",
+    "plot_loss",
+    "read_metrics",
+]
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -53,7 +64,14 @@ class MetricsLog:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(start)
-            raise DiskError(f"cannot write the metrics: {error.strerror}", where=str(self.path)) from error
+            raise not_written(f"cannot write the metrics: {error.strerror}", error, self.path) from error
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        """Append one row of a run that is worth more than it: on a full disk the row is lost, with a warning."""
+        try:
+            self.write(row)
+        except DiskFull as error:
+            warnings.warn(f"{error.what} ({error.where}); this line of step {row.get('step')} is lost", stacklevel=2)
 
     def close(self) -> None:
         """Close the file; twice is harmless."""
@@ -66,6 +84,44 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Drop lines of what a run that goes on from an earlier step measures again; return how many. A kill leaves all.
+
+    Args:
+        path: the file; it need not exist.
+        keep: says of a row whether it stays. What is not a JSON object stays for `read_metrics` to tell of.
+
+    Raises:
+        DiskError: the file cannot be read or written; it is as it was.
+    """
+    file = Path(path)
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        if not file.is_file():
+            return 0
+        lines = file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _stays(line, keep)]
+        if len(kept) < len(lines):
+            with part.open("wb") as out:
+                out.writelines(kept)
+                out.flush()
+                os.fsync(out.fileno())
+            part.replace(file)
+        return len(lines) - len(kept)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
+
+
+def _stays(line: bytes, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return True
+    return not isinstance(row, dict) or keep(row)
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:

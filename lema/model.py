@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lema.adapter import load_weights, read_settings, save_adapter
 from lema.adapterbase import check_base, write_base
 from lema.backend import Backend
+from lema.companions import load_tokenizer
 from lema.config import LemaConfig
-from lema.errors import ConfigError, DataError
+from lema.errors import ConfigError
 from lema.fingerprint import base_fingerprint
 from lema.generation import generate
-from lema.held import held_record, layouts_of, whole_adapter
+from lema.held import held_records, whole_adapter
 from lema.hostrows import HostRows, host_rows_name
 from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
@@ -36,6 +37,7 @@ from lema.precision import ProductPrecision
 from lema.replicate import first_alone
 from lema.skeleton import meta_model, read_config
 from lema.split import Split
+from lema.stream.baseguard import BaseGuard
 from lema.stream.cost import Allocation
 from lema.stream.lease import LayerStream
 from lema.stream.placement import LayerBytes
@@ -96,7 +98,7 @@ class LemaModel:
         records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
         self.records, self.dtypes = records, dtypes
         self._trace = trace
-        self._reader = LayerReader(trace=trace)
+        self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
@@ -219,6 +221,12 @@ class LemaModel:
                 "activation_offloading saves no memory on a device that computes in host memory: `disk` would",
                 stacklevel=2,
             )
+        if self.split.lazy and not self.config.gradient_checkpointing:
+            warnings.warn(
+                "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
+                "keep a copy of its weights with them, so every layer is computed again; set it to true",
+                stacklevel=2,
+            )
         adapter = StreamedModel(
             self.split,
             self.memory,
@@ -241,8 +249,7 @@ class LemaModel:
     def _layers(self) -> list[LayerBytes]:
         """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
         self._divide()
-        layouts, rank = layouts_of(self.skeleton), self.backend.parallel.rank
-        records = {name: held_record(record, layouts.get(name), rank) for name, record in self.records.items()}
+        records = held_records(self.skeleton, self.records, self.backend.parallel)
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers)
 
     def _divide(self) -> None:
@@ -262,7 +269,9 @@ class LemaModel:
             MemoryLimitError: the limits are too small.
         """
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
-        shape = None if self.lora_manager is None else step_shape(self.config, positions, self.backend.replicas.size)
+        shape = None
+        if self.lora_manager is not None:
+            shape = step_shape(self.config, positions, self.backend.replicas.size, self.backend.parallel.size)
         return allocate(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, shape=shape)
 
     @cached_property
@@ -292,17 +301,12 @@ class LemaModel:
         Raises:
             DataError: there is none.
         """
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self.trusted)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise DataError(
-                f"the model has no tokenizer that can be loaded: {error}",
-                where=str(self.directory),
-                how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has "
-                "code of its own that you trust, add --trust-remote-code",
-            ) from error
-        assert isinstance(tokenizer, PreTrainedTokenizerBase)
-        return tokenizer
+        return load_tokenizer(
+            self.directory,
+            trusted=self.trusted,
+            how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has "
+            "code of its own that you trust, add --trust-remote-code",
+        )
 
     def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[str]:
         """Continue each prompt, streaming every layer once per token.
@@ -313,8 +317,22 @@ class LemaModel:
             options: of `transformers`' `generate` (do_sample, temperature, top_p, ...).
 
         Returns:
-            The continuations, without the prompts.
+            The continuations, without the prompts. Processes that hold the model together all call this with the same
+            arguments, and all get them.
+
+        Raises:
+            ConfigError: processes that hold the model together divide the tokens of a row, and one is made at a time.
         """
+        parallel, backend = self.backend.parallel, self.backend
+        if parallel.size > 1:
+            if self.config.sequence_parallel:
+                raise ConfigError(
+                    f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one",
+                    where="sequence_parallel",
+                    how="generate with --set sequence_parallel=false: the adapter and the numbers are the same",
+                )
+            state = backend.rng_state()  # the same for all: each draws every token
+            backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         tokens = generate(self.split, self.memory, self.directory, self.tokenizer, prompts, max_new_tokens, options)
         return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Read = Callable[[list[TensorRecord], torch.dtype], Iterator[Tensor]]
+HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
 
 
@@ -124,7 +125,7 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
         model: as `from_config` builds it, without adapters; its parameters may be on `meta`.
 
     Raises:
-        WeightsError: tensors are missing or of another shape (all are named), or need a conversion.
+        WeightsError: tensors are missing, of another shape or type (all are named), or need a conversion.
     """
     names = map_names(model, index)
     warn_of_unused(names, stacklevel=3)
@@ -156,7 +157,8 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
 
     Raises:
         ModelError: the checkpoint is quantised in a form that is not read here.
-        WeightsError: tensors are missing, stored twice or of another shape; all are named, with those not used.
+        WeightsError: tensors are missing, stored twice, of another shape or of a type the model cannot be loaded from;
+            all are named, with those not used.
     """
     stored = fold(index)
     quantized = any(isinstance(record, QuantizedRecord) for record in stored.values())
@@ -173,6 +175,7 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
         for name, record in names.direct.items()
         if tuple(state[name].shape) != record.shape
     ]
+    mistyped = list(_mistyped(names, state))
     for conversion in names.conversions:
         misshapen += _dry_run(model, conversion, state)
         twice += [
@@ -182,12 +185,13 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
         ]
     filled = set(names.direct).union(*(conversion.shapes or [conversion.first] for conversion in names.conversions))
     missing = _tie_and_keep(model, names, [name for name in state if name not in filled], filled)
-    if missing or twice or misshapen:
+    if missing or twice or misshapen or mistyped:
         complaints = [
             _complaint("missing", missing),
             _complaint("not used", [f"{record.name} in {record.file.name}" for record in names.unused]),
             _complaint("stored twice under different names", twice),
             _complaint("of another shape", misshapen),
+            _complaint("of a type the model cannot be loaded from", mistyped),
         ]
         raise WeightsError(
             "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)]),
@@ -295,6 +299,23 @@ def _dry_run(model: PreTrainedModel, conversion: Conversion, state: dict[str, Te
         for name, shape in conversion.shapes.items()
         if name not in state or state[name].shape != shape
     ]
+
+
+def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
+    """Say which tensors are whole numbers where the model computes with fractions, or the other way round.
+
+    Any floating type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one
+    checkpoint, and what is read as the other is noise.
+    """
+    plain = [(name, record) for name, record in names.direct.items() if isinstance(record, TensorRecord)]
+    plain += [(one.first, record) for one in names.conversions for _, record in one.sources]
+    halves = Counter(record.dtype for _, record in plain if record.dtype in HALVES)
+    rare = min(halves, key=lambda dtype: halves[dtype]) if len(halves) > 1 else None
+    for name, record in plain:
+        stored, wanted = DTYPES.get(record.dtype), state[name].dtype
+        if stored is None or stored.is_floating_point != wanted.is_floating_point or record.dtype == rare:
+            among = ", among others of the other type of 16 bits" if record.dtype == rare else ""
+            yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}{among}"
 
 
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: set[str]) -> list[str]:

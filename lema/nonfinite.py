@@ -1,17 +1,46 @@
-"""Where NaN or infinity began: the first part of the model whose output, or the layer whose gradient, is not finite."""
+"""Where NaN or infinity began: the first part of the model whose output, or whose gradient, is not finite.
+
+A gradient goes down through the layers, and what trains in a layer may be finite where the gradient that leaves it is
+not. So the gradients of the hidden states are looked at too, between every two layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lema.errors import NonFiniteError
 from lema.split import Split
 from lema.streamed import StreamedModel
 
-__all__ = ["non_finite_gradient", "non_finite_loss"]
+__all__ = ["HiddenGradients", "first_non_finite_gradient", "non_finite_gradient", "non_finite_loss"]
+
+
+class HiddenGradients:
+    """The ends of the range of the gradient of each layer's inputs; they stay on the device until asked for."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[int, list[Tensor]] = {}
+
+    def look(self, layer: int, gradients: Sequence[Tensor | None]) -> None:
+        """Keep what is needed of the gradients of a layer's inputs; the top layer's outputs are one number more."""
+        for one in gradients:
+            if one is not None:
+                self._peaks.setdefault(layer, []).extend(one.detach().aminmax())  # NaN, where there is one
+
+    def highest(self) -> int | None:
+        """Return the highest layer of whose inputs a gradient is NaN or infinite; None: all are finite."""
+        for layer in sorted(self._peaks, reverse=True):
+            if not all(math.isfinite(float(peak)) for peak in self._peaks[layer]):
+                return layer
+        return None
+
+    def forget(self) -> None:
+        """Begin with nothing seen."""
+        self._peaks.clear()
 
 
 def non_finite_loss(
@@ -26,29 +55,53 @@ def non_finite_loss(
     )
 
 
-def non_finite_gradient(split: Split, where: str) -> NonFiniteError:
-    """Return the error of a gradient that is not finite, naming the highest part that has one: gradients flow down."""
-    for name, parameter in _downwards(split):
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            return NonFiniteError(
-                "a gradient is not finite; the optimizer was not stepped",
-                where=f"{where}, {name}",
-                how="lower learning_rate, set max_grad_norm, or check the base weights of this layer",
-            )
+def non_finite_gradient(where: str, place: str | None) -> NonFiniteError:
+    """Return the error of a norm that is not finite; `place` is where gradients began not to be, None: nowhere."""
+    if place is None:
+        return NonFiniteError(
+            "the gradients are finite, their norm is not; the optimizer was not stepped",
+            where=where,
+            how="lower learning_rate",
+        )
     return NonFiniteError(
-        "the gradients are finite, their norm is not; the optimizer was not stepped",
-        where=where,
-        how="lower learning_rate",
+        "a gradient is not finite; the optimizer was not stepped",
+        where=f"{where}; first non-finite gradient: {place}",
+        how="lower learning_rate, set max_grad_norm, or check the base weights of this layer",
     )
 
 
-def _downwards(split: Split) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that the model has after its layers, then the layers' from the top, then the others."""
+def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -> str | None:
+    """Call `run`, which goes forward and backward, and name where its gradients begin not to be finite; None: nowhere.
+
+    It is the highest of: the head, if what it hands down is not finite; a layer's parameter that has such a gradient;
+    the layer that hands such a one down, whether or not anything in it trains.
+    """
+    hidden = HiddenGradients()
+    with model.seen_by(hidden.look):
+        run()
+    return place_of(model.split, hidden.highest())
+
+
+def place_of(split: Split, handed_down: int | None) -> str | None:
+    """Name where the gradients of a pass begin not to be finite, given the highest layer that hands such down."""
+    reached = -1 if handed_down is None else handed_down
+    for layer, name, parameter in _downwards(split):
+        if layer < reached:
+            break
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return name
+    if handed_down is None:
+        return None
+    return "the head and the loss" if handed_down == split.num_layers else f"{split.layers_name}.{handed_down}"
+
+
+def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Yield (layer, name, parameter) of what comes after the layers, of the layers from the top, of the others."""
     named = list(split.model.named_parameters())
     inside = [name.startswith(f"{split.layers_name}.") for name, _ in named]
     above = len(named) - inside[::-1].index(True)
-    yield from named[above:]
+    yield from ((split.num_layers, name, parameter) for name, parameter in named[above:])
     for layer in reversed(range(split.num_layers)):
         for name, parameter in split.layers[layer].named_parameters():
-            yield f"{split.layers_name}.{layer}.{name}", parameter
-    yield from named[: inside.index(True)]
+            yield layer, f"{split.layers_name}.{layer}.{name}", parameter
+    yield from ((-1, name, parameter) for name, parameter in named[: inside.index(True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
+from lema.backend import has_addresses
 from lema.config import LemaConfig
 from lema.errors import ConfigError
 
-__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates", "training_bytes"]
+__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Optimizer:
@@ -29,14 +31,41 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Op
     trained = list(parameters)
     _check_precision(trained)
     places = {(parameter.device, parameter.dtype) for parameter in trained}
-    return AdamW(
+    optimizer = AdamW(
         trained,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
+        **_update_of(config),
         fused=all(device.type != "cpu" and _has_fused_kernel(device, dtype) for device, dtype in places) or None,
     )
+    if not all(has_addresses(device) for device, _ in places):
+        _begin(optimizer)
+    return optimizer
+
+
+def _begin(optimizer: AdamW) -> None:
+    """Give AdamW the state it begins with, as an input of a lazy device's graph: left to make it in its first step,
+    it would need a graph for that step alone."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    zeros = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in parameters]
+    state = {
+        index: {"step": torch.zeros(()), "exp_avg": one, "exp_avg_sq": one.clone()} for index, one in enumerate(zeros)
+    }
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def set_update(optimizer: Optimizer, config: LemaConfig) -> None:
+    """Let an optimizer that `make_optimizer` made, and that was restored since, update as the config says now."""
+    for group in optimizer.param_groups:
+        group.update(_update_of(config))
+        group.pop("initial_lr", None)  # a schedule goes by that
+
+
+def _update_of(config: LemaConfig) -> dict[str, Any]:
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
 
 
 def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:

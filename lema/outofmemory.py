@@ -62,12 +62,14 @@ class Room:
 
     Attributes:
         recomputes: whether activations are recomputed; if not, that is a way out to speak of.
+        place: where a pass is, as `at` was told last.
         advise: says which settings would make room for what does not fit; set by who can tell.
     """
 
     def __init__(self, stream: LayerStream, backend: Backend) -> None:
         self._stream, self._backend = stream, backend
         self.recomputes = True
+        self.place = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
         self._rows: dict[Purpose, int] = {}  # of the largest micro-batch, where the settings' own did not fit
         self._given_up = _GivenUp()
@@ -159,6 +161,7 @@ class Room:
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
         """Have an error that leaves the `with` block, if memory ran out, say where: in the innermost such block."""
+        self.place = place
         try:
             yield
         except RuntimeError as error:

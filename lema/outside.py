@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.backend import Backend
+from lema.backend import Backend, has_addresses
 from lema.partrecord import PartRecord
 from lema.quantized.records import Stored
 from lema.stream.expand import expand_into, weights_in
@@ -76,6 +76,9 @@ class StoredTensors:
         """Return on the device what `place` laid out."""
         buffer = self._backend.host_buffer(placed.nbytes)
         self._reader.submit(placed, buffer).wait()
+        if not placed.expansions and not has_addresses(self._backend.device):
+            # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
+            return {name: one.to(self._backend.device) for name, one in weights_in(buffer, placed, None).items()}
         on_device = self._backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
         expanded = None
         if placed.expansions:

@@ -119,7 +119,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[str]:
     EVA leaves the frozen weights as they are, so an adapter that began with it is one like any other by now.
     """
     for name, reason in REFUSED.items():
-        if config.get(name):
+        if config.get(name) not in (None, False):  # PEFT takes an empty one for one with its defaults
             yield f"{name}, which {reason}"
     if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
         yield f"task_type {task}, which is not that of a causal language model"

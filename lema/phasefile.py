@@ -8,11 +8,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from lema.backendsettings import backend_settings
 from lema.config import LemaConfig
 from lema.errors import ConfigError
 from lema.phaseplan import LoRATrainerConfig, PhasePlan
+from lema.phaseplan.nested import placed
 from lema.phaseplan.places import yaml_places
-from lema.problems import SettingsError
+from lema.problems import SettingsError, unknown_setting
 from lema.yamlfile import read_yaml
 
 __all__ = ["DATASETS", "HELD_OUT", "PhaseFile", "clipped", "has_phases", "read_phase_file"]
@@ -112,7 +114,20 @@ def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
         plan = made if isinstance(made, PhasePlan) else made.plan()
         config = clipped(LemaConfig(**values))
     except SettingsError as error:
-        raise error.located(places) from error.__cause__
+        known = [
+            *kind.model_fields,
+            *LemaConfig.model_fields,
+            *backend_settings(),
+            DATASETS,
+            HELD_OUT,
+            EVAL_ROWS,
+            PHASES,
+        ]
+        problems = [
+            unknown_setting(one.key, known) if one.what == f"unknown setting {one.key!r}" else one
+            for one in error.problems
+        ]
+        raise placed(SettingsError(problems), places, overrides) from error.__cause__
     return PhaseFile(config, plan, found[DATASETS], found[HELD_OUT], rows)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from lema.checkpoint import read_state
+from lema.commit import commit
 from lema.config import MemoryStrategy
 from lema.delta import save_delta
-from lema.errors import ConfigError
+from lema.errors import AdapterError, ConfigError
+from lema.fingerprint import base_fingerprint
+from lema.freespace import check_room
 from lema.fulltraining import FullTraining
 from lema.loss import attended_tokens, trained_tokens
 from lema.merge import merge_adapter
@@ -21,6 +27,7 @@ from lema.phaseplan.selection import layer_selection
 from lema.replicate import first_alone
 from lema.rounding import Rounding
 from lema.skeleton import find_layers
+from lema.tensorfile import disk_error
 from lema.trainedmodel import save_trained
 from lema.trainer import LemaTrainer, StepResult
 
@@ -42,19 +49,48 @@ class Weights:
         """What callbacks see as the model."""
         return self._model.skeleton
 
-    def step(self, micro_batches: list[dict[str, torch.Tensor]], on_event: Callable[[str], None]) -> StepResult:  # noqa: ARG002 - there is no moment at which all gradients exist
-        """Take one optimizer step."""
+    def step(
+        self,
+        micro_batches: list[dict[str, torch.Tensor]],
+        on_event: Callable[[str], None],  # noqa: ARG002 - there is no moment at which all gradients exist
+        where: str = "",
+    ) -> StepResult:
+        """Take one optimizer step; `where` says which rows these are, for an error."""
         counted = self._model.backend.replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
         trained, tokens = (sum(column) for column in zip(*counted, strict=True))
-        loss = float(self._training.step([micro_batches], trained))
-        return StepResult(loss, trained, tokens, self._training.grad_norm)
+        loss = float(self._training.step([micro_batches], trained, where=where))
+        return StepResult(loss, trained, tokens, self._training.grad_norm, self._training.dropped)
 
-    def save(self, directory: Path, about: dict[str, Any]) -> None:
-        """Write a checkpoint."""
-        self._training.save_checkpoint(directory, about)
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the phase that were dropped."""
+        return self._training.skipped_steps
+
+    def require_room(self, count: int) -> None:
+        """Make sure that the disk has room for so many checkpoints."""
+        place, nbytes = Path(self._model.config.output_dir), count * self._training.checkpoint_bytes
+        first_alone(self._model.backend.replicas, lambda: check_room(place, nbytes, f"{count} of its checkpoints"))
+
+    def save(self, directory: Path, about: dict[str, Any], write_more: Callable[[Path], None] | None = None) -> None:
+        """Write a checkpoint; `write_more` writes further files into it."""
+        self._training.save_checkpoint(directory, about, write_more, base=self._base)
+
+    @cached_property
+    def _base(self) -> str:
+        return base_fingerprint(self._model.gbi)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Restore a checkpoint; return what was said about it."""
+        """Restore a checkpoint; return what was said about it.
+
+        Raises:
+            AdapterError: it is of another model, of another kind of training, or damaged.
+        """
+        if (then := read_state(directory).get("base")) not in (None, self._base):
+            raise AdapterError(
+                f"the model has changed since it was trained: its fingerprint is {self._base}, and it was {then}",
+                where=f"{directory}, on {self._model.gbi.path}",
+                how="give the model as it was, or begin a new run in another output_dir",
+            )
         return self._training.load_checkpoint(directory)
 
     def carry(self, directory: Path) -> None:
@@ -74,7 +110,10 @@ class Weights:
         first_alone(self._model.backend.replicas, lambda: self._saved(out))
 
     def _saved(self, out: Path) -> None:
-        self._save(self._model, self._training, out)
+        def save(part: Path) -> None:
+            self._save(self._model, self._training, part)
+
+        _written(out, save)
 
 
 class Adapters:
@@ -95,17 +134,28 @@ class Adapters:
         """What callbacks see as the model."""
         return self._trainer.peft_model
 
-    def step(self, micro_batches: list[dict[str, torch.Tensor]], on_event: Callable[[str], None]) -> StepResult:
-        """Take one optimizer step."""
-        return self._trainer.accumulate(micro_batches, on_event=on_event)
+    def step(
+        self, micro_batches: list[dict[str, torch.Tensor]], on_event: Callable[[str], None], where: str = ""
+    ) -> StepResult:
+        """Take one optimizer step; `where` says which rows these are, for an error."""
+        return self._trainer.accumulate(micro_batches, on_event=on_event, where=where)
 
-    def save(self, directory: Path, about: dict[str, Any]) -> None:
-        """Write a checkpoint."""
-        self._trainer.save_checkpoint(directory, about)
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the phase that were dropped."""
+        return self._trainer.skipped_steps
+
+    def require_room(self, count: int) -> None:
+        """Make sure that the disk has room for so many checkpoints."""
+        self._trainer.require_room(count)
+
+    def save(self, directory: Path, about: dict[str, Any], write_more: Callable[[Path], None] | None = None) -> None:
+        """Write a checkpoint; `write_more` writes further files into it."""
+        self._trainer.save_checkpoint(directory, about, write_more)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Restore a checkpoint; return what was said about it."""
-        return self._trainer.load_checkpoint(directory)
+        return self._trainer.restore(directory)
 
     def carry(self, directory: Path) -> None:  # noqa: ARG002 - as weights
         """Begin with the moments of a checkpoint of others."""
@@ -124,7 +174,24 @@ class Adapters:
         first_alone(self._replicas, lambda: self._merged(end, out, rounding))
 
     def _merged(self, end: Path, out: Path, rounding: Rounding) -> None:
-        merge_adapter(end, out, rounding=rounding, seed=self._seed, trust_remote_code=self._trust)
+        def merge(part: Path) -> None:
+            merge_adapter(end, part, rounding=rounding, seed=self._seed, trust_remote_code=self._trust)
+
+        _written(out, merge)
+
+
+def _written(out: Path, write: Callable[[Path], None]) -> None:
+    """Have a model appear under its name, with a manifest; `write` writes it into the directory it is given.
+
+    Raises:
+        DiskError: it could not be written; nothing is left behind.
+    """
+    for left in out.parent.glob(f"..{out.name}.*.partial"):  # of a run that was killed at it
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        commit(out, write)
+    except OSError as error:
+        raise disk_error(error, out) from error
 
 
 def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:

@@ -17,6 +17,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
 from lema.backend import Replicas
+from lema.checkpoint import TRAINER_STATE
 from lema.config import LemaConfig
 from lema.errors import DiskError
 from lema.metrics import METRICS_NAME, MetricsLog, plot_loss, read_metrics
@@ -100,6 +101,7 @@ class PhaseLog:
         optimizer: Optimizer,
         schedule: Any,
         best: Mapping[str, Any] | None = None,
+        unlogged: tuple[float, int] = (0.0, 0),
     ) -> None:
         """A phase begins, or goes on after `done` of its steps.
 
@@ -111,6 +113,7 @@ class PhaseLog:
             optimizer: likewise.
             schedule: likewise.
             best: `step` and `eval_loss` of the lowest validation loss of the phase so far.
+            unlogged: what `unlogged` was after that step.
         """
         self._index, self._done, self._model = index, done, model
         self._state.global_step = self._boundaries[index].first_step + done
@@ -126,17 +129,28 @@ class PhaseLog:
         self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = module, optimizer, schedule
         self.event("phase_resumed" if done else "phase_begin", trains=self._plan.phases[index].trains)
         self._window = self._opened()
+        self._window.loss, self._window.trained_tokens = unlogged
+
+    @property
+    def unlogged(self) -> tuple[float, int]:
+        """Of the steps since the last line of metrics: the sum of their losses by token, and their trained tokens."""
+        return self._window.loss, self._window.trained_tokens
+
+    def save_state(self, directory: Path) -> None:
+        """Write what callbacks know of the run as `transformers` does: `trainer_state.json`."""
+        self._state.save_to_json(str(directory / TRAINER_STATE))
 
     def fire(self, event: str, *details: Any) -> None:
         """Call every callback."""
         assert self._handler is not None
         self.control = getattr(self._handler, event)(self._args, self._state, self.control, *details)
 
-    def stepped(self, loss: float, trained: int, tokens: int) -> None:
-        """A step has been taken; afterwards `control` says what is asked for, in all processes alike."""
+    def stepped(self, loss: float, trained: int, tokens: int, *, dropped: bool = False) -> None:
+        """A step has been taken, or dropped; afterwards `control` says what is asked for, in all processes alike."""
         self._done += 1
         self._state.global_step += 1
-        self._window.add(loss, trained, tokens)
+        if not dropped:
+            self._window.add(loss, trained, tokens)
         self.fire("on_step_end")
         self.agree()
 
@@ -218,7 +232,7 @@ class PhaseLog:
             **what,
         }
         if self._metrics is not None:
-            self._metrics.write(row)
+            self._metrics.note(row)
         self._told(row)
         return row
 

@@ -8,14 +8,15 @@ lowest validation loss. The notes are for people and programs; a run that goes o
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lema.checkpoint import checkpoints, forget_old_checkpoints, read_state
+from lema.commit import discard
 from lema.errors import AdapterError, ConfigError, DiskError
+from lema.manifest import MANIFEST, check_manifest
 from lema.phaseplan import Phase, PhasePlan
 from lema.rewrite import replace_file
 
@@ -61,39 +62,66 @@ class Places:
         model = self.model_of(index)
         return bool(self.saved(index)) or model.is_symlink() or model.exists()
 
-    def is_done(self, index: int) -> bool:
-        """Whether a phase has ended, with all that the next one needs of it."""
-        if any(self.is_begun(later) for later in range(index + 1, len(self.plan.phases))):
+    def is_done(self, index: int, *, alone: bool = False) -> bool:
+        """Whether a phase has ended, with all that the next one needs of it; `alone`: whatever is there of later ones.
+
+        Raises:
+            AdapterError: the model that it has left is damaged; ConfigError: it was linked to, and is gone.
+        """
+        if not alone and any(self.is_begun(later) for later in range(index + 1, len(self.plan.phases))):
             return True  # a phase begins when the one before has ended
         if not self.leaves_model(index):
-            return self.end_of(index).is_dir()
-        model = self.model_of(index)
+            return self._has_ended(index)
+        # It is written when the phase has ended.
+        return self.has_model(index) and (self._has_ended(index) or not self.carries_moments(index + 1))
+
+    def has_model(self, index: int) -> bool:
+        """Whether the model that a phase leaves is there, and as it was written. One that is linked to may be anyone's.
+
+        Raises:
+            AdapterError: it is damaged; ConfigError: it was linked to, and is gone.
+        """
+        model, name = self.model_of(index), self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
             raise ConfigError(
-                f"the model that phase {self.plan.phases[index].name} was said to have left is gone",
+                f"the model that phase {name} was said to have left is gone",
                 where=f"{model} -> {model.readlink()}",
                 how="put it back, or begin again in another output_dir",
             )
-        # It is written when the phase has ended.
-        return model.is_dir() and (self.end_of(index).is_dir() or not self.carries_moments(index + 1))
+        if not model.is_dir():
+            return False
+        if model.is_symlink() and not (model / MANIFEST).is_file():
+            return True
+        try:
+            check_manifest(model)
+        except AdapterError as error:
+            end = self.end_of(index)
+            raise AdapterError(
+                f"the model that phase {name} left is damaged: {error.what}",
+                where=error.where,
+                how=f"delete {model}, and resume: it is written again from {end.name}, bit for bit"
+                if end.is_dir()
+                else "copy it back from where it is whole, or begin again in another output_dir",
+            ) from error
+        return True
 
-    def check(self, *, resume: bool) -> None:
-        """Refuse a directory with the phases of another run, or of another plan.
+    def _has_ended(self, index: int) -> bool:
+        """Whether the last step of a phase was taken, and nothing is left that comes after it."""
+        return self.end_of(index).is_dir() and not read_state(self.end_of(index))["extra"].get("left")
+
+    def check_new(self) -> None:
+        """Refuse a directory in which a phase has been begun.
 
         Raises:
-            ConfigError: there are some; AdapterError: a checkpoint is damaged.
+            ConfigError: one has.
         """
-        begun = [index for index in range(len(self.plan.phases)) if self.is_begun(index)]
-        if begun and not resume:
-            raise ConfigError(
-                f"phase {self.plan.phases[begun[0]].name} has been begun there",
-                where=str(self.place(begun[0])),
-                how="resume, or choose another output_dir",
-            )
-        for index in begun:
-            if found := self.saved(index):
-                about = read_state(found[-1])["extra"]
-                self.plan.check_same(about["plan"], str(found[-1]), index + 1)
+        for index in range(len(self.plan.phases)):
+            if self.is_begun(index):
+                raise ConfigError(
+                    f"phase {self.plan.phases[index].name} has been begun there",
+                    where=str(self.place(index)),
+                    how="resume, or choose another output_dir",
+                )
 
     def begins_anew(self, index: int) -> bool:
         """Whether a phase begins with a base of its own, rather than in the midst of the one before."""
@@ -190,11 +218,8 @@ def _write(file: Path, note: Mapping[str, Any]) -> None:
 
 
 def _delete(checkpoint: Path) -> None:
-    # Half a checkpoint must not bear the name of a whole one.
-    aside = checkpoint.with_name(f".{checkpoint.name}.old")
     try:
-        checkpoint.rename(aside)
-        shutil.rmtree(aside)
+        discard(checkpoint)
     except OSError as error:
         raise DiskError(
             f"a checkpoint that is not the best any more could not be deleted: {error.strerror}", where=str(checkpoint)

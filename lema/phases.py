@@ -13,31 +13,40 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lema.backend import Replicas
+from lema.changedsettings import UPDATE
+from lema.checkpoint import read_state
 from lema.config import CONFIG_NAME, LemaConfig
 from lema.data.mixture import Mixture, Source
-from lema.errors import DiskError
+from lema.errors import DiskError, Stopped
+from lema.metrics import METRICS_NAME, cut_metrics
 from lema.model import LemaModel
+from lema.onerun import one_run
 from lema.opened import open_backend
+from lema.optim import set_update
 from lema.phasekinds import Adapters, Weights, of_kind
 from lema.phaselog import PhaseLog
 from lema.phaseloop import Underway
 from lema.phaseplaces import Places
 from lema.phaseplan import Phase, PhasePlan
+from lema.phasepoint import agreed_point
 from lema.phasestart import Start, begin_at, find_start
+from lema.polled import Stop, agreed
 from lema.replicate import check_alike, first_alone
+from lema.samerun import check_same_run
 from lema.schedules import follow
 from lema.trace import NO_TRACE, NoTrace
+from lema.watched import watched
 
 __all__ = ["PhaseRun", "run_phases"]
 
 Log = Callable[[dict[str, Any]], None]
-Stop = Callable[[], str | None]
 
 
 def run_phases(
@@ -51,9 +60,11 @@ def run_phases(
     start: str | Path | None = None,
     on_step: Log = lambda _: None,
     stop: Stop = lambda: None,
+    at_layer: Stop | None = None,
     callbacks: Sequence[Any] = (),
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
+    say: Callable[[str], None] = print,
 ) -> Path:
     """Run every phase of a plan; return the directory of the last one's end. Adapters are copied to `output_dir`, too.
 
@@ -70,29 +81,43 @@ def run_phases(
             the first adapters begin. With `resume`, of no further use once a phase has been begun in `output_dir`.
         on_step: called with every line of metrics.
         stop: asked after each step; returns why to stop, None: go on.
+        at_layer: likewise, asked before each layer: the step or validation under way is given up. Of several processes
+            all give one, or none.
         callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
         trust_remote_code: run code that comes with the model.
         trace: records what is read, uploaded and computed, and when.
+        say: called with each line on what is gone on from.
 
     Raises:
-        Stopped: `stop` or a callback said so; a checkpoint of the last step was written.
+        Stopped: `stop`, `at_layer` or a callback said so; a checkpoint of the last step was written.
         ConfigError: a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan; a
-            selection matches nothing; `start` is not of this plan.
+            selection matches nothing; `start` is not of this plan; another run writes to `output_dir`.
         AdapterError: a checkpoint is damaged.
+        DiskFull: there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
     """
-    run = PhaseRun(config, plan, sources, held_out, eval_rows, trust_remote_code, trace)
+    run = PhaseRun(config, plan, sources, held_out, eval_rows, trust_remote_code, trace, say)
     evaluates = held_out is not None
     # The first backend that is opened holds the group of processes together until the last phase has ended.
-    with closing(open_backend(config)) as backend:
+    with ExitStack() as stack:
+        backend = stack.enter_context(closing(open_backend(config)))
         replicas = backend.replicas
+        inside = [run.places.place(index) for index in range(len(plan.phases))]
+        stack.enter_context(one_run(replicas, run.places.directory, inside))
         if replicas.num_processes > 1:
             given = {"phases": plan.to_dict(), "start": start and str(start)}
             check_alike(replicas, config.to_dict() | given | _rows_of(sources))
         begin = run.prepare(replicas, resume=resume, start=start)
         with PhaseLog(config, plan, replicas, callbacks, evaluates=evaluates, told=on_step) as log:
-            for index in range(begin.index if begin else 0, len(plan.phases)):
-                if not run.places.is_done(index):
-                    run.train(index, log, stop, begin)
+            first = begin.index if begin else 0
+            if begin is not None and (below := begin.rebuilt) is not None:
+                run.train(below, log, stop, Start(below, run.places.end_of(below), {}, here=True), at_layer)
+                gc.collect()
+            for index in range(first, len(plan.phases)):
+                if not run.is_done(index, begin):
+                    if index > first and at_layer is not None and (why := agreed(replicas, at_layer())) is not None:
+                        log.end()
+                        raise _stopped_between(run.places, index, why)
+                    run.train(index, log, stop, begin, at_layer)
                     gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
         end = run.places.end_of(len(plan.phases) - 1)
         if plan.phases[-1].trains == "lora":
@@ -111,6 +136,7 @@ class PhaseRun:
     eval_rows: int | None = None
     trust_remote_code: bool = False
     trace: NoTrace = NO_TRACE
+    say: Callable[[str], None] = print
 
     @property
     def places(self) -> Places:
@@ -125,16 +151,52 @@ class PhaseRun:
         """
         places = self.places
         begun = any(places.saved(index) for index in range(len(self.plan.phases)))
-        if start is None or (begun and resume):
-            places.check(resume=resume)
+        if resume and (begun or start is None):
+            return self._go_on(replicas)
+        if begun or start is None:
+            places.check_new()
+        if start is None:
             return None
-        if begun:
-            places.check(resume=False)
         found = find_start(start, places)
         first_alone(replicas, lambda: begin_at(found, places))
         return found
 
-    def train(self, index: int, log: PhaseLog, stop: Stop = lambda: None, start: Start | None = None) -> None:
+    def _go_on(self, replicas: Replicas) -> Start | None:
+        """Return where the run goes on that is in `output_dir`; lines of metrics of what comes after go."""
+        say = self.say if replicas.first else lambda _: None
+        point = agreed_point(replicas, self.places, say)
+        if point is None:
+            say(f"there is no checkpoint in {self.places.directory}: the run begins at its beginning")
+            return None
+        done = 0
+        if point.checkpoint is not None:
+            done, name = int(read_state(point.checkpoint)["extra"]["step"]), self.plan.phases[point.index].name
+            say(f"resuming from {point.checkpoint} (step {done} of {self.plan.steps(point.index).steps} of {name})")
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            stage, step = row.get("stage", 0), row.get("step_in_phase", 0)
+            return bool(stage < point.index or (stage == point.index and point.checkpoint and step <= done))
+
+        def cut() -> None:
+            cut_metrics(self.places.directory / METRICS_NAME, keep)
+
+        first_alone(replicas, cut)
+        return point
+
+    def is_done(self, index: int, start: Start | None) -> bool:
+        """Whether nothing is left to be done of a phase."""
+        if start is not None and start.here:
+            return index == start.index and start.ended
+        return self.places.is_done(index)
+
+    def train(
+        self,
+        index: int,
+        log: PhaseLog,
+        stop: Stop = lambda: None,
+        start: Start | None = None,
+        at_layer: Stop | None = None,
+    ) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
         phase, places, config = self.plan.phases[index], self.places, self._config(index)
         mixture = Mixture(
@@ -154,12 +216,14 @@ class PhaseRun:
             stack.callback(trains.close)
             stack.callback(log.release)
             rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
-            underway = Underway(places, index, model, trains, mixture, rows, config.save_total_limit)
+            underway = Underway(places, index, model, trains, mixture, rows, config.save_total_limit, self._data(index))
             self._begin(underway, start)
             schedule = follow(trains.optimizer, self.plan.factor(index), phase.learning_rate, underway.done)
-            if underway.done < underway.steps:
-                log.begin(index, underway.done, model.adapter, trains.module, trains.optimizer, schedule, underway.best)
-                underway.run(log, schedule, stop)
+            if underway.done < underway.steps or underway.left is not None:
+                seen = model.adapter, trains.module, trains.optimizer, schedule
+                log.begin(index, underway.done, *seen, underway.best, underway.unlogged)
+                with watched(model.adapter, config):
+                    underway.run(log, schedule, stop, at_layer)
             if places.leaves_model(index) and not places.model_of(index).exists():
                 after = self.plan.phases[index + 1] if index + 1 < len(self.plan.phases) else None
                 trains.save_model(places.end_of(index), places.model_of(index), after)
@@ -184,16 +248,28 @@ class PhaseRun:
         """Put a phase where it stopped, or where the one before has left it."""
         index, trains, places = underway.index, underway.trains, underway.places
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * underway.model.backend.replicas.rank)
-        if found := places.saved(index):
-            underway.load(found[-1])
-        elif start is not None and start.index == index and start.checkpoint is not None:
+        if start is not None and start.index == index and start.checkpoint is not None:
+            changed = check_same_run(start.checkpoint, underway.model.config, None, underway.data)
+            if changed and underway.model.backend.replicas.first:
+                self.say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
             underway.load(start.checkpoint)
+            if not UPDATE.isdisjoint(one.name for one in changed):
+                set_update(trains.optimizer, underway.model.config)  # the learning rate is the plan's
         elif places.carries_moments(index):
             trains.carry(places.end_of(index - 1))
         elif index and not places.begins_anew(index):
             trains.load(places.end_of(index - 1))
             if self.plan.phases[index].optimizer == "reset":
                 trains.reset_optimizer()
+
+    def _data(self, index: int) -> dict[str, Any]:
+        """Return what tells the rows of a phase, and of those before it, apart from others, as JSON types."""
+        used = {one.full_name for phase in self.plan.phases[: index + 1] for one in phase.mixture}
+        return {name: list(about) for name, about in self._rows.items() if name.removeprefix("data set ") in used}
+
+    @cached_property
+    def _rows(self) -> dict[str, Any]:
+        return _rows_of(self.sources)
 
 
 def _made(model: LemaModel, phase: Phase, *, trust_remote_code: bool) -> Adapters | Weights:
@@ -209,6 +285,14 @@ def _rows_of(sources: Mapping[str, Source]) -> dict[str, Any]:
         fingerprint = getattr(source, "fingerprint", None)
         found[f"data set {name}"] = (len(source), fingerprint() if callable(fingerprint) else None)
     return found
+
+
+def _stopped_between(places: Places, index: int, why: str) -> Stopped:
+    return Stopped(
+        f"stopped by {why} before phase {places.plan.phases[index].name}",
+        where=str(places.place(index - 1)),
+        how="go on from there with --resume",
+    )
 
 
 def _copy_adapter(end: Path, out: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lema.checkpoint import STATE, read_state
+from lema.checkpoint import STATE
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.phaseplaces import MODEL, Places
+from lema.resuming import check_sound
 
 __all__ = ["Start", "begin_at", "find_start"]
 
@@ -24,11 +25,17 @@ class Start:
         index: of the phase it begins in.
         checkpoint: what the phase goes on from; None: it begins.
         models: what earlier phases have left, by their index.
+        here: the checkpoint is the run's own.
+        ended: with that checkpoint the phase has ended, and what it leaves is there.
+        rebuilt: an earlier phase of the run whose model is written again first; None: none is.
     """
 
     index: int
     checkpoint: Path | None
     models: dict[int, Path]
+    here: bool = False
+    ended: bool = False
+    rebuilt: int | None = None
 
 
 def find_start(path: str | Path, places: Places) -> Start:
@@ -93,7 +100,7 @@ def _from_model(model: Path, places: Places) -> Start:
 
 
 def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
-    about, plan = read_state(checkpoint)["extra"], places.plan
+    about, plan = check_sound(checkpoint)["extra"], places.plan
     if not {"plan", "phase", "step"} <= about.keys():
         raise ConfigError(
             "this checkpoint is of a run without phases",
@@ -109,7 +116,7 @@ def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
         )
     index = names.index(about["phase"])
     plan.check_same(about["plan"], str(checkpoint), index + 1)
-    if not 0 < about["step"] <= plan.steps(index).steps:
+    if not 0 <= about["step"] <= plan.steps(index).steps:
         what = f"the checkpoint says that {about['step']} steps were taken, of {plan.steps(index).steps}"
         raise AdapterError(what, where=str(checkpoint / STATE), how="name another checkpoint")
     models = {}

@@ -20,7 +20,7 @@ from lema.backend import Alone, Gathering, Replicas, Upload
 from lema.errors import BackendUnavailable, ConfigError, LemaError
 from lema.hostmemory import mapped
 
-__all__ = ["Joined", "ProcessGroup", "gather_objects", "join", "join_in_parts", "others_there"]
+__all__ = ["Joined", "ProcessGroup", "gather_objects", "join", "join_in_parts", "local_processes", "others_there"]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that `torchrun` sets
 PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the others wait
@@ -112,6 +112,12 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         first=rank == 0,
     )
     return Joined(replicas, groups[2], groups[3], leave)
+
+
+def local_processes() -> int | None:
+    """Return how many processes `torchrun` started on this machine; None: it started none."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdigit() else None
 
 
 def _divide(size: int, parts: int | None) -> int:

@@ -15,6 +15,7 @@ from lema.errors import ConfigError, ModelError, WeightsError
 __all__ = ["check_code", "require_commit"]
 
 COMMIT = re.compile("[0-9a-f]{40}")
+REFERENCE = re.compile(r"([\w./-]+--)?\w+\.\w+")  # of a file beside the weights, or of a repository
 USED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 
 
@@ -69,25 +70,37 @@ def _needed(config: dict[str, Any]) -> list[str]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, classes = config.get("model_type"), config.get("auto_map") or {}
+    kind, classes = config.get("model_type"), config.get("auto_map")
+    known = isinstance(kind, str)
     missing = {
-        "AutoConfig": kind not in CONFIG_MAPPING,
-        "AutoModelForCausalLM": kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoConfig": not (known and kind in CONFIG_MAPPING),
+        "AutoModelForCausalLM": not (known and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     }
-    return sorted({_file(classes[name]) for name, wanted in missing.items() if wanted and name in classes})
+    if not isinstance(classes, dict):
+        return []
+    return sorted({_file(str(classes[name])) for name, wanted in missing.items() if wanted and name in classes})
 
 
-def _kernels(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a config, or one inside it, would have computed by a repository `owner/name`."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _kernels(value)
-        elif key.endswith("_implementation") and "/" in str(value):
-            yield key, str(value)
+def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """What a config, or one inside it, would have computed by a repository `owner/name`; for a part of it, or all."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _kernels(inner, key if key.endswith("_implementation") else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _kernels(inner, key)
+    elif key.endswith("_implementation") and "/" in str(value):
+        yield key, str(value)
 
 
 def _check_place(source: Path) -> None:
     for reference in _used(_read(source).get("auto_map") or {}):
+        if not isinstance(reference, str) or not REFERENCE.fullmatch(reference):
+            raise WeightsError(
+                f"the model's code is named {reference!r}, which is no class of a file beside the weights",
+                where=f"{source}: auto_map",
+                how='write "file.Class" there; do not use this model unless you trust it',
+            )
         if "--" in reference:
             raise WeightsError(
                 f"the model's code lies in another repository, {reference.partition('--')[0]}, at whatever it is today",
@@ -116,6 +129,6 @@ def _read(file: Path) -> dict[str, Any]:
     """Read a JSON object; a file that is none has nothing to say of code, and fails where it is used."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

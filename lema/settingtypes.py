@@ -18,6 +18,7 @@ __all__ = [
     "Dtype",
     "Indices",
     "InitialValues",
+    "Kept",
     "Location",
     "Memory",
     "MemoryStrategy",
@@ -48,6 +49,12 @@ class MemoryStrategy(StrEnum):
 
 
 OFFLOADING = ("legacy", "hidden_states", "disk")  # beside true and false
+
+
+def _kept(value: int) -> int:
+    if value < 2:
+        raise ValueError(f"must be 2 or more, not {value}: where the newest is damaged, a run goes on from the other")
+    return value
 
 
 def _memory(value: Any) -> Any:
@@ -111,6 +118,7 @@ def _dtype(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+Kept = Annotated[int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_kept)]
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]

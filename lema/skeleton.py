@@ -19,8 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lema.errors import ModelError
+from lema.configfile import read_config_file
+from lema.errors import LemaError, ModelError
 from lema.remotecode import check_code
+from lema.sizelimit import SizeLimit
+from lema.weights import check_inside
 
 __all__ = ["EmptyOnMeta", "find_layers", "meta_model", "read_config"]
 
@@ -36,19 +39,18 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
 
     Raises:
         ModelError: no config, one that this `transformers` cannot read, or one that needs code that is not trusted.
+        WeightsError: trusted code is not there, or is a link out of the directory.
     """
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            "the model directory has no config.json",
-            where=str(directory),
-            how="point model_name_or_path at a directory written by save_pretrained, or at a hub id",
-        )
+    read_config_file(directory)
     check_code(directory, trusted=trust_remote_code)
+    for file in sorted(directory.glob("*.py")) if trust_remote_code else ():
+        check_inside(file)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    # Any error at all: configs are others' code, run on a file from outside, and what they say is passed on.
+    except Exception as error:
         raise ModelError(
-            f"transformers cannot read this config: {error}",
+            f"transformers cannot read this config: {_said(error)}",
             where=str(directory / "config.json"),
             how="check the file, or upgrade transformers if the model is newer than it",
         ) from error
@@ -80,7 +82,7 @@ def meta_model(
         trust_remote_code: as in `read_config`, which checked the code.
 
     Raises:
-        ModelError: `transformers` has no causal language model for this config.
+        ModelError: `transformers` has no causal language model for this config, or it asks for sizes no model has.
     """
     if dtype is None:
         dtype = getattr(config, "dtype", None) or torch.float32
@@ -90,10 +92,12 @@ def meta_model(
         model = _build(config, {"dtype": dtype, **options}, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
             model = _build(config, {"dtype": dtype, **options}, nullcontext())
-    except (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError) as error:
+    except LemaError as error:
+        raise ModelError(error.what, where=_place(config), how=error.how) from error
+    except Exception as error:
         raise ModelError(
-            f"transformers cannot build this model as a causal language model: {error}",
-            where=f"model_type {config.model_type!r}",
+            f"transformers cannot build this model as a causal language model: {_said(error)}",
+            where=_place(config),
             how="`lema models` lists what streams"
             if attn_implementation is None
             else f"attn_implementation is {attn_implementation!r}: install what it needs, or leave the setting out",
@@ -101,6 +105,17 @@ def meta_model(
     model.tie_weights()  # building on `meta` made a parameter of its own for every name
     model.config.use_cache = False  # a captured cache would grow again on recomputation
     return model
+
+
+def _place(config: PreTrainedConfig) -> str:
+    """Where a config comes from: its file, where it was read from one, and its type."""
+    kind = f"model_type {config.model_type!r}"
+    return f"{Path(config.name_or_path) / 'config.json'}: {kind}" if config.name_or_path else kind
+
+
+def _said(error: Exception) -> str:
+    """What an error says; some say nothing but what they are, as `KeyError: 'x'` and `AssertionError` do."""
+    return str(error) if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: {error}"
 
 
 class EmptyOnMeta(TorchFunctionMode):
@@ -128,7 +143,7 @@ def _untouched_zeros(like: Tensor) -> Tensor:
 def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False), no_init_weights(), mode:
+    with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
         model = AutoModelForCausalLM.from_config(config, **options)
     assert isinstance(model, PreTrainedModel)
     return model
@@ -161,7 +176,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if len(found) != 1:
         raise ModelError(
             "no stack of decoder layers was found" if not found else "its layers are in more than one stack",
-            where=f"model_type {getattr(config, 'model_type', '?')!r}: {', '.join(found) or 'no list of modules'}",
+            where=f"{_place(config)}: {', '.join(found) or 'no list of modules'}",
             how="only models with one stack of decoder layers stream",
         )
     return found[0], lists[found[0]]

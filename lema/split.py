@@ -9,7 +9,8 @@ masks, rotary tables, final norm, soft-capping and logit scales are the model's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lema.backend import Backend
+from lema.backend import Backend, Parallel, has_addresses
 from lema.casts import without_casts
 from lema.compiled import CompiledLayers
 from lema.errors import ModelError, is_out_of_memory
 from lema.flow import alike, as_leaf, depends_on, same_structure, structure, tensors_in, without_dropout
 from lema.hostrows import HostRows
 from lema.layercall import HandedOn, LayerCall
-from lema.layernames import LayerNames
+from lema.layernames import LayerNames, stored_name
 from lema.needless import Needless
+from lema.shapes import with_bytes, without_values
 from lema.skeleton import find_layers
+from lema.unread import values_unread
 
 __all__ = ["Prelude", "Split"]
 
@@ -55,16 +58,22 @@ class Split:
         model: the model, adapters attached or not; every parameter outside the decoder layers is real.
         backend: for the generator state and autocast.
         compiled: run layers compiled, where they can be.
+        parallel: the processes that hold the model together; None: the backend's.
 
     Attributes:
+        lazy: whether the device compiles what is run on it, and has no addresses; what it would compile for the asking
+            is not asked of it.
         host_rows: looks tokens up where the input embeddings are in host memory.
         needless: what a recomputation of each layer leaves out.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: Backend, *, compiled: bool = False) -> None:
-        self.model = model
+    def __init__(
+        self, model: PreTrainedModel, backend: Backend, *, compiled: bool = False, parallel: Parallel | None = None
+    ) -> None:
+        self.model, self.parallel = model, parallel or backend.parallel
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
+        self.lazy = not has_addresses(backend.device)
         self._dtype = model.dtype
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
@@ -93,7 +102,7 @@ class Split:
         calls: list[LayerCall] = []
         hidden: list[Tensor] = []
         if self.model.training not in self._learnt:
-            self._learn({name: value[:1, :LEARNING_TOKENS] for name, value in batch.items()}, first_layer_weights)
+            self._learn(self._few(batch), first_layer_weights)
 
         def recorder(index: int) -> Callable[..., Any]:
             def record(*args: Any, **kwargs: Any) -> Any:
@@ -115,11 +124,49 @@ class Split:
             return record
 
         recorders = [recorder(index) for index in range(self.num_layers)]
-        with torch.set_grad_enabled(differentiate), self.autocast(), self.replaced(recorders), suppress(_LayerReached):
+        with (
+            torch.set_grad_enabled(differentiate),
+            self.autocast(),
+            self._unread(),
+            self.replaced(recorders),
+            suppress(_LayerReached),
+        ):
             self.model(**batch, use_cache=False)
         if len(calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(hidden[0], tuple(calls))
+
+    def known(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether `prelude` needs no weights: on a lazy device, where what layers return is learnt from their shapes.
+
+        A model whose forward looks at values is learnt as it is on other devices, which finds out as well what is wrong
+        with one that cannot be split.
+        """
+        if not self.lazy or self.model.training in self._learnt:
+            return self.lazy
+        device, marked = self._backend.device, self._mark_absent
+        few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
+        try:
+            with without_values(self.model, self.layers, device):
+                given = {stored_name(name): one for name, one in self.layers[0].named_parameters() if one.is_meta}
+                weights = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in given.items()}
+                shapes = {name: torch.ones(shape, dtype=dtype, device=device) for name, (shape, dtype) in few.items()}
+                self._learn(shapes, weights)
+        except (ModelError, *PASSED_THROUGH_THE_MODEL):
+            self._rest, self._mark_absent = None, marked
+            return False
+        if self._rest is not None:
+            self._rest = tuple(with_bytes(one, device) for one in self._rest)
+        return True
+
+    def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a few tokens of a batch; of processes that hold a layer together each may have its part of them."""
+        few = math.lcm(LEARNING_TOKENS, self.parallel.size)
+        return {name: value[:1, :few] for name, value in batch.items()}
+
+    def _unread(self) -> AbstractContextManager[None]:
+        """Return the context in which the model's own forward asks a lazy device for nothing."""
+        return values_unread() if self.lazy else nullcontext()
 
     @property
     def compiled(self) -> CompiledLayers | None:
@@ -137,9 +184,8 @@ class Split:
     ) -> Tensor:
         """Run one layer on `hidden`, `[batch, sequence, hidden]`, with the weights given; returns the same shape.
         `compiled` false: not compiled, even where it could be. Of processes that hold a layer together each may have
-        its part of the sequence between the first layer and the last."""
-        parallel = self._backend.parallel
-        hidden = parallel.enter_layers(hidden) if index == 0 else hidden
+        its part of the sequence, from `enter` on, until the last layer has put the parts together."""
+        parallel = self.parallel
         before = None if index in self._watched else structure([call.args, call.kwargs])
         with self.autocast():
             out: Any = NotImplemented
@@ -155,6 +201,10 @@ class Split:
             call.left.values = tuple(out[1:])
         output: Tensor = out if isinstance(out, Tensor) else out[0]
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
+
+    def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what this process gives its first layer of each micro-batch's hidden state; differentiable."""
+        return tuple(self.parallel.enter_layers(state) for state in hidden)
 
     def call_layer(
         self, index: int, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,7 +240,7 @@ class Split:
                 thrown_away = self.host_rows.nothing_looked_at()
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)  # any token but padding
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
-        with thrown_away, self.autocast(), self.replaced([keep] * (self.num_layers - 1) + [finish]):
+        with thrown_away, self.autocast(), self._unread(), self.replaced([keep] * (self.num_layers - 1) + [finish]):
             logits: Tensor = self.model(**batch, use_cache=False).logits
         return logits
 
@@ -205,7 +255,7 @@ class Split:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             call, hidden = LayerCall.record(args, kwargs)
-            entered = self._backend.parallel.enter_layers(hidden)
+            entered = self.parallel.enter_layers(hidden)
             out = self.call_layer(0, first_layer_weights, *call.arguments(entered))
             self._rest = None if isinstance(out, Tensor) else tuple(out[1:])
             raise _LayerReached

@@ -5,8 +5,8 @@ So weights cross the link twice per optimizer step however many micro-batches it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from lema.inputs import Inputs
 from lema.layercall import LayerCall
 from lema.loss import LossChunks, targets_of
 from lema.padding import Padding, cut
+from lema.polled import Leaving, Polled, Stop
 from lema.prefix import PrefixCache
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease, StreamCounters
 from lema.stream.schedule import forward_order, training_order
 from lema.trainedweights import TrainedWeights
 from lema.visit import Engine, passed, turn, visit
+from lema.watchdog import Watchdog
 
 __all__ = ["StreamedModel"]
 
@@ -47,7 +49,7 @@ class StreamedModel:
         stream: where the layers' weights come from.
         backend: the device.
         recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
-            which weights are references that pin nothing.
+            which weights are references that pin nothing. On a lazy device every layer is recomputed.
         saved: layers whose graph is kept all the same.
         saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or "disk".
         loss_chunk_tokens: logits exist for this many tokens at a time.
@@ -60,6 +62,7 @@ class StreamedModel:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
         prefix: keeps what the layers below the lowest trained one make, while a run that repeats its batches is on.
         room: what fits on the device, and what becomes of a pass that does not.
+        watchdog: looks on while layers are gone through; None: nobody does.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class StreamedModel:
         padding: Padding | None = None,
     ) -> None:
         self.split, self.stream, self.backend = split, stream, backend
+        if split.lazy:  # a graph that is kept refers to weights by address; here it would keep copies of them
+            recompute, saved, saved_on = True, (), "device"
         self.recompute, self.saved = recompute, frozenset(saved)
         self._loss_chunk_tokens, self._padding = loss_chunk_tokens, padding or Padding()
         carrier: Carrier = AtOnce(backend.device) if at_once else backend
@@ -92,6 +97,7 @@ class StreamedModel:
         self.room.recomputes = recompute
         self._inputs = Inputs(backend)
         self.prefix: PrefixCache | None = None
+        self.watchdog: Watchdog | None = None
         self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
     def close(self) -> None:
@@ -115,6 +121,40 @@ class StreamedModel:
         if self.split.compiled is not None:
             raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
         self._engine.trained = trained
+
+    @property
+    def stop(self) -> Polled:
+        """What asks, before each layer, whether the run is to stop."""
+        return self._engine.stop
+
+    @contextmanager
+    def polled(self, stop: Stop) -> Iterator[None]:
+        """Let a run be stopped before each layer and micro-batch, in a `with` block; all processes do this, or none.
+
+        Args:
+            stop: asked where passes are `Polled.opened`.
+        """
+        leaving: Leaving = "anywhere" if self.backend.parallel.size == 1 else "between passes"
+        asked = Polled(stop, self.backend.replicas, "at leases" if self.stream.sharded else leaving)
+        before = self._engine.stop, self.stream.before_lease
+        self._engine.stop, self.stream.before_lease = asked, asked.at_lease
+        try:
+            yield
+        finally:
+            self._engine.stop, self.stream.before_lease = before
+
+    def patient(self, what: str) -> AbstractContextManager[None]:
+        """Have the watchdog, if there is one, wait longer for what a `with` block does beside the layers."""
+        return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
+
+    @contextmanager
+    def seen_by(self, look: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
+        """Have the backwards in a `with` block show the gradients of hidden states; see `lema.visit.Engine`."""
+        before, self._engine.look = self._engine.look, look
+        try:
+            yield
+        finally:
+            self._engine.look = before
 
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
@@ -169,10 +209,10 @@ class StreamedModel:
         top, outside = self.split.num_layers - 1, self.trained_outside()
         start, before = self._first_layer(micro_batches), self._engine.generator_state()
         graphs = None if self.graphs is None else self.graphs.step()
-        with nullcontext() if start else self.stream.lease(0) as first:
+        with nullcontext() if start else self._first_lease(placed) as first:
             hidden, calls = self._prelude(placed, first, differentiate=bool(outside))
             ends = Ends(self.backend, chunks, hidden, calls, outside)
-            self._starts_below, hidden = ends.reach_below, ends.start(self._engine.anchor)
+            self._starts_below, hidden = ends.reach_below, self.split.enter(ends.start(self._engine.anchor))
             lowest = self.lowest_trained
             again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
             with self.room.at("for the inputs of layers that wait for the backward"):
@@ -241,7 +281,7 @@ class StreamedModel:
         for name, hidden in zip(names, self._forward(placed), strict=True):
             if found is None and not all(bool(state.isfinite().all()) for state in hidden):
                 found = name
-                if not self.stream.sharded:  # else other processes go through all layers too
+                if not self.stream.sharded and self.backend.parallel.size == 1:  # else others go through all layers too
                     break
         if found is not None:
             return found
@@ -252,10 +292,10 @@ class StreamedModel:
         """Yield the hidden states before the first layer and after each."""
         self.stream.cancel()
         self.stream.announce(forward_order(self.split.num_layers))
-        with self.stream.lease(0) as first:
+        with self._first_lease(micro_batches) as first:
             hidden, calls = self._prelude(micro_batches, first)
             yield hidden
-            hidden = self._visit(0, calls[0], hidden, differentiate=False)
+            hidden = self._visit(0, calls[0], self.split.enter(hidden), differentiate=False)
         yield hidden
         for layer in range(1, self.split.num_layers):
             hidden = self._visit(layer, calls[layer], hidden, differentiate=False)
@@ -274,6 +314,14 @@ class StreamedModel:
             for batch, original in zip(placed, micro_batches, strict=True):
                 self.split.host_rows.remember(batch["input_ids"], original["input_ids"])
         return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, known=targets, **options)
+
+    def _first_lease(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> AbstractContextManager[Lease | None]:
+        """Lease the first layer for what comes before it, if its weights are needed there.
+
+        On a lazy device they are not, and what comes before the layers is a graph of its own.
+        """
+        known = self.split.known(_inputs_of(micro_batches[0]))
+        return nullcontext() if known else self.stream.lease(0)
 
     def _prelude(
         self, micro_batches: Sequence[Mapping[str, Tensor]], first: Lease | None, *, differentiate: bool = False

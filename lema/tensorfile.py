@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from lema.blockfile import BlockFile
-from lema.errors import DiskError, ReadError
+from lema.errors import DiskError, DiskFull, ReadError
 from lema.header import DTYPE_BITS, TensorRecord
 from lema.partial import open_partial
 
@@ -167,7 +167,7 @@ def disk_error(error: OSError, file: Path) -> DiskError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     what = f"the disk is full: {file.name} could not be written" if full else f"{file.name}: {error.strerror or error}"
     how = "free space, or choose another place" if full else "check that the place exists and may be written"
-    return DiskError(what, where=str(file), how=how)
+    return (DiskFull if full else DiskError)(what, where=str(file), how=how)
 
 
 def read_into(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
-from lema.errors import ConfigError, Stopped
+from lema.errors import ConfigError
 from lema.metrics import human_bytes
 from lema.model import LemaModel
 from lema.replicate import first_alone
-from lema.stop import StopOnSignal
+from lema.stop import STOP_FILE, StopOnSignal
 from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["load_data", "read_data", "train"]
@@ -24,6 +25,7 @@ def train(
     config: LemaConfig,
     *,
     resume: bool = False,
+    weights_only: bool = False,
     callbacks: Sequence[Any] = (),
     console: Console | None = None,
     trust_remote_code: bool = False,
@@ -33,7 +35,8 @@ def train(
 
     Args:
         config: with `train_data`.
-        resume: go on from the newest checkpoint in `output_dir`.
+        resume: go on from the newest checkpoint in `output_dir` that is sound.
+        weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
         callbacks: `transformers.TrainerCallback`s.
         console: what to print on; None: standard output.
         trust_remote_code: run code that comes with the model.
@@ -43,7 +46,7 @@ def train(
         What `LemaTrainer.fit` returns.
 
     Raises:
-        Stopped: SIGINT or SIGTERM came; a checkpoint of the last step was saved.
+        Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
         LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
     """
     shown = console or Console(highlight=False)
@@ -67,21 +70,17 @@ def train(
             f"{model.split.num_layers} layers ({model.allocation.summary()}), "
             f"{human_bytes(model.gbi.nbytes)} of weights; {model.num_adapter_parameters:,} adapter parameters"
         )
-        with StopOnSignal() as stop:
-            trainer = model.get_trainer(callbacks=[*(callbacks if replicas.first else ()), stop])
-            result = trainer.fit(train_data, eval_data, resume=resume)
-        if (stopped := stop.agreed(replicas)) is not None:
-            raise Stopped(
-                f"stopped by {stopped[0]} after step {stopped[1]}",
-                where=str(trainer.checkpoints()[-1]),
-                how="go on from there with --resume",
+        with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
+            trainer = model.get_trainer(callbacks=callbacks if replicas.first else ())
+            result = trainer.fit(
+                train_data, eval_data, resume=resume, weights_only=weights_only, say=out, stop=stop.why
             )
-        if not result:
-            out("nothing was left to train: the run had come to its end")
-        if model.backend.parallel.size > 1:  # each has a part of it
-            model.save_pretrained(config.output_dir)
-        else:
-            first_alone(replicas, lambda: model.save_pretrained(config.output_dir))
+            if not result:
+                out("nothing was left to train: the run had come to its end")
+            if model.backend.parallel.size > 1:  # each has a part of it
+                model.save_pretrained(config.output_dir)
+            else:
+                first_alone(replicas, lambda: model.save_pretrained(config.output_dir))
         out(f"adapter: {config.output_dir}")
     return result
 

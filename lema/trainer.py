@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,35 @@ from torch.optim.lr_scheduler import LRScheduler
 from lema.adapter import check_same_adapter, load_weights, save_adapter
 from lema.adapterbase import check_base, write_base
 from lema.batch import as_batch
+from lema.changedsettings import SCHEDULE, UPDATE
 from lema.checkpoint import (
+    about_run,
     checkpoints,
     forget_old_checkpoints,
+    nbytes_of,
     optimizer_state,
     read_state,
     restore_optimizer,
-    restore_own,
-    states_of_all,
     write_checkpoint,
 )
 from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.evaluation import evaluate
 from lema.fingerprint import base_fingerprint
+from lema.freespace import check_room
 from lema.held import whole_adapter
 from lema.loss import attended_tokens, split_batch, trained_tokens
-from lema.nonfinite import non_finite_loss
-from lema.optim import check_optimizer, make_optimizer, set_rates
+from lema.nonfinite import first_non_finite_gradient, non_finite_gradient, non_finite_loss
+from lema.onerun import one_run
+from lema.optim import check_optimizer, make_optimizer, set_rates, set_update
+from lema.polled import Stop
+from lema.randomstates import restore_own, states_of_all
 from lema.replicate import first_alone
+from lema.resuming import check_sound
 from lema.stream.lease import LayerStream
 from lema.streamed import StreamedModel
 from lema.update import Update, read_numbers
+from lema.watched import watched
 from lema.weights import GlobalBinaryIndex
 
 __all__ = ["LemaTrainer", "StepResult"]
@@ -54,12 +62,29 @@ class StepResult:
         trained_tokens: how many these are.
         tokens: all that are not padding.
         grad_norm: of the gradients before clipping, where the optimizer stepped.
+        dropped: why the step was dropped that ended with this pass; None: it was not.
     """
 
     loss: float
     trained_tokens: int
     tokens: int
     grad_norm: float | None
+    dropped: NonFiniteError | None = None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of the step under way, as it can be run again.
+
+    Attributes:
+        micro_batches: of this process.
+        divisor: trained tokens that its loss is divided by.
+        state: of the generator, before it.
+    """
+
+    micro_batches: Sequence[Mapping[str, Tensor]]
+    divisor: int
+    state: Tensor
 
 
 class LemaTrainer:
@@ -73,6 +98,10 @@ class LemaTrainer:
         optimizer: over the adapters' parameters; None: AdamW as the config says, made at the first step.
         memory_manager: the stream of layers; None: the model's own.
         callbacks: `transformers.TrainerCallback`s that `fit` calls.
+
+    Attributes:
+        global_step: optimizer steps of the run, those that were dropped among them.
+        skipped_steps: how many were dropped, for a loss or a gradient that was not finite.
     """
 
     def __init__(
@@ -92,12 +121,16 @@ class LemaTrainer:
         self.memory, self.backend = model_adapter.stream, model_adapter.backend
         self.callbacks = list(callbacks)
         self.optimizer = optimizer
+        self._makes_optimizer = optimizer is None
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
         self.schedule: LRScheduler | None = None
         self._saved_schedule: dict[str, Any] | None = None
         self.global_step = 0
         self.accumulation_step = 0
+        self.skipped_steps = 0
+        self._passes: list[_Pass] = []  # of the step under way
+        self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
         self.update = Update(model_adapter.split, self.backend, config.max_grad_norm)
         self._denominator = 0  # trained tokens by which the gradients accumulated so far were divided
         self._trained_tokens = 0
@@ -117,7 +150,8 @@ class LemaTrainer:
             The logits `[batch, sequence, vocabulary]`, and the mean cross-entropy of the trained tokens.
 
         Raises:
-            NonFiniteError: the loss or a gradient is NaN or infinite; the optimizer was not stepped.
+            NonFiniteError: the loss or a gradient is NaN or infinite, and `max_skipped_steps` were dropped already; the
+                optimizer was not stepped.
             DataError: no token is trained, or the batch is malformed.
         """
         vocab_size = getattr(self.model.split.model.config.get_text_config(), "vocab_size", None)
@@ -163,12 +197,14 @@ class LemaTrainer:
         self._trained_tokens += trained
         try:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
-            loss = self.model.room.fitted(
-                micro_batches,
-                lambda parts: self._pass(parts, divisor, more=more, following=following, logits=logits),
-                parameters=self._parameters(),
-                made=logits,
-            )
+            self._passes.append(_Pass(micro_batches, divisor, self.backend.rng_state()))
+            with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
+                loss = self.model.room.fitted(
+                    micro_batches,
+                    lambda parts: self._pass(parts, divisor, more=more, following=following, logits=logits),
+                    parameters=self._parameters(),
+                    made=logits,
+                )
             self.accumulation_step += 1
             last = self.accumulation_step == num_passes
             norm = None
@@ -179,8 +215,13 @@ class LemaTrainer:
             mine, length = read_numbers(loss, norm)
             value = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
-                raise self._non_finite(micro_batches, value, mine, where)
+                self._refuse(lambda: self._non_finite(micro_batches, value, mine, where))
             if norm is not None and length is not None:
+                if self.update.fails(length):
+                    self._refuse(lambda: self._non_finite_gradient(where))
+                if (dropped := self._fault) is not None:
+                    self._drop(dropped)
+                    return StepResult(value, trained, tokens, None, dropped)
                 with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
                     self._step(optimizer, norm, length, on_event or (lambda _: None))
         except BaseException:
@@ -198,6 +239,7 @@ class LemaTrainer:
         logits: list[Tensor] | None,
     ) -> Tensor:
         """Queue the forward and the backward of one pass; return the loss, divided by `num_tokens`."""
+        self.model.stop.before_pass()
         scale = self.update.scale()  # also where nothing is scaled: the scaler begins with it
         if not micro_batches and num_tokens:  # the other processes have some
             self.model.accompany()
@@ -206,11 +248,21 @@ class LemaTrainer:
             loss = self.model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if more:
             self.model.announce_step(following)
+        self.model.stop.before_pass()
         if loss.requires_grad:
             self.update.scaler.scale(loss).backward()
         return loss.detach()
 
-    def fit(self, dataset: Any, eval_dataset: Any = None, *, resume: bool = False) -> dict[str, Any]:
+    def fit(
+        self,
+        dataset: Any,
+        eval_dataset: Any = None,
+        *,
+        resume: bool = False,
+        weights_only: bool = False,
+        say: Callable[[str], None] = print,
+        stop: Stop | None = None,
+    ) -> dict[str, Any]:
         """Train for the epochs or steps of the config, with evaluation, checkpoints, metrics and callbacks.
 
         A trainer that has stepped already, or loaded a checkpoint, goes on at its `global_step`.
@@ -218,14 +270,38 @@ class LemaTrainer:
         Args:
             dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
             eval_dataset: likewise, evaluated every `eval_steps`, or after each epoch.
-            resume: go on from the newest checkpoint in `output_dir`.
+            resume: go on from the newest checkpoint in `output_dir` that is sound; a newer one that is damaged is said.
+            weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
+            say: called with each line on what is gone on from.
+            stop: asked before each layer; returns why to stop, None: go on. The step or evaluation under way is given
+                up, and the last whole step is saved. Of several processes all give one, or none.
 
         Returns:
             What was logged last: `train_loss`, `train_tokens_per_second`, ..., and `eval_loss` where it was measured.
+
+        Raises:
+            Stopped: `stop` said so.
+            ConfigError: another run writes to `output_dir`.
+            DiskFull: there is no room for two checkpoints, or, when the run ends, for the last.
         """
         from lema.fit import Run
 
-        return Run(self, dataset, eval_dataset).train(resume=resume)
+        with one_run(self.backend.replicas, Path(self.config.output_dir)):
+            return Run(self, dataset, eval_dataset, stop).train(resume=resume, weights_only=weights_only, say=say)
+
+    def require_room(self, count: int) -> None:
+        """Make sure that `output_dir` has room for so many checkpoints.
+
+        Raises:
+            DiskFull: it has not; in every process.
+        """
+        optimizer, parameters = self.ready(), self._parameters()
+        moments = nbytes_of(one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
+        if not moments and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            moments = 2 * nbytes_of(parameters)
+        nbytes, place = count * (nbytes_of(parameters) + moments), Path(self.config.output_dir)
+        what = "a checkpoint" if count == 1 else f"{count} checkpoints"
+        first_alone(self.backend.replicas, lambda: check_room(place, nbytes, what))
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Return `eval_loss` (mean over trained tokens), `eval_perplexity`, `eval_tokens` of a data set.
@@ -233,7 +309,8 @@ class LemaTrainer:
         Raises:
             NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
         """
-        return evaluate(self.model, dataset, self.config)
+        with watched(self.model, self.config):
+            return evaluate(self.model, dataset, self.config)
 
     def save_step(
         self, extra: Mapping[str, Any] | None = None, write_more: Callable[[Path], None] | None = None
@@ -262,7 +339,9 @@ class LemaTrainer:
             write_more: writes further files into the directory it is given, before the checkpoint gets its name.
 
         Raises:
-            DiskError: it could not be written.
+            DiskFull: there is no room for it; what was there before is untouched.
+            DiskError: it could not be written, or does not read back as it was written; likewise.
+            NonFiniteError: an adapter or the optimizer's state is not finite; likewise.
         """
         peft_model, parallel = self._adapters(), self.backend.parallel
         optimizer, whole = optimizer_state(self.ready(), parallel), whole_adapter(peft_model, parallel)
@@ -278,24 +357,41 @@ class LemaTrainer:
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": self.update.state_dict(),
+            "skipped_steps": self.skipped_steps,
             **states_of_all(self.backend),
             "extra": dict(extra or {}),
         }
-        first_alone(self.backend.replicas, lambda: write_checkpoint(Path(directory), optimizer, state, write_files))
+        nbytes = nbytes_of(self._parameters() if whole is None else whole.values())
 
-    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
+        def write() -> None:
+            about = about_run(self.config, "adapters", self._base)
+            write_checkpoint(Path(directory), optimizer, {**about, **state}, write_files, nbytes)
+
+        first_alone(self.backend.replicas, write)
+
+    def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
+
+        Args:
+            directory: the checkpoint's.
+            weights_only: leave the optimizer's state out, which may be missing or damaged; the optimizer begins empty.
 
         Raises:
             AdapterError: the checkpoint is damaged, of another optimizer, or of a model whose files have changed since.
             ConfigError: the settings of the adapter have changed since it was saved.
         """
+        check_sound(Path(directory), weights_only=weights_only)
+        return self.restore(directory, weights_only=weights_only)
+
+    def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """Do what `load_checkpoint` does with a checkpoint whose files were compared with its manifest already."""
         path, optimizer = Path(directory), self.ready()
         state = read_state(path)
         check_same_adapter(self._adapters(), path)
         check_base(path, self.gbi)
         load_weights(self._adapters(), path, self.model.split.layers_name, self.backend.parallel)
-        restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
+        if not weights_only:
+            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -304,9 +400,25 @@ class LemaTrainer:
             restore_own(self.backend, state, self.config.seed)
             self._forget()
             self.global_step = int(state["global_step"])
+            self.skipped_steps = int(state.get("skipped_steps", 0))  # earlier versions dropped none
             return dict(state["extra"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
+
+    def take_settings(self, changed: Collection[str]) -> None:
+        """Let settings hold from the next step on that are not those of the checkpoint that was restored.
+
+        An optimizer and a schedule that the caller made are left as they are.
+
+        Args:
+            changed: their names, as the config has them.
+        """
+        if self._makes_optimizer and not UPDATE.isdisjoint(changed):
+            set_update(self.ready(), self.config)
+            if self.schedule is not None:
+                set_rates(self.ready(), self.schedule.get_last_lr())
+        if not SCHEDULE.isdisjoint(changed):
+            self._saved_schedule = None  # the one that is made next follows the config alone
 
     def follow(self, schedule: LRScheduler) -> None:
         """Let the learning rate follow `schedule`, from where the checkpoint that was loaded left it."""
@@ -346,15 +458,50 @@ class LemaTrainer:
 
     def _step(self, optimizer: Optimizer, norm: Tensor, length: float, on_event: Callable[[str], None]) -> None:
         """Step the optimizer and the schedule; `norm` is that of the gradients on the device, `length` on the host."""
-        where = f"step {self.global_step + 1}"
         with self.model.room.once("in the optimizer's step"):
-            stepped = self.update.step(optimizer, self._parameters(), norm, length, where, on_event)
+            stepped = self.update.step(optimizer, self._parameters(), norm, length, on_event)
         if self.schedule is not None and stepped:
             self.schedule.step()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._drop_gradients()
         self.backend.end_step()
-        self.accumulation_step = 0
+        self._begin_anew()
         self.global_step += 1
+
+    def _begin_anew(self) -> None:
+        self.accumulation_step, self._fault = 0, None
+        self._passes.clear()
+
+    def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
+        """Have the step under way dropped, if the config lets one more be; `error` looks for the place at fault.
+
+        All processes come here with the same numbers, so that they do the same.
+
+        Raises:
+            NonFiniteError: it does not.
+        """
+        if self._fault is not None:
+            return
+        found, limit = error(), self.config.max_skipped_steps
+        if self.skipped_steps >= limit:
+            if limit:
+                found.how = f"{limit} steps were dropped before this one (max_skipped_steps); {found.how}"
+            raise found
+        self._fault = found
+
+    def _drop(self, why: NonFiniteError) -> None:
+        """End a step that the optimizer does not take; the schedule, which is of steps taken, stays where it is."""
+        self.update.drop()
+        self._end_step()
+        self.skipped_steps += 1
+        if self.backend.replicas.first:
+            warnings.warn(
+                f"step {self.global_step} was dropped, {self.skipped_steps} of at most "
+                f"{self.config.max_skipped_steps}: {why.what} ({why.where})",
+                stacklevel=4,
+            )
 
     def _non_finite(
         self, micro_batches: Sequence[Mapping[str, Tensor]], value: float, mine: float, where: str
@@ -364,11 +511,45 @@ class LemaTrainer:
         if math.isfinite(mine):
             self.model.accompany(training=False)  # while the other looks for the layer
             return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
-        return non_finite_loss(self.model, micro_batches, value, place)
+        after = self.backend.rng_state()
+        self.backend.set_rng_state(self._passes[-1].state)  # what dropout drew then is drawn again
+        try:
+            return non_finite_loss(self.model, micro_batches, value, place)
+        finally:
+            self.backend.set_rng_state(after)
+
+    def _non_finite_gradient(self, where: str) -> NonFiniteError:
+        """Return the error of gradients that are not finite; the passes of the step are run again to find where.
+
+        The generator is then where it was, and the gradients are of no further use.
+        """
+        after, place = self.backend.rng_state(), None
+        self.memory.cancel()  # what was announced for the next step
+        self._drop_gradients()
+        for one in self._passes:
+            self.backend.set_rng_state(one.state)
+            found = first_non_finite_gradient(self.model, partial(self._again, one))
+            place = place or found
+            alone = not self.memory.sharded and self.backend.parallel.size == 1
+            if place is not None and alone:  # else other processes run all passes too
+                break
+        self.backend.set_rng_state(after)
+        told = self.backend.replicas.exchange(place)
+        if place is None and any(told):
+            place = "in another process"
+        return non_finite_gradient(f"step {self.global_step + 1}{where}", place)
+
+    def _again(self, one: _Pass) -> None:
+        self.model.room.fitted(
+            one.micro_batches,
+            lambda parts: self._pass(parts, one.divisor, more=False, following=None, logits=None),
+            parameters=self._parameters(),
+        )
 
     def _forget(self) -> None:
         """Drop a step that failed: its gradients and what was announced for it."""
-        self.accumulation_step = 0
+        self._begin_anew()
+        self.update.drop()
         self.memory.cancel()
         self._drop_gradients()
 

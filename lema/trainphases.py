@@ -15,7 +15,7 @@ from lema.phasefile import PhaseFile
 from lema.phasereport import phase_report
 from lema.phases import run_phases
 from lema.phasetable import show_report
-from lema.stop import StopOnSignal
+from lema.stop import STOP_FILE, StopOnSignal
 from lema.trace import NO_TRACE, NoTrace
 
 __all__ = ["train_phases"]
@@ -45,7 +45,7 @@ def train_phases(
         trace: records what is read, uploaded and computed, and when.
 
     Raises:
-        Stopped: SIGINT or SIGTERM came; a checkpoint of the last step was written.
+        Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
         LemaError: of the kind that says what is wrong.
     """
     shown, plan, config = console or Console(highlight=False), file.plan, file.config
@@ -65,7 +65,7 @@ def train_phases(
         size = backend.replicas.size
         report = phase_report(config, plan, sources, processes=size, trust_remote_code=trust_remote_code)
         show_report(report, shown)
-        with StopOnSignal() as stop:
+        with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             end = run_phases(
                 config,
                 plan,
@@ -75,10 +75,11 @@ def train_phases(
                 resume=resume,
                 start=start,
                 on_step=lambda row: _tell(row, say),
-                stop=lambda: None if stop.received is None else stop.received.name,
+                at_layer=stop.why,
                 callbacks=callbacks if first else (),
                 trust_remote_code=trust_remote_code,
                 trace=trace,
+                say=say,
             )
         say(f"the last phase ended in {end}")
     return end

@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lema.backend import Backend
-from lema.nonfinite import non_finite_gradient
 from lema.replicate import sum_gradients
 from lema.split import Split
 
@@ -23,7 +22,7 @@ class Update:
     """Turns the gradients of a step into new parameters.
 
     Args:
-        split: the model, for its dtype, and to say where a gradient that is not finite is.
+        split: the model, for its dtype.
         backend: the device.
         max_grad_norm: gradients longer than this are scaled down to it; None: they are not.
 
@@ -32,7 +31,8 @@ class Update:
     """
 
     def __init__(self, split: Split, backend: Backend, max_grad_norm: float | None) -> None:
-        self._split, self._backend, self._max_grad_norm = split, backend, max_grad_norm
+        self._backend, self._max_grad_norm = backend, max_grad_norm
+        self._unscaled = False  # since the scaler was last updated
         self.scaler = torch.amp.GradScaler(backend.device.type, enabled=split.model.dtype == torch.float16)
 
     def scale(self) -> float | Tensor:
@@ -49,6 +49,7 @@ class Update:
         """
         sum_gradients(self._backend.replicas, parameters)
         self.scaler.unscale_(optimizer)
+        self._unscaled = True
         touched = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in touched if parameter.grad is not None]
         if factor != 1.0:
@@ -56,13 +57,26 @@ class Update:
         self._backend.parallel.reduce_gradients(touched)
         return self._backend.parallel.norm(touched)
 
+    def fails(self, length: float) -> bool:
+        """Whether the norm of the gradients is none, and not for their having been scaled.
+
+        Half-precision gradients overflow now and then: the scaler skips that step and halves the scale. Where nothing
+        is scaled (any more), the fault is not the scale's.
+        """
+        return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
+
+    def drop(self) -> None:
+        """Take no step with the gradients that `finish` was given, if it was given any."""
+        if self._unscaled:
+            self._unscaled = False
+            self.scaler.update()
+
     def step(
         self,
         optimizer: Optimizer,
         parameters: Sequence[nn.Parameter],
         norm: Tensor,
         length: float,
-        where: str,
         on_event: Callable[[str], None],
     ) -> bool:
         """Clip the gradients and step the optimizer; return whether it stepped.
@@ -71,24 +85,15 @@ class Update:
             optimizer: it.
             parameters: that train.
             norm: of their gradients, on the device.
-            length: the same, on the host.
-            where: for an error.
+            length: the same, on the host; one that `fails` is not to come here.
             on_event: called before and after the step.
-
-        Raises:
-            NonFiniteError: a gradient is NaN or infinite, and not for having been scaled.
         """
-        # Half-precision gradients overflow now and then: the scaler skips that step and halves the scale. Where nothing
-        # is scaled (any more), the fault is not the scale's.
-        if not math.isfinite(length) and self.scaler.get_scale() <= 1.0:
-            self.scaler.update()
-            raise non_finite_gradient(self._split, where)
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]
             clip_grads_with_norm_(touched, self._max_grad_norm, norm)
         on_event("on_pre_optimizer_step")
         self.scaler.step(optimizer)
-        self.scaler.update()
+        self.drop()
         on_event("on_optimizer_step")
         return math.isfinite(length)
 

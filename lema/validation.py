@@ -32,6 +32,7 @@ def validate(
     Raises:
         NonFiniteError: the loss of a part is NaN or infinite; names the layer where it began.
         DataError: no token of the batch is trained.
+        StopRequested: the run it is made in is to stop.
     """
     replicas, module = model.backend.replicas, model.split.model
     together = micro_batch_size or -(-at_once // replicas.size)
@@ -43,15 +44,18 @@ def validate(
     module.eval()
     total, tokens = 0.0, 0
     try:
-        for number in range(passes):
-            if not (mine := parts[number * width : (number + 1) * width]):
-                model.accompany(training=False)
-                continue
-            mean, count = model.evaluate(mine)
-            loss = float(mean)
-            if not math.isfinite(loss):
-                raise non_finite_loss(model, mine, loss, f"validation of stage {mixture.stage + 1}")
-            total, tokens = total + loss * count, tokens + count
+        with model.stop.opened():
+            for number in range(passes):
+                model.stop.before_pass()
+                if not (mine := parts[number * width : (number + 1) * width]):
+                    model.accompany(training=False)
+                    continue
+                mean, count = model.evaluate(mine)
+                loss = float(mean)
+                del mean  # a lazy device would compute it again
+                if not math.isfinite(loss):
+                    raise non_finite_loss(model, mine, loss, f"validation of stage {mixture.stage + 1}")
+                total, tokens = total + loss * count, tokens + count
     finally:
         module.train(was_training)
     sums = replicas.exchange((total, tokens))

@@ -23,6 +23,7 @@ from lema.ends import Ends
 from lema.flow import tensors_in
 from lema.layercall import LayerCall
 from lema.outofmemory import Room
+from lema.polled import NEVER
 from lema.recompute import Graph
 from lema.split import Split
 from lema.stream.lease import LayerStream, Lease
@@ -38,13 +39,19 @@ class Engine:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
         room: what fits on the device.
         trained: the weights of layers that train themselves.
+        stop: asked before each micro-batch whether the run is to stop.
+        look: called in the backward with the gradients of hidden states as soon as they are formed, some of them None,
+            and with the number of the layer whose inputs these are; of the top layer's outputs, that of the layers.
     """
 
     def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
         self.split, self.stream, self.backend = split, stream, backend
-        self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
+        # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
+        self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
         self.room = Room(stream, backend)
         self.trained = TrainedWeights({}, lambda *_: None)
+        self.stop = NEVER
+        self.look: Callable[[int, Sequence[Tensor | None]], None] = _unseen
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
@@ -100,6 +107,7 @@ def passed(engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Seque
         engine.stream.trace.span("forward", f"layer {layer}"),
     ):
         for call, state in zip(calls, hidden, strict=True):
+            engine.stop.poll()
             run = partial(engine.split.run_layer, layer, lease.weights, call, state)
             outputs.append(room.tried(place, run, engine.generator_state()))
     return tuple(outputs)
@@ -140,6 +148,7 @@ class _LayerVisit:
         ):
             self._leaves = engine.trained.leaves(layer, lease)
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
+                engine.stop.poll()
                 given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
                 drawn = engine.generator_state()
                 run = partial(self._run, lease, index, given, needs=needs, state=drawn)
@@ -157,7 +166,9 @@ class _LayerVisit:
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.others()))
         graph = Graph(again, engine.split.needless[self._layer], anew=anew, keep=keep)
         with graph.built(lease):
-            if needs:
+            if again is not None and not lease.has_address:
+                given = given.detach().requires_grad_(needs)  # so that a layer's graph is that of an evaluation too
+            elif needs:
                 given = graph_input(engine.anchor, given, self._found, index)
             weights = {**lease.weights, **self._leaves}
             output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
@@ -176,6 +187,7 @@ class _LayerVisit:
             engine.stream.trace.span("backward", f"layer {self._layer}"),
         ):
             for index, gradient in enumerate(gradients):
+                engine.stop.poll()
                 graph, edge = self._graphs[index]
                 if self._away is not None:
                     self._away.expect_after(self._layer, index)
@@ -183,9 +195,10 @@ class _LayerVisit:
                     graph.backward(edge, gradient)
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
+        found = [self._found.get(index) for index in range(len(gradients))]
+        engine.look(self._layer, found)
         engine.trained.end(self._layer, self._leaves)
         self._leaves = {}
-        found = [self._found.get(index) for index in range(len(gradients))]
         self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
         return found
 
@@ -214,7 +227,9 @@ class _LayerVisit:
 
         def run(lease: Lease) -> Tensor:
             engine.backend.set_rng_state(state)
-            if anew and needs:  # it is this run that is differentiated
+            if anew and (needs or not lease.has_address):
+                # It is this run that is differentiated. By its input too where nobody needs that and a device compiles
+                # what is run: so the lowest layer's backward is that of the others.
                 given = graph_input(engine.anchor, boundary[0], found, index)
             else:
                 given = boundary[0].detach().requires_grad_(needs)
@@ -254,11 +269,12 @@ class _Turn(torch.autograd.Function):
         top, room = engine.split.num_layers - 1, engine.room
         place = f"in the forward of layer {top}"
         ctx.ends, ctx.inputs, ctx.gradients, ctx.engine = ends, [], [], engine
-        total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
         with room.at(place), engine.stream.lease(top) as lease:
+            total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             ctx.leaves = engine.trained.leaves(top, lease)
             engine.trained.begin(top, ctx.leaves)
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
+                engine.stop.poll()
                 needs = ctx.needs_input_grad[4 + index]
                 run = partial(_turned, engine, lease, ctx.leaves, call, ends, index, state, needs=needs)
                 # What the head has summed cannot be taken out of the sum again.
@@ -307,6 +323,7 @@ def _turned(
         output = engine.split.run_layer(top, {**lease.weights, **leaves}, call, leaf)
     with room.at("in the head and the loss"), trace.span("forward", "head and loss"):
         value, gradient = ends.turn(index, output.detach())
+    engine.look(top + 1, [gradient])
     given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
     wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
     with room.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
@@ -315,4 +332,9 @@ def _turned(
     others = list(pairs)[needs:]
     for weight, formed in others[len(others) - len(leaves) :]:
         add(weight, formed)
+    engine.look(top, found[:needs])
     return value, found[0] if needs else None, others[: len(others) - len(leaves)]
+
+
+def _unseen(layer: int, gradients: Sequence[Tensor | None]) -> None:
+    """Nobody looks."""

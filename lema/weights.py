@@ -7,6 +7,7 @@ name only files of its own directory; the hub cache, whose snapshots are links i
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from lema.errors import WeightsError
 from lema.header import MAX_HEADER_BYTES, TensorRecord, damaged, open_regular, parse_json, read_header, regular_size
@@ -17,6 +18,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it
 MARKED = ("true", "yes")  # transformers takes metadata of torchao's files that is JSON, as "true" is, for theirs
+MAX_NAME = 200  # characters; file systems have 255 bytes
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
 
@@ -102,9 +104,9 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.endswith(".safetensors") or {"/", "\\", "\0"} & set(file):
+        if not _is_name(file):
             raise WeightsError(
-                f"the weight_map sends tensor {name!r} to {file!r}, which is not a .safetensors file beside it",
+                f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it",
                 where=f"{index}: weight_map[{name!r}]",
                 how="an index may only name files of its own directory; do not use this model unless you trust it",
             )
@@ -113,7 +115,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _shards(index: Path, weight_map: dict[str, str]) -> tuple[Path, ...]:
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    if missing := [file.name for file in files if not file.exists()]:
+    if missing := [file.name for file in files if not _is_there(file)]:
         raise WeightsError(
             f"{len(missing)} files of the model are missing: {', '.join(missing)}",
             where=str(index),
@@ -122,6 +124,18 @@ def _shards(index: Path, weight_map: dict[str, str]) -> tuple[Path, ...]:
     for file in files:
         check_inside(file)
     return tuple(files)
+
+
+def _is_name(file: Any) -> bool:
+    named = isinstance(file, str) and file.endswith(".safetensors") and len(file) <= MAX_NAME
+    return named and not {"/", "\\", "\0"} & set(file)
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except (OSError, ValueError):  # no file can have such a name
+        return False
 
 
 def check_inside(file: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
+import pickles
 import pytest
 
 if TYPE_CHECKING:
@@ -13,6 +14,18 @@ if TYPE_CHECKING:
     from tiny import Checkpoint
 
 # torch and transformers take seconds to import: only the tests that need them pay.
+
+
+def pytest_configure() -> None:
+    pickles.watch()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_unpickled() -> Iterator[None]:
+    """Fail a test by whose end LEMA has read a file through pickle, in it or in what was set up for it."""
+    yield
+    if told := pickles.found():
+        pytest.fail("\n".join(told), pytrace=False)
 
 
 @pytest.fixture(scope="session")

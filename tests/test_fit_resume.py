@@ -121,31 +121,52 @@ def test_resuming_a_finished_run_trains_nothing_and_says_so(llama: Path, tmp_pat
     assert len(logged(config)) == 1
 
 
+@pytest.fixture(scope="module")
+def begun(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run of one step has left its checkpoint."""
+    out = tmp_path_factory.mktemp("begun")
+    run_fit(settings(llama, out, save_steps=1, max_steps=1), prepare_data(token_rows(8), max_length=64))
+    return out
+
+
 @pytest.mark.parametrize(
     ("changes", "rows", "words"),
     [
-        ({"batch_size": 2}, token_rows(8), r"batch_size \(it was 4\)"),
-        ({"gradient_accumulation_steps": 3}, token_rows(8), r"gradient_accumulation_steps \(it was 1\)"),
-        ({"seed": 1}, token_rows(8), r"seed \(it was 42\)"),
-        ({"shuffle": False}, token_rows(8), r"shuffle \(it was True\)"),
-        ({}, token_rows(9), r"rows \(it was 8\), fingerprint"),
-        ({}, token_rows(8, seed=2), "fingerprint"),
+        ({"batch_size": 2}, token_rows(8), ["batch_size: 4 -> 2"]),
+        ({"gradient_accumulation_steps": 3}, token_rows(8), ["gradient_accumulation_steps: 1 -> 3"]),
+        ({"seed": 1}, token_rows(8), ["seed: 42 -> 1"]),
+        ({"shuffle": False}, token_rows(8), ["shuffle: True -> False"]),
+        ({"dtype": "bfloat16"}, token_rows(8), ["dtype: None -> 'bfloat16'"]),
+        (
+            {"lora_rank": 8, "lora_target_modules": ["q_proj"], "seed": 1},
+            token_rows(8),
+            ["seed: 42 -> 1", "lora_rank: 4 -> 8", "lora_target_modules: [", "-> ['q_proj']"],
+        ),
+        ({}, token_rows(9), ["data rows: 8 -> 9", "data fingerprint: '"]),
+        ({"max_length": 32}, token_rows(8, seed=2), ["data fingerprint: '", "max_length: None -> 32"]),
     ],
 )
 def test_a_run_is_not_resumed_on_other_data_or_batches(
-    llama: Path, changes: dict[str, Any], rows: Any, words: str, tmp_path: Path
+    llama: Path, begun: Path, changes: dict[str, Any], rows: Any, words: list[str]
 ) -> None:
-    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=1)
-    run_fit(config, prepare_data(token_rows(8), max_length=64))
-    later = config.model_copy(update={"max_steps": 2, **changes})
-    with pytest.raises(ConfigError, match=words) as caught:
+    later = settings(llama, begun, save_steps=1, **{"max_steps": 2, **changes})
+    with pytest.raises(ConfigError, match="began with other settings or data") as caught:
         run_fit(later, prepare_data(rows, max_length=64), resume=True)
-    assert caught.value.where == str(tmp_path / "out" / "checkpoint-1")
+    assert caught.value.where == str(begun / "checkpoint-1")
+    assert len(caught.value.what.splitlines()) == 1 + len([word for word in words if ":" in word])
+    assert all(word in caught.value.what for word in words)
 
 
 def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
     config = settings(llama, tmp_path / "out", save_steps=1, save_total_limit=2, max_steps=2)
     run_fit(config, token_rows(8))
-    run_fit(config.model_copy(update={"max_steps": 4, "micro_batch_size": 2}), token_rows(8), resume=True)
+    said: list[str] = []
+    later = config.model_copy(update={"max_steps": 4, "micro_batch_size": 2})
+    run_fit(later, token_rows(8), resume=True, say=said.append)
     assert list(logged(config)) == [1, 2, 3, 4]
+    assert logged(config, "learning_rate") == {1: 0.01, 2: 0.005, 3: 0.005, 4: 0.0025}  # from there as of four
+    assert said == [
+        f"resuming from {tmp_path / 'out' / 'checkpoint-2'} (step 2 of 4)",
+        "other settings from here on (then -> now): max_steps: 2 -> 4",
+    ]
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]

@@ -31,7 +31,7 @@ from shardedadapters import (
 )
 
 from lema.consolidate import consolidate_adapter
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, WeightsError
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,7 @@ SHAPES = [
     Shape(8, HEADS, 2, 4),
     Shape(4, HEADS, 4, 1),
     Shape(4, HEADS, 4, 2),  # replicated more often than need be: two heads of keys on a rank
+    Shape(8, HEADS, 1, 8),
 ]
 
 
@@ -71,7 +72,7 @@ def test_foreign_shards_become_the_adapter_they_were_cut_from(
     shape = Shape(shape.tp, shape.heads, shape.kv_heads, shape.copies, fuse_qkv=fuse_qkv)
     given = write_foreign(tmp_path, tensors, config_of(adapter), shape, stages=2 if fuse_qkv else 1)
     made = consolidate_adapter(given, tmp_path / "out")
-    assert made.tp == shape.tp
+    assert (made.tp, made.base) == (shape.tp, str(model))  # whose shapes they are
     assert_same(tmp_path / "out", tensors)
     assert config_of(tmp_path / "out") == config_of(adapter)
     if shape.tp == 8:
@@ -137,6 +138,7 @@ def foreign(adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path) -> P
 
 
 def test_modules_that_train_whole_are_put_together_as_they_are_partitioned(foreign: Path, tmp_path: Path) -> None:
+    without_base(foreign)
     head, packed = "base_model.model.lm_head.weight", f"{MLP.format(0)}.packed.weight"
     full = torch.randn(16, 3, generator=torch.Generator().manual_seed(8))
     for rank in range(4):
@@ -181,6 +183,75 @@ def test_replicas_that_drifted_are_refused_unless_the_first_are_asked_for(
     assert_same(tmp_path / "out", load_file(tmp_path / "sound/adapter_model.safetensors"))
 
 
+def test_an_adapter_of_the_head_and_a_weight_that_two_stages_share_are_put_together(
+    adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    adapter = Path(shutil.copytree(adapter_of(2)[1], tmp_path / "adapter"))
+    tensors, head = with_one_a(adapter), "base_model.model.lm_head"
+    given = write_foreign(tmp_path, tensors, config_of(adapter), Shape(2, HEADS, 2), stages=2)
+    made = torch.Generator().manual_seed(4)
+    sizes = {f"{head}.lora_A.weight": (RANK, HIDDEN), f"{head}.lora_B.weight": (VOCABULARY, RANK)}
+    new = {name: torch.randn(size, generator=made) for name, size in sizes.items()}
+    new["base_model.model.model.norm.weight"] = torch.randn(HIDDEN, generator=made)  # trained whole, and in both
+    for stage in range(2):
+        described = given / f"adapter_shards/mp_metadata_pp_rank_{stage}.json"
+        content = json.loads(described.read_text())
+        for name, tensor in new.items():
+            cut = name.endswith("lora_B.weight")
+            if stage == 0 and ".lora_" in name:
+                continue
+            spelt = name.replace(".weight", ".default.weight") if ".lora_" in name else name
+            how = {"partition_dim": 0, "partition_stride": 1, "num_partitions": 2} if cut else {}
+            content["parameters"][spelt] = {"tensor_model_parallel": cut, **how}
+            for rank in range(2):
+                file = given / f"adapter_shards/model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt"
+                held = torch.load(file, weights_only=True)
+                held[name] = tensor.chunk(2)[rank].clone() if cut else tensor.clone()
+                torch.save(held, file)
+        described.write_text(json.dumps(content))
+    consolidate_adapter(given, tmp_path / "out")
+    assert_same(tmp_path / "out", {**tensors, **new})
+    torch.save({**held, "base_model.model.model.norm.weight": torch.zeros(HIDDEN)}, file)
+    with pytest.raises(AdapterError, match="differs from rank 0"):
+        consolidate_adapter(given, tmp_path / "other")
+    for rank in range(2):
+        file = given / f"adapter_shards/model/dp_rank_00_tp_rank_{rank:02}_pp_rank_01.pt"
+        torch.save({**torch.load(file, weights_only=True), "base_model.model.model.norm.weight": torch.ones(1)}, file)
+    with pytest.raises(AdapterError, match="comes twice"):
+        consolidate_adapter(given, tmp_path / "other")
+
+
+MISFITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "fewer heads of keys": (
+        lambda c: c.update(num_key_value_heads=1),
+        r"it is \[8, 3\], and in .* it would be \[4, 3\]",
+    ),
+    "another width": (lambda c: c.update(intermediate_size=32), r"would be \[3, 32\]|would be \[32, 3\]"),
+    "fewer layers": (lambda c: c.update(num_hidden_layers=4), "has no module that this tensor could be of"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_does_not_fit_its_base_model_is_refused(
+    misfit: str, foreign: Path, adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    change_it, said = MISFITS[misfit]
+    config = json.loads((adapter_of(2)[0] / "config.json").read_text())
+    change_it(config)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match=said):
+        consolidate_adapter(foreign, tmp_path / "out", model=str(tmp_path / "model"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_model_that_is_not_here_is_said_and_one_that_is_named_must_be(foreign: Path, tmp_path: Path) -> None:
+    without_base(foreign)
+    assert consolidate_adapter(foreign, tmp_path / "out").base is None
+    with pytest.raises(WeightsError, match="config is not here"):
+        consolidate_adapter(foreign, tmp_path / "other", model="nobody/nothing")
+
+
 class Touch:
     """A pickle of this makes a file when it is loaded by one who trusts it."""
 
@@ -205,6 +276,12 @@ def test_code_in_a_shard_is_refused_and_not_run(place: str, foreign: Path, tmp_p
         consolidate_adapter(foreign, tmp_path / "out")
     assert not trap.exists()
     assert not (tmp_path / "out").exists()
+
+
+def without_base(foreign: Path) -> None:
+    """Let the adapter name a base model that is not here."""
+    file = foreign / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "nobody/nothing"}))
 
 
 def edit_metadata(foreign: Path, edit: Callable[[Any], None]) -> None:

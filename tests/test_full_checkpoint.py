@@ -9,7 +9,7 @@ from test_full_behind import opened
 from test_trained_weights import attention_of_the_last_four, one_in_the_middle
 from tiny import Checkpoint, micro_batches
 
-from lema.errors import AdapterError
+from lema.errors import AdapterError, NonFiniteError
 
 
 def test_moments_are_carried_to_another_selection_by_name(
@@ -101,3 +101,19 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, checkpoint_of: Callable
         files[0].unlink()
         with pytest.raises(AdapterError, match="other weights"):
             training.load_checkpoint(tmp_path / "there")
+
+
+@pytest.mark.parametrize("key", ["master", "exp_avg", "exp_avg_sq"])
+def test_weights_that_are_not_finite_are_never_saved(
+    key: str, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    with opened(checkpoint_of("llama"), one_in_the_middle) as (_, training):
+        training.save_checkpoint(tmp_path / "there")
+        before = {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()}
+        name, master = next(iter(training.masters.items()))
+        spoilt = master.detach() if key == "master" else training.optimizer.state[master][key]
+        spoilt.view(-1)[1] = float("inf")
+        with pytest.raises(NonFiniteError, match=f"{key}.{name} is not saved: 1 of its"):
+            training.save_checkpoint(tmp_path / "there")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

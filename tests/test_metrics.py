@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lema.errors import DataError, DiskError
-from lema.metrics import MetricsLog, human_bytes, human_count, human_duration, plot_loss, read_metrics
+from lema.metrics import MetricsLog, cut_metrics, human_bytes, human_count, human_duration, plot_loss, read_metrics
 
 ROWS = st.lists(
     st.dictionaries(st.text(max_size=8), st.floats() | st.integers() | st.booleans() | st.none(), max_size=5)
@@ -237,3 +237,33 @@ def test_counts_for_people(count: float, shown: str) -> None:
 )
 def test_durations_for_people(seconds: float, shown: str) -> None:
     assert human_duration(seconds) == shown
+
+
+def test_what_a_run_measures_again_is_cut_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert cut_metrics(path, lambda _: False) == 0 and not path.exists()
+    log(path, *({"step": step, "loss": 1.0 / step} for step in range(1, 6)))
+    with path.open("a") as file:
+        file.write("of the user's\n[1]\n" + '{"step": 6, "lo')
+    whole, place = path.read_text(), path.stat().st_ino
+    assert cut_metrics(path, lambda _: True) == 0
+    assert (path.read_text(), path.stat().st_ino) == (whole, place)  # nothing was written
+    assert cut_metrics(path, lambda row: row["step"] <= 3) == 2
+    assert path.read_text() == "".join(
+        line for line in whole.splitlines(keepends=True) if '"step": 4' not in line and '"step": 5' not in line
+    )
+    assert [one.name for one in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_metrics_that_cannot_be_cut_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    log(path, {"step": 1}, {"step": 2})
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskError, match="cannot cut the metrics: No space left"):
+        cut_metrics(path, lambda row: row["step"] < 2)
+    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["m.jsonl"]

@@ -223,6 +223,24 @@ def test_experts_that_do_not_fuse_are_named_before_any_is_read(
         map_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
 
 
+def test_whole_numbers_are_no_weights_and_halves_are_of_one_kind(tmp_path: Path) -> None:
+    saved(llama(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    bare, name = skeleton(tmp_path), "model.norm.weight"
+    for dtype in (torch.int32, torch.bool):
+        save_file({**tensors, name: tensors[name].to(dtype)}, file)
+        with pytest.raises(WeightsError, match=f"of a type the model cannot be loaded from:\n.*{name}"):
+            map_names(bare, GlobalBinaryIndex(tmp_path))
+    for dtype in (torch.float64, torch.bfloat16):  # floating types are cast, as from_pretrained does
+        save_file({**tensors, name: tensors[name].to(dtype)}, file)
+        assert map_names(bare, GlobalBinaryIndex(tmp_path))
+    half = {other: tensor.bfloat16() for other, tensor in tensors.items()}
+    save_file({**half, name: tensors[name].half()}, file)
+    with pytest.raises(WeightsError, match=f"{name}: .*F16 .*among others of the other type of 16 bits"):
+        map_names(bare, GlobalBinaryIndex(tmp_path))
+
+
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     saved(llama(), tmp_path)
     bare = skeleton(tmp_path)

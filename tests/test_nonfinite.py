@@ -57,7 +57,8 @@ def test_a_weight_that_is_not_finite_is_named_by_its_layer(
 ) -> None:
     name = f"model.layers.{layer}.mlp.down_proj.weight"
     spoilt = poisoned_copy(llama, tmp_path / "spoilt", name, lambda tensor: tensor[3, 2].fill_(float(value)))
-    with opened(settings(spoilt, tmp_path / "out", gradient_checkpointing=recompute, save_steps=1)) as model:
+    changes = {"gradient_checkpointing": recompute, "save_steps": 1, "check_base_weights": False}
+    with opened(settings(spoilt, tmp_path / "out", **changes)) as model:
         trainer = model.get_trainer()
         before = adapter_of(model.skeleton)
         with pytest.raises(NonFiniteError) as caught:
@@ -79,7 +80,7 @@ def test_after_a_token_without_finite_embedding_a_good_step_is_as_if_nothing_had
     spoilt = poisoned_copy(
         llama, tmp_path / "spoilt", "model.embed_tokens.weight", lambda tensor: tensor[token].fill_(torch.nan)
     )
-    with opened(settings(spoilt, tmp_path / "out")) as model:
+    with opened(settings(spoilt, tmp_path / "out", check_base_weights=False)) as model:
         trainer = model.get_trainer()
         with pytest.raises(NonFiniteError, match="the loss is nan") as caught:
             trainer.train_step(bad)
@@ -100,7 +101,9 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_layer(
         before = adapter_of(model.skeleton)
         with pytest.raises(NonFiniteError, match="a gradient is not finite; the optimizer was not stepped") as caught:
             trainer.train_step(batch(1))
-        assert caught.value.where.startswith(f"step 1, model.layers.{layer}.self_attn.v_proj.lora_")
+        assert caught.value.where.startswith(
+            f"step 1; first non-finite gradient: model.layers.{layer}.self_attn.v_proj.lora_"
+        )
         assert (trainer.global_step, len(trainer.ready().state)) == (0, 0)
         assert all(torch.equal(tensor, before[key]) for key, tensor in adapter_of(model.skeleton).items())
         hook.remove()
@@ -126,7 +129,7 @@ def test_a_failure_in_the_second_batch_of_a_step_drops_the_first(llama: Path, tm
 def test_evaluation_names_the_rows_and_the_layer(llama: Path, tmp_path: Path) -> None:
     name = "model.layers.3.mlp.up_proj.weight"
     spoilt = poisoned_copy(llama, tmp_path / "spoilt", name, lambda tensor: tensor[0, 0].fill_(torch.nan))
-    with opened(settings(spoilt, tmp_path, batch_size=2)) as model:
+    with opened(settings(spoilt, tmp_path, batch_size=2, check_base_weights=False)) as model:
         trainer = model.get_trainer()
         trainer.ready()
         with pytest.raises(NonFiniteError, match="the loss is nan") as caught:
@@ -151,7 +154,7 @@ def test_half_precision_skips_a_step_that_overflows_and_gives_up_when_all_do(lla
         with pytest.raises(NonFiniteError, match="a gradient is not finite") as caught:
             for _ in range(40):
                 trainer.train_step(batch(1))
-        assert ", model.layers.2." in caught.value.where
+        assert ": model.layers.2." in caught.value.where
         hook.remove()
         trainer.train_step(batch(1))
         assert not torch.equal(adapter_of(model.skeleton)[next(iter(before))], before[next(iter(before))])

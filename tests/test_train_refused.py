@@ -229,6 +229,29 @@ def test_resuming_what_never_began_is_refused(write_config: Any, capfd: pytest.C
     assert_refused(capfd, 3, ["no checkpoint to resume from", "--resume"], "train", write_config(), "--resume")
 
 
+def test_weights_alone_are_taken_of_a_checkpoint(write_config: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capfd, 2, ["weights alone", "--resume"], "train", write_config(), "--weights-only")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_without_an_optimizer_none_is_gone_on_from_unasked(
+    write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, out = write_config(max_steps=2, save_steps=1), tmp_path / "out"
+    assert lema("train", config) == 0
+    (out / "checkpoint-2" / "optimizer.safetensors").unlink()
+    capfd.readouterr()
+    assert lema("train", config, "--resume") == 0
+    told = capfd.readouterr()
+    assert f"{out / 'checkpoint-2'} is damaged and passed over: a file is missing" in told.out
+    assert f"resuming from {out / 'checkpoint-1'} (step 1 of 2)" in told.out
+    assert "passed over" not in told.err  # it is said once
+    for step in (1, 2):
+        (out / f"checkpoint-{step}" / "optimizer.safetensors").unlink()
+    assert_refused(capfd, 3, ["no checkpoint is sound", "--weights-only"], "train", config, "--resume")
+    assert lema("train", config, "--resume", "--weights-only") == 0
+    assert "the weights are taken, and not the optimizer" in capfd.readouterr().out
+
+
 def test_evaluating_without_data_is_refused(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,7 +274,8 @@ def test_weights_that_are_not_finite_stop_the_run_before_its_first_step(
     shutil.copytree(llama, model)
     rewrite(model, lambda tensors: tensors[UP][0].fill_(torch.nan), UP)
     config = write_config(model_name_or_path=str(model), save_steps=1)
-    words = ["the loss is nan", "step 1, rows [", "the optimizer was not stepped", "model.layers.3"]
-    assert_refused(capfd, 5, words, "train", config)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+    assert_refused(
+        capfd, 5, ["a weight of the model is NaN or infinite", "model.layers.3", str(model)], "train", config
+    )
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and not (tmp_path / "out" / "adapter_config.json").exists()
     assert_refused(capfd, 5, ["model.layers.3"], "eval", config, "--data", tmp_path / "data.jsonl")

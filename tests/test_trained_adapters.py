@@ -214,4 +214,5 @@ def test_a_gradient_that_is_not_finite_is_named_where_it_is(
         saved.weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
         with pytest.raises(NonFiniteError) as caught:
             model.get_trainer().accumulate(micro_batches(2))
-        assert caught.value.where == f"step 1, {place}.modules_to_save.default.weight"
+        name = f"{place}.modules_to_save.default.weight"
+        assert caught.value.where == f"step 1; first non-finite gradient: {name}"

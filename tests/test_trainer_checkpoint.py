@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lema import LemaModel, LemaTrainer
 from lema.errors import AdapterError, ConfigError, DiskError
+from lema.manifest import write_manifest
 from lema.optim import make_schedule
 
 Optimizers = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -72,11 +73,11 @@ def test_old_checkpoints_go_when_there_are_too_many(llama: Path, tmp_path: Path)
 
 def test_checkpoints_of_later_steps_are_not_counted_as_old(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-500").mkdir(parents=True)
-    with opened(settings(llama, tmp_path / "out", save_steps=1, save_total_limit=1)) as model:
+    with opened(settings(llama, tmp_path / "out", save_steps=1, save_total_limit=2)) as model:
         trainer = model.get_trainer()
-        for seed in range(2):
+        for seed in range(3):
             trainer.train_step(batch(seed))
-        assert [path.name for path in trainer.checkpoints()] == ["checkpoint-2", "checkpoint-500"]
+        assert [path.name for path in trainer.checkpoints()] == ["checkpoint-2", "checkpoint-3", "checkpoint-500"]
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -169,8 +170,11 @@ def test_a_damaged_checkpoint_is_refused(
     trainer.train_step(batch(1))
     trainer.save_checkpoint(tmp_path / "saved")
     spoil(tmp_path / "saved")
-    with pytest.raises(AdapterError, match=words) as caught:
+    with pytest.raises(AdapterError, match=r"a file|manifest") as caught:
         trainer.load_checkpoint(tmp_path / "saved")
+    assert str(tmp_path / "saved") in caught.value.where
+    with pytest.raises(AdapterError, match=words) as caught:  # what the manifest would have told is told all the same
+        trainer.restore(tmp_path / "saved")
     assert str(tmp_path / "saved") in caught.value.where
 
 
@@ -224,6 +228,7 @@ def test_a_checkpoint_of_another_kind_of_device_resumes_with_other_draws(llama: 
     assert state["generators"]["kind"] == "cpu"
     state["generators"] |= {"kind": "a device of another make", "device": "AAAA"}
     file.write_text(json.dumps(state))
+    write_manifest(out / "checkpoint-1")
     with opened(settings(llama, out)) as model:
         trainer = model.get_trainer()
         trainer.load_checkpoint(out / "checkpoint-1")

@@ -27,6 +27,7 @@ from lema.processes import join_in_parts
 from lema_neuron.probe import choose_runtime, look
 from lema_neuron.runtimes import runtime_named
 from lema_neuron.settings import KV_LAYOUT, RUNTIME
+from lema_neuron.standin import StandIn
 from lema_neuron.watch import PATIENCE_AT_START, Watch
 
 __all__ = ["NeuronBackend"]
@@ -41,6 +42,8 @@ class NeuronBackend:
 
     Attributes:
         runtime: the name of what computes.
+        keeps: the part of the device's memory up to which layers stay where the settings set no limit. What compiled
+            graphs take beside their tensors is not known beforehand; the rest is for them.
 
     Raises:
         BackendUnavailable: the runtime or the device is missing; says what there is and what to install.
@@ -48,6 +51,7 @@ class NeuronBackend:
     """
 
     name = "neuron"
+    keeps = 0.75
 
     def __init__(self, device: str = "neuron", options: BackendOptions | None = None) -> None:
         if device != self.name:
@@ -75,6 +79,20 @@ class NeuronBackend:
                 sequence_parallel=options.sequence_parallel,
                 kv_layout=runtime.kv_layout if layout == "auto" else layout,  # type: ignore[arg-type] # one of its choices
             )
+
+    @staticmethod
+    def planned(options: BackendOptions) -> Parallel:
+        """Return how layers would lie over `tensor_parallel_size` processes, as the first of them sees it, for a plan:
+        no runtime is needed, and no other process."""
+        from lema_neuron.divide import Division
+
+        size = options.tensor_parallel_size or 1
+        layout: KvLayout | str = options.settings.get("neuron_kv_layout", KV_LAYOUT.default)
+        return Division(
+            StandIn(0, size),
+            sequence_parallel=options.sequence_parallel,
+            kv_layout="tile" if layout == "auto" else layout,  # type: ignore[arg-type] # one of its choices
+        )
 
     @property
     def device(self) -> torch.device:

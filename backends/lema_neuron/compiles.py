@@ -8,33 +8,43 @@ again, and nothing but the time it takes would tell.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 __all__ = ["WARM_UP", "Compiles"]
 
-WARM_UP = 2  # steps: an optimizer makes its state in the first, and uses it in the second
+# Steps. One is enough, but where an optimizer of the user's makes its state in the first, or where a warm-up begins
+# with a learning rate of 0, which the compiler takes for a constant.
+WARM_UP = 2
 
 
 class Compiles:
     """Counts the graphs compiled in each step.
 
     Args:
-        counted: returns how many were compiled so far.
+        total: returns how many were compiled so far.
         warm_up: steps in which graphs are compiled as a matter of course.
 
     Attributes:
-        of_steps: how many were compiled in each step, from the first.
+        of_steps: how many were compiled in each step, from the first: those that run where a lease or a step begins or
+            ends. Those that run because someone asks for a number, as at the end of an evaluation, are small.
     """
 
-    def __init__(self, counted: Callable[[], int], warm_up: int = WARM_UP) -> None:
-        self._counted, self._warm_up = counted, warm_up
-        self._seen = counted()
+    def __init__(self, total: Callable[[], int], warm_up: int = WARM_UP) -> None:
+        self._total, self._warm_up = total, warm_up
+        self._found = 0
         self.of_steps: list[int] = []
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is compiled in a `with` block."""
+        before = self._total()
+        yield
+        self._found += self._total() - before
+
     def step_ended(self) -> None:
-        """Count the graphs of the step that ends; warn of those that a later step than the first ones needed."""
-        total = self._counted()
-        found, self._seen = total - self._seen, total
+        """End the count of a step; warn of graphs that a later step than the first ones needed."""
+        found, self._found = self._found, 0
         self.of_steps.append(found)
         if found and len(self.of_steps) > self._warm_up:
             warnings.warn(

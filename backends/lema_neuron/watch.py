@@ -21,6 +21,7 @@ from torch import Tensor
 from lema.errors import is_out_of_memory
 from lema.processes import others_there
 from lema_neuron.comm import Comm
+from lema_neuron.standin import StandIn, without_values
 
 __all__ = ["PATIENCE_AT_START", "PATIENCE_LATER", "Watch", "WatchedComm"]
 
@@ -108,7 +109,7 @@ class Watch:
 
 
 class WatchedComm:
-    """A group whose collectives end in time, or end the process.
+    """A group whose collectives end in time, or end the process. Tensors without values go to no other process.
 
     Args:
         comm: the group.
@@ -117,6 +118,7 @@ class WatchedComm:
 
     def __init__(self, comm: Comm, watch: Watch) -> None:
         self._comm, self._watch = comm, watch
+        self._alone = StandIn(comm.rank, comm.size)
 
     def __deepcopy__(self, memo: Any) -> WatchedComm:
         return self  # copies of a layer lie over the same processes
@@ -133,19 +135,19 @@ class WatchedComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group."""
-        return self._waited("all_reduce", lambda: self._comm.all_reduce(tensor))
+        return self._answered("all_reduce", tensor, lambda comm: comm.all_reduce(tensor))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return every rank's tensor, joined along `dim`."""
-        return self._waited("all_gather", lambda: self._comm.all_gather(tensor, dim))
+        return self._answered("all_gather", tensor, lambda comm: comm.all_gather(tensor, dim))
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's share of the sum."""
-        return self._waited("reduce_scatter", lambda: self._comm.reduce_scatter(tensor, dim))
+        return self._answered("reduce_scatter", tensor, lambda comm: comm.reduce_scatter(tensor, dim))
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source`."""
-        return self._waited("broadcast", lambda: self._comm.broadcast(tensor, source))
+        return self._answered("broadcast", tensor, lambda comm: comm.broadcast(tensor, source))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -154,6 +156,11 @@ class WatchedComm:
     def split(self, parts: Sequence[Sequence[int]]) -> Comm:
         """Return this rank's part of the group, watched as well."""
         return WatchedComm(self._waited("split", lambda: self._comm.split(parts)), self._watch)
+
+    def _answered(self, what: str, tensor: Tensor, ask: Callable[[Comm], Tensor]) -> Tensor:
+        if without_values(tensor):
+            return ask(self._alone)
+        return self._waited(what, lambda: ask(self._comm))
 
     def _waited(self, what: str, call: Callable[[], Kind]) -> Kind:
         return self._watch.waited(f"rank {self.rank} of {self.size}: {what}", call)

@@ -3,11 +3,10 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from lema.data.columns import Chat
 from lema.data.files import Row
 from lema.data.spans import Span, tokenize_spans
+from lema.data.template import check_template, limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["tokenize_chat"]
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARK_IT = (
     "mark the assistant's words in the chat template with {% generation %} ... {% endgeneration %}, "
     "or give each answer its own row as prompt + completion"
@@ -38,18 +38,31 @@ def tokenize_chat(chat: Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) ->
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise row.broken("no message is the assistant's, so there is nothing to learn")
     template = _call(row, tokenizer.get_chat_template, tools=chat.tools)
+    if refused := check_template(template):
+        raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
+    _check_roles(chat, template, row)
     if chat.prompt_length is None and tokenizer.is_fast and _GENERATION.search(template):
         return _marked(chat, tokenizer, row)
     text = _render(chat.messages, chat, tokenizer, row)
     return tokenize_spans(text, _spans(text, chat, tokenizer, row), tokenizer, add_special_tokens=False)
 
 
+def _check_roles(chat: Chat, template: str, row: Row) -> None:
+    """Most templates write any role as it comes, so a slip would pass for a speaker whose words are not learnt."""
+    for number, message in enumerate(chat.messages, 1):
+        role = message["role"]
+        if role not in ROLES and role not in template:
+            how = f"use one of: {', '.join(ROLES)}; or one that the chat template names"
+            raise row.broken(f"the role {role!r} is not known", at=f"message {number}", how=how)
+
+
 def _call(row: Row, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Templates are programs from outside: they raise on roles they do not know, and stumble over what they get."""
     try:
-        return function(*args, **kwargs)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        what = f"the chat template does not take this chat: {error}"
+        with limited():
+            return function(*args, **kwargs)
+    except Exception as error:
+        what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"
         raise row.broken(
             what, how="compare the roles and their order with what the model's template expects"
         ) from error

@@ -96,6 +96,9 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
     """
     for path in find_files(paths):
         empty = True
+        if path.exists() and not path.is_file():
+            how = "write what comes out of it to a file; the data are read more than once"
+            raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
         try:
             for line, values in _READERS[path.suffix.lower()](path):
                 empty = False
@@ -131,17 +134,29 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _decode(text: str, start: int, path: Path, line: int) -> tuple[dict[str, Any], int]:
     """The JSON object which begins at `start`, and where it ends."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         at = line + error.lineno - 1 - text.count("\n", 0, start)
         raise _error(f"not JSON: {error.msg} (column {error.colno})", path, at) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:  # a name twice, thousands of digits, thousands of brackets
         raise _error(f"not usable JSON: {error}", path, line) from error
     if not isinstance(value, dict):
         what = f"a row must be a JSON object, not a {type(value).__name__}"
         how = 'write each row as {"text": "..."} or the like; a list of rows belongs in a .json file'
         raise _error(what, path, line, how)
     return value, end
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's values by name; of two values under one name neither is taken."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in {one for one, _ in pairs[:number]})
+        raise ValueError(f"{twice!r} is given twice")
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
 
 
 def _skip_blank(text: str, start: int) -> int:

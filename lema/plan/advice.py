@@ -62,7 +62,8 @@ def advise(
     """
     allocation, batch = replace(allocation, slots=short.slots), MicroBatch(short.rows, short.length)
     if not short.rows:  # it was no micro-batch
-        batch = step_shape(config, getattr(model.config, "max_position_embeddings", None)).micro_batch
+        positions = getattr(model.config, "max_position_embeddings", None)
+        batch = step_shape(config, positions, parts=backend.parallel.size).micro_batch
     name, stack = find_layers(model)
     trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
     lowest, num_rows = next(trained, len(layers) - 1), config.batch_size * config.gradient_accumulation_steps
@@ -70,7 +71,7 @@ def advise(
     def demand(batch: MicroBatch, chunk: int) -> Demand:
         alone = demand_of(
             layers,
-            measure(model, layers, batch, chunk),
+            measure(model, layers, batch, chunk, parallel=backend.parallel),
             None,
             StepShape(batch, max(num_rows // backend.replicas.size, batch.rows)),
             outside_bytes=outside_bytes,

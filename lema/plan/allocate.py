@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
 from transformers import PreTrainedModel
 
-from lema.backend import Backend, Replicas
+from lema.backend import Backend, Replicas, kept_unasked
 from lema.config import LemaConfig, MemoryStrategy, parse_memory
 from lema.errors import MemoryLimitError, ModelError
 from lema.optim import training_bytes
 from lema.plan.probe import calibrate
 from lema.plan.step import StepShape, demand_of
 from lema.plan.workload import Workload, measure
+from lema.processes import local_processes
 from lema.skeleton import find_layers
 from lema.stream.budget import solve
-from lema.stream.cost import Allocation, Demand, Speeds
+from lema.stream.cost import Allocation, Demand, Speeds, Tier
 from lema.stream.gathered import NUM_BUFFERS
 from lema.stream.parts import part_bytes
 from lema.stream.placement import LayerBytes
@@ -41,9 +43,10 @@ def allocate(
 ) -> Allocation:
     """Return what the memory of a run is to be spent on.
 
-    Without limits in the settings it is what streaming needs, and nothing is measured for it. Where a device memory
-    limit leaves a choice between layers that stay and layers that are not recomputed, disk, link and one layer of each
-    kind are measured, which takes a few seconds.
+    Without limits in the settings it is what streaming needs, and nothing is measured for it; or, with a backend on
+    which layers stay unasked, as many of them as its memory holds. Where a device memory limit leaves a choice between
+    layers that stay and layers that are not recomputed, disk, link and one layer of each kind are measured, which takes
+    a few seconds.
 
     Args:
         config: of the run.
@@ -55,15 +58,20 @@ def allocate(
             whose activations cannot be told ahead these alone count too, with a warning.
 
     Several processes ask for it at once, and get the same: that of the least memory any of them has. Where they hold
-    layers together, layers are not timed, and all are taken to be on one machine.
+    layers together, layers are not timed.
 
     Raises:
         MemoryLimitError: the limits are too small.
     """
     name, stack = find_layers(model)
-    limited = config.device_memory is not None or config.host_memory is not None
-    workload = _workload(config, model, layers, shape) if shape is not None and limited else None
     memory, speeds, timings = backend.memory(), Speeds(UNKNOWN_DISK, UNKNOWN_LINK), None
+    kept = kept_unasked(backend) if config.device_memory is None and memory.total else 0.0
+    limited = config.device_memory is not None or config.host_memory is not None
+    workload = None
+    if shape is not None and (limited or kept):
+        instead = "the memory limits are spent on weights alone" if limited else "no layer stays on the device"
+        workload = _workload(config, model, layers, shape, backend, instead)
+        kept = kept if workload is not None else 0.0
     if memory.shared:
         speeds = Speeds(UNKNOWN_DISK)
     to_choose = config.device_memory is not None and config.gradient_checkpointing
@@ -86,8 +94,9 @@ def allocate(
     told = backend.replicas.everyone((demand, speeds, memory.total, host.total, host.available))
     (demand, speeds, *_), totals = told[0], zip(*(one[2:] for one in told), strict=True)
     demand = of_one_process(demand, backend.replicas, sharded=config.shard_weights)
-    demand = replace(demand, processes=demand.processes * backend.parallel.size)
-    return allocated(config, demand, speeds, *map(min, totals))
+    of_copies = demand.processes * backend.parallel.size  # which more machines than this one may hold
+    demand = replace(demand, processes=min(of_copies, local_processes() or of_copies))
+    return allocated(config, demand, speeds, *map(min, totals), kept=kept)
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
@@ -110,13 +119,18 @@ def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Dema
 
 
 def _workload(
-    config: LemaConfig, model: PreTrainedModel, layers: Sequence[LayerBytes], shape: StepShape
+    config: LemaConfig,
+    model: PreTrainedModel,
+    layers: Sequence[LayerBytes],
+    shape: StepShape,
+    backend: Backend,
+    instead: str,
 ) -> Workload | None:
-    """Return what a micro-batch costs; None: it cannot be told."""
+    """Return what a micro-batch costs; None, with a warning: it cannot be told, and this is done instead."""
     try:
-        return measure(model, layers, shape.micro_batch, config.loss_chunk_tokens)
+        return measure(model, layers, shape.micro_batch, config.loss_chunk_tokens, parallel=backend.parallel)
     except ModelError as error:
-        warnings.warn(f"{error.what}: the memory limits are spent on weights alone", stacklevel=2)
+        warnings.warn(f"{error.what}: {instead}", stacklevel=2)
         return None
 
 
@@ -127,6 +141,8 @@ def allocated(
     device_total: int,
     host_total: int,
     host_available: int,
+    *,
+    kept: float = 0.0,
 ) -> Allocation:
     """Return the best allocation within the limits that the settings set.
 
@@ -137,6 +153,8 @@ def allocated(
         device_total: bytes of the device, of which a limit may be a fraction.
         host_total: bytes of host memory, likewise.
         host_available: those of them that are free; the limit where the settings have none.
+        kept: the part of the device's memory up to which layers stay where the settings have no limit for it; what
+            else there is to choose stays as streaming has it, and so do layers where none fits.
 
     Raises:
         MemoryLimitError: the limits are too small.
@@ -147,18 +165,26 @@ def allocated(
     boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
     if config.gradient_checkpointing and tier is not None:
         boundaries = tier
-    try:
+
+    def solved(limit: int | None, where: Tier | None) -> Allocation:
         return solve(
             demand,
             speeds,
             config.prefetch_depth + 1,
-            device_limit=device_limit,
+            device_limit=limit,
             host_limit=host_available if host_limit is None else host_limit,
             host_cache="all" if resident else "none" if host_limit is None else "fill",
             recompute=config.gradient_checkpointing,
-            boundaries=boundaries,
+            boundaries=where,
             saved_on=tier or "device",
         )
+
+    try:
+        if device_limit is None and kept:
+            there = min(device_total, host_available) // demand.processes if demand.shared else device_total
+            with suppress(MemoryLimitError):  # then layers stream, as far as that fits
+                return solved(int(kept * there), boundaries or "device")
+        return solved(device_limit, boundaries)
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:
             error.where = "memory available on this machine"

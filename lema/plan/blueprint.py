@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from lema.backend import Backend, load
+from lema.backend import Backend, Parallel, SingleProcess, load
 from lema.config import LemaConfig
+from lema.held import held_records
 from lema.hostrows import host_rows_name
 from lema.hub import own_weights, resolve_model
 from lema.lora import configured_lora, inject_lora_params
@@ -42,6 +43,7 @@ class Blueprint:
         files: them.
         parameters: of the model, adapters not counted.
         trained: weights of the model that train themselves, in place of an adapter; None: an adapter does.
+        parallel: the processes that hold it together; the layers, and adapters on them, are one's part.
     """
 
     directory: Path
@@ -54,6 +56,7 @@ class Blueprint:
     files: tuple[Path, ...]
     parameters: int
     trained: TrainedBytes | None = None
+    parallel: Parallel = field(default_factory=SingleProcess)
 
     @property
     def model_bytes(self) -> int:
@@ -81,6 +84,7 @@ def draw_up(
     backend: Backend | None = None,
     trust_remote_code: bool = False,
     chosen: Callable[[PreTrainedModel], Callable[[str], bool]] | None = None,
+    parallel: Parallel | None = None,
 ) -> Blueprint:
     """Read a model's config and its tensors' headers, and attach the adapter that the settings ask for.
 
@@ -90,6 +94,7 @@ def draw_up(
         trust_remote_code: as in `LemaModel`.
         chosen: given the model, returns what says of a parameter's name whether it trains itself; None: an adapter is
             attached instead.
+        parallel: the processes that hold the model together, of which one's part is drawn up; None: there is one.
 
     Raises:
         ConfigError, WeightsError: as `LemaModel`.
@@ -106,6 +111,7 @@ def draw_up(
         records = match_names(model, index)
     name, stack = find_layers(model)
     dtypes, device = target_dtypes(model), backend or load("cpu")
+    parallel = parallel or SingleProcess()
     layers = layer_bytes(records, dtypes, name, len(stack))
     reader = LayerReader(threads=1)  # which is never asked
     in_host = host_rows_name(model) if config.host_embeddings else None
@@ -116,6 +122,10 @@ def draw_up(
         trained = None
         inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        if parallel.size > 1:
+            parallel.shard(model)
+            held = held_records(model, records, parallel)
+            layers = layer_bytes(held, dtypes, name, len(stack))
         adapter = training_bytes(model, name)
     else:
         trained = _train_weights(model, layers, chosen(model), f"{name}.")
@@ -131,6 +141,7 @@ def draw_up(
         index.files,
         parameters,
         trained,
+        parallel,
     )
 
 

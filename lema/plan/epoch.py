@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from lema.companions import load_tokenizer
 from lema.config import LemaConfig
 from lema.data import needs_tokenizer, prepare_data
-from lema.errors import DataError
 from lema.plan.blueprint import Blueprint
 from lema.plan.step import StepShape
 
@@ -75,13 +75,5 @@ def epoch_of(
 
 
 def _tokenizer(blueprint: Blueprint, trusted: bool) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(blueprint.directory, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(
-            f"the model has no tokenizer that can be loaded: {error}",
-            where=str(blueprint.directory),
-            how="put the tokenizer's files beside the weights, or leave train_data out of the plan",
-        ) from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
+    how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
+    return load_tokenizer(blueprint.directory, trusted=trusted, how=how)

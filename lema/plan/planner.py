@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 
-from lema.backend import Backend
+from lema.backend import Backend, kept_unasked
 from lema.config import LemaConfig
 from lema.errors import MemoryLimitError
-from lema.opened import open_backend
+from lema.opened import open_backend, planned_parallel
 from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.machine import Machine
@@ -43,6 +43,7 @@ class Planner:
         host_available: bytes of host memory that are free.
         process_bytes: of interpreter and libraries; 0: unknown, for the machine is another.
         measured: whether the machine is this one, measured; else it is a profile.
+        kept: the part of the device's memory up to which layers stay where the settings have no limit for it.
     """
 
     config: LemaConfig
@@ -54,6 +55,7 @@ class Planner:
     host_available: int
     process_bytes: int = 0
     measured: bool = False
+    kept: float = 0.0
 
     def demand(self, shape: StepShape | None = None, workload: Workload | None = None, scale: float = 1.0) -> Demand:
         """Return what a step needs.
@@ -63,7 +65,7 @@ class Planner:
             workload: of one of its micro-batches; None: that of the run's own.
             scale: by which computing takes more, or less, than for full rows.
         """
-        return demand_of(
+        known = demand_of(
             self.blueprint.layers,
             workload or self.workload,
             self.timings.times(scale),
@@ -74,6 +76,7 @@ class Planner:
             shared=self.machine.shared,
             trained=self.blueprint.trained,
         )
+        return replace(known, processes=self.blueprint.parallel.size)
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:
         """Return what a run spends memory on, with some settings changed.
@@ -88,7 +91,8 @@ class Planner:
         if config.device_memory is None or not config.gradient_checkpointing:
             demand = untimed(demand)
             speeds = Speeds(UNKNOWN_DISK) if machine.shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
-        return allocated(config, demand, speeds, machine.device_memory, machine.host_memory, self.host_available)
+        memory = machine.device_memory, machine.host_memory, self.host_available
+        return allocated(config, demand, speeds, *memory, kept=self.kept)
 
     def measured_again(self, backend: Backend, clock: Callable[[], float]) -> Planner:
         """Return the planner with this machine measured once more.
@@ -157,8 +161,7 @@ class Planner:
         own = self.shape.micro_batch
         if rows == own.rows:
             return self.workload
-        batch = MicroBatch(rows, own.length)
-        return measure(self.blueprint.model, self.blueprint.layers, batch, self.config.loss_chunk_tokens)
+        return _measure(self.blueprint, MicroBatch(rows, own.length), self.config)
 
 
 def planner_of(config: LemaConfig, machine: Machine | None = None, *, trust_remote_code: bool = False) -> Planner:
@@ -174,28 +177,38 @@ def planner_of(config: LemaConfig, machine: Machine | None = None, *, trust_remo
     """
     if machine is None:
         return _on_this_machine(config, trust_remote_code)
-    blueprint = draw_up(config, trust_remote_code=trust_remote_code)
+    blueprint = draw_up(config, trust_remote_code=trust_remote_code, parallel=planned_parallel(config))
     shape, workload = _work(config, blueprint)
     timings = by_arithmetic(workload, blueprint.layers, machine, blueprint.model.dtype.itemsize)
-    return Planner(config, blueprint, machine, workload, timings, shape, machine.host_memory)
+    kept = kept_unasked(config.device)
+    return Planner(config, blueprint, machine, workload, timings, shape, machine.host_memory, kept=kept)
 
 
 def _on_this_machine(config: LemaConfig, trusted: bool) -> Planner:
-    backend = open_backend(config)
+    parallel = planned_parallel(config)
+    # One process measures what each of several would see: the others need not be there.
+    alone = {"tensor_parallel_size": 1, "sequence_parallel": False} if parallel.size > 1 else {}
+    backend = open_backend(config.model_copy(update=alone))
     try:
-        blueprint = draw_up(config, backend=backend, trust_remote_code=trusted)
+        blueprint = draw_up(config, backend=backend, trust_remote_code=trusted, parallel=parallel)
         shape, workload = _work(config, blueprint)
         available = psutil.virtual_memory().available
         machine, timings = probe(blueprint, workload, config, shape, backend)
     finally:
         backend.close()
     # The process is looked at with what computing a layer has left behind in it, as it does in training.
-    return Planner(config, blueprint, machine, workload, timings, shape, available, process_bytes(), measured=True)
+    known = (config, blueprint, machine, workload, timings, shape, available, process_bytes())
+    return Planner(*known, measured=True, kept=kept_unasked(backend))
 
 
 def _work(config: LemaConfig, blueprint: Blueprint) -> tuple[StepShape, Workload]:
-    shape = step_shape(config, getattr(blueprint.model.config, "max_position_embeddings", None))
-    return shape, measure(blueprint.model, blueprint.layers, shape.micro_batch, config.loss_chunk_tokens)
+    positions = getattr(blueprint.model.config, "max_position_embeddings", None)
+    shape = step_shape(config, positions, parts=blueprint.parallel.size)
+    return shape, _measure(blueprint, shape.micro_batch, config)
+
+
+def _measure(blueprint: Blueprint, batch: MicroBatch, config: LemaConfig) -> Workload:
+    return measure(blueprint.model, blueprint.layers, batch, config.loss_chunk_tokens, parallel=blueprint.parallel)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -55,7 +55,7 @@ def probe(
         backend: the device.
         clock: seconds, by which computing is timed; reading and copying are by those that pass.
     """
-    split = Split(blueprint.model, backend)
+    split = Split(blueprint.model, backend, parallel=blueprint.parallel)
     speeds = _speeds(blueprint.layers, backend)
     largest = max(blueprint.layers, key=lambda layer: layer.nbytes)
     total, host = backend.memory().total, psutil.virtual_memory().total
@@ -176,6 +176,7 @@ class _Timer:
         firsts, calls, like = calls_of(self.split, blueprint.layers, self.shape.micro_batch, names)
         blueprint.model.train()
         hidden = with_values(like, self.backend)
+        (entered,) = self.split.enter([hidden])
         for index in firsts:
             for parameter in self.split.layers[index].parameters():
                 if not parameter.is_meta:  # the adapter's, which has memory and no values yet
@@ -186,7 +187,7 @@ class _Timer:
                 blueprint.layers,
                 index,
                 call,
-                hidden,
+                entered,
                 self.backend,
                 self.clock,
                 names[index] if names else (),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lema.config import LemaConfig
 from lema.data import longest_row, share_of
+from lema.padding import padding_of
 from lema.plan.machine import Machine
 from lema.plan.weightbytes import TrainedBytes
 from lema.plan.workload import MicroBatch, Workload
@@ -78,20 +79,21 @@ class Timings:
         )
 
 
-def step_shape(config: LemaConfig, positions: int | None, processes: int = 1) -> StepShape:
+def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, parts: int = 1) -> StepShape:
     """Return the step that the settings ask for, every row as long as it may be.
 
     Args:
         config: of the run.
         positions: the longest row that the model takes; None: any.
         processes: that share a batch; the step is that of the first, which has most.
+        parts: processes that hold one copy of the model together, and may each have a part of every row.
 
     Raises:
         ConfigError: `max_length` is more than the model's positions.
     """
     share = len(share_of(range(config.batch_size), 0, processes, config.micro_batch_size))
     rows = min(config.micro_batch_size or share, share)
-    multiple = config.pad_to_multiple_of or 1
+    multiple = padding_of(config, parts, positions).multiple
     length = -(-longest_row(config.max_length, positions) // multiple) * multiple
     return StepShape(MicroBatch(rows, length), share * config.gradient_accumulation_steps)
 

@@ -7,6 +7,7 @@ byte of a weight is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from lema.backend import load
+from lema.backend import Parallel, load
 from lema.errors import LemaError, ModelError
 from lema.flow import tensors_in
 from lema.layercall import LayerCall
@@ -127,20 +128,22 @@ def measure(
     batch: MicroBatch,
     loss_chunk_tokens: int,
     trained: Sequence[Collection[str]] = (),
+    parallel: Parallel | None = None,
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
 
     Args:
         model: adapters attached; the decoder layers' weights on `meta`. It is left as it was.
         layers: its decoder layers as bytes.
-        batch: the micro-batch.
+        batch: the micro-batch; of processes that hold the model together each can have a part of its rows.
         loss_chunk_tokens: logits exist for this many tokens at a time.
         trained: of each layer, the weights of its own that train; empty: none do, in any.
+        parallel: the processes that its layers have been divided among; None: they are whole.
 
     Raises:
         ModelError: the model cannot be streamed, or what it computes depends on values.
     """
-    split = Split(model, load("cpu"))
+    split = Split(model, load("cpu"), parallel=parallel)
     trained = trained or [()] * len(layers)
     kinds = kinds_of(split, layers, trained)
     with without_values(model):
@@ -210,12 +213,15 @@ def _measure(
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in((call.args, call.kwargs))}
     hidden = prelude.hidden.detach()
     firsts = (kinds.index(kind) for kind in range(max(kinds) + 1))
-    works = tuple(_layer_work(split, index, layers, prelude.calls, hidden, trained[index]) for index in firsts)
+    (entered,) = split.enter([hidden])
+    works = tuple(_layer_work(split, index, layers, prelude.calls, entered, trained[index]) for index in firsts)
+    # Where the last layer puts the parts of several processes together, that and its gradient are there beside them.
+    whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
     return Workload(
         kinds,
         works,
-        _head_work(split, hidden, chunk_tokens),
-        hidden.nbytes,
+        _head_work(split, hidden, chunk_tokens, whole),
+        entered.nbytes,
         sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
         tally.peak,
         load("cpu").rng_state().nbytes,
@@ -226,7 +232,8 @@ def _measure(
 def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
     """Let the split see what layers return, on a few tokens without values."""
     with Tally():  # which knows more shapes
-        split.prelude({"input_ids": torch.ones(1, 8, dtype=torch.long)}, fake_weights(layers[0]))
+        few = torch.ones(1, math.lcm(8, split.parallel.size), dtype=torch.long)
+        split.prelude({"input_ids": few}, fake_weights(layers[0]))
 
 
 def _trains_outside(split: Split) -> bool:
@@ -279,8 +286,8 @@ def _layer_work(
     )
 
 
-def _head_work(split: Split, hidden: Tensor, chunk_tokens: int) -> HeadWork:
-    """Run one chunk, cut as `lema.loss` cuts it, and take as many as there are."""
+def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
+    """Run one chunk, cut as `lema.loss` cuts it, and take as many as there are; `beside` bytes are there meanwhile."""
     rows, length = hidden.shape[:2]
     block = (min(rows, max(1, chunk_tokens // length)), min(length, chunk_tokens))
     leaf = torch.empty_like(hidden[: block[0], : block[1]]).requires_grad_()
@@ -291,7 +298,7 @@ def _head_work(split: Split, hidden: Tensor, chunk_tokens: int) -> HeadWork:
             logits = split.head(leaf)
             value = cross_entropy(logits.float().view(-1, logits.shape[-1]), target.view(-1), reduction="sum")
         torch.autograd.grad(value, leaf)
-    return HeadWork(tally.flops * rows * length // (block[0] * block[1]), tally.peak)
+    return HeadWork(tally.flops * rows * length // (block[0] * block[1]), tally.peak + beside)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from lema.backend import Backend, Replicas, Upload
-from lema.errors import ReadError
+from lema.errors import NonFiniteError, ReadError
 from lema.hostmemory import read_only
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader, Ticket
@@ -48,6 +48,7 @@ def fill(
 
     Raises:
         ReadError: reading failed, here or in another process.
+        NonFiniteError: a weight is NaN or infinite, likewise.
     """
     if not residents and not host_cached:
         return {}, {}
@@ -69,7 +70,7 @@ def fill(
             del buffer  # before there is another
         for _ in _arrived(to_read, layers, reader, host.__getitem__):
             pass
-    except ReadError as error:
+    except (ReadError, NonFiniteError) as error:
         failure = error
     _agree(replicas, failure)
     if memory is not None and backend.memory().shared:
@@ -114,12 +115,13 @@ def _first(under_way: deque[tuple[int, Tensor, Ticket]]) -> tuple[int, Tensor]:
     return layer, buffer
 
 
-def _agree(replicas: Replicas, failure: ReadError | None) -> None:
+def _agree(replicas: Replicas, failure: ReadError | NonFiniteError | None) -> None:
     """Wait for all processes; raise what failed in any of them."""
-    told = replicas.exchange(None if failure is None else (failure.what, failure.where, failure.how))
+    read = isinstance(failure, ReadError)
+    told = replicas.exchange(None if failure is None else (read, failure.what, failure.where, failure.how))
     if failure is not None:
         raise failure
     for rank, failed in enumerate(told):
         if failed is not None:
-            what, where, how = failed
-            raise ReadError(f"process {rank}: {what}", where=where, how=how)
+            read, what, where, how = failed
+            raise (ReadError if read else NonFiniteError)(f"process {rank}: {what}", where=where, how=how)

@@ -52,6 +52,9 @@ class LayerStream:
         trace: records uploads and stalls.
         clock: seconds, for the counters.
 
+    Attributes:
+        before_lease: called before a layer is leased that is not on lease already; what it raises, the lease does.
+
     Raises:
         ReadError: a layer that is read at the start could not be, here or in another process.
     """
@@ -85,7 +88,8 @@ class LayerStream:
             parts = [part.nbytes for part in stored]
             self._gathered = GatheredBuffers(parts, backend, self._part, trace=trace, clock=clock)
         self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]
-        if self._gathered is None and not has_addresses(backend.device):
+        self._lazy = not has_addresses(backend.device)
+        if self._gathered is None and self._lazy:
             # Where in its slot a tensor lies is part of a lazy device's graph. So that layers share one, only what
             # tensors have is uploaded: layers that follow each other in a file begin anywhere in a page.
             spans = [slice(*extent(layer)) for layer in stored]
@@ -94,8 +98,10 @@ class LayerStream:
             self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None, spans=spans
         )
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
-        self._uploads = {} if self._gathered is None else uploads
+        # A lazy device waits for and releases residents as other layers: that is where its graphs end.
+        self._uploads = uploads if self._gathered is not None or self._lazy else {}
         self.num_slots = prefetch_depth + 1
+        self.before_lease: Callable[[], None] = _nothing
         self._ring = LayerRing(
             stored,
             [layer for layer in range(len(self.layers)) if layer not in self.residents],
@@ -155,16 +161,17 @@ class LayerStream:
         if layer in self._held:
             yield self._held[layer]
             return
+        self.before_lease()
         self._ring.raise_failures()
         self._counters.add(leases=1)
         if self._gathered is not None:
             with self._together(self._gathered, layer) as whole, self._open(layer, whole) as lease:
                 yield lease
-        elif layer in self.residents:
+        elif layer in self.residents and not self._lazy:
             with self._open(layer, self._resident[layer]) as lease:
                 yield lease
         else:
-            upload = self._ring.take(layer)
+            upload = self._part(layer)
             try:
                 with self._open(layer, upload.wait()) as lease:
                     yield lease
@@ -199,7 +206,8 @@ class LayerStream:
             self._held[layer] = Lease(layer, slot, weights_in(slot, stored, expanded), expanded)
             yield self._held[layer]
         finally:
-            self._held.pop(layer, None)
+            if (ended := self._held.pop(layer, None)) is not None and not ended.has_address:
+                ended.weights.clear()  # a lazy device would make a copy of each view that is still there
             if expanded is not None:
                 self._expanded.give_back(expanded)
 
@@ -215,13 +223,17 @@ class LayerStream:
             yield whole
 
     def _part(self, layer: int) -> Upload:
-        """Return this process's part of a layer, on its way to the device."""
+        """Return a layer, or this process's part of it, on the device or on its way there."""
         return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
 
     def _in_use(self) -> Collection[int]:
         """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
         held = self._held.keys() if self._gathered is None else self._gathered.under_way
         return held - self.residents
+
+    def under_way(self) -> tuple[list[int], int | None, list[int]]:
+        """Return the layers on lease, the one announced next, and those being read; any thread may ask."""
+        return list(self._held), self._ring.first, self._ring.reading
 
     def stored(self, layer: int) -> dict[str, Tensor]:
         """Return the weights of a layer that is kept in host memory, as views of that memory, by parameter name."""
@@ -285,3 +297,7 @@ class LayerStream:
         self._host.clear()
         self._resident.clear()
         self._uploads.clear()
+
+
+def _nothing() -> None:
+    """Nobody asks for anything before a lease."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from lema.errors import ReadError
 from lema.header import TensorRecord
 from lema.partrecord import PartRecord, pieces_of
+from lema.stream.baseguard import BaseGuard
 from lema.stream.placement import DTYPES, PAGE, Cast, LayerBytes
 from lema.stream.ticket import Ticket, Workers
 from lema.trace import NO_TRACE, NoTrace
@@ -77,12 +78,19 @@ class LayerReader:
         threads: how many reads are under way at once.
         direct: read past the page cache where the file system allows it.
         trace: records every read.
+        guard: looks at what is read for the first time; None: nobody does.
     """
 
     THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
 
-    def __init__(self, threads: int = THREADS, direct: bool = True, trace: NoTrace = NO_TRACE) -> None:
-        self._trace = trace
+    def __init__(
+        self,
+        threads: int = THREADS,
+        direct: bool = True,
+        trace: NoTrace = NO_TRACE,
+        guard: BaseGuard | None = None,
+    ) -> None:
+        self._trace, self._guard = trace, guard
         self._workers = Workers(threads, "lema-read")
         self._direct = direct
         self._files: dict[Path, _File] = {}
@@ -104,6 +112,19 @@ class LayerReader:
             for file, start, offset, nbytes in _segments(layer)
         ]
         parts += [partial(self._cast, name, cast, buffer) for cast in layer.casts]
+        if (guard := self._guard) is not None:
+            looks: list[Callable[[], None] | None] = [
+                partial(guard.look, buffer[start : start + nbytes], file, offset)
+                if guard.new(file, offset, nbytes)
+                else None
+                for file, start, offset, nbytes in _segments(layer)
+            ]
+            for cast in layer.casts:
+                target = buffer[cast.placed.offset : cast.placed.offset + cast.placed.nbytes]
+                looks.append(partial(guard.look_at_cast, cast, target) if guard.new_cast(cast) else None)
+            parts = [
+                part if look is None else partial(_both, part, look) for part, look in zip(parts, looks, strict=True)
+            ]
         ticket = Ticket(parts, before)
         self._workers.submit(ticket)
         return ticket
@@ -158,6 +179,11 @@ class LayerReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _both(read: Callable[[], None], look: Callable[[], None]) -> None:
+    read()
+    look()
 
 
 def _bytes(buffer: Tensor) -> memoryview:

@@ -77,6 +77,17 @@ class LayerRing:
         """How many announced leases are still to come."""
         return len(self._order)
 
+    @property
+    def first(self) -> int | None:
+        """The layer to be taken next; None: none is announced."""
+        return self._order.first
+
+    @property
+    def reading(self) -> list[int]:
+        """The layers of which not every byte has arrived, of those whose reads have been asked for."""
+        pairs = [(buffer.layer, buffer.ticket) for buffer in list(self.buffers)]
+        return [layer for layer, ticket in pairs if layer is not None and ticket is not None and not ticket.done()]
+
     def announce(self, order: Iterable[int]) -> None:
         """Say which layers will be taken next, after those announced before; reading starts at once."""
         self._order.extend(order)

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
+import neuronranks
 import pytest
-from processes import run_processes
+from forked import run_forked
 
 Measured = dict[str, list[dict[str, float] | str]]
 
@@ -17,10 +17,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Measured]
 
     def run(count: int) -> Measured:
         if count not in known:
-            here, file = Path(__file__).parent, tmp_path_factory.mktemp("ranks") / "measured.json"
+            directory = tmp_path_factory.mktemp("ranks")
             known[count] = "the processes did not end"
-            done = run_processes([str(here / "neuronranks.py"), str(file)], count)
-            known[count] = json.loads(file.read_text()) if done.returncode == 0 else done.stderr[-3000:]
+            run_forked(neuronranks.main, [str(directory / "measured.json")], count, directory, 500)
+            known[count] = json.loads((directory / "measured.json").read_text())
         measured = known[count]
         assert not isinstance(measured, str), measured
         return measured

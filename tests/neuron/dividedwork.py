@@ -1,14 +1,14 @@
 """Steps of divided, streamed models, the same whatever the number of processes; run alone, it is the reference.
 
-torchrun --nproc-per-node N dividedwork.py DIRECTORY: on every rank, all cases one after the other; what each found is
-compared with what one process has written into DIRECTORY, and the first rank writes how far off it is.
+`main` runs on every rank: all cases one after the other; what each found is compared with what one process has written
+into a directory, and the first rank writes how far off it is.
 """
 
 import json
-import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
+from lema.errors import ConfigError
 from lema.held import layout_of, whole_tensor
 from lema.loss import split_batch
+from lema.opened import planned_parallel
+from lema.plan.blueprint import draw_up
+from lema.plan.step import demand_of, step_shape
+from lema.plan.tally import Tally
+from lema.plan.workload import measure
+from lema.prepare import prepare
 from lema.replicate import first_alone
+from lema.stream.cost import Allocation, device_parts
 
 LAYERS, ROWS, LENGTH, STEPS = 8, 4, 16, 5
 SHAPE: dict[str, Any] = {
@@ -37,6 +45,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, 2 kv": ("llama", {"num_key_value_heads": 2}),
     "qwen3, 2 kv": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
     "mistral, 1 kv": ("mistral", {"num_key_value_heads": 1, "sliding_window": 8}),
+    "mixtral, 2 kv": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "wide": ("llama", {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 128}),
 }
 
 
@@ -63,7 +73,7 @@ def cases(size: int) -> Iterator[Case]:
         yield Case("llama, 2 kv", False, {"strategy": "resident", "max_grad_norm": None})
     else:
         yield Case("mistral, 1 kv", True)
-        yield Case("llama, 2 kv", False)
+        yield Case("mixtral, 2 kv", False)
         yield Case("llama, 2 kv", True, {"tensor_parallel_size": 2})
 
 
@@ -71,7 +81,8 @@ def write_models(directory: Path) -> None:
     for name, (kind, changes) in MODELS.items():
         torch.manual_seed(3)
         config = AutoConfig.for_model(kind, **{**SHAPE, **changes})
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
+        AutoModelForCausalLM.from_config(config).save_pretrained(stored := directory / "stored" / name)
+        prepare(stored, directory / name)  # experts are stored otherwise than they are used
 
 
 def batch() -> dict[str, Tensor]:
@@ -93,13 +104,33 @@ def config_of(directory: Path, case: Case, **options: Any) -> LemaConfig:
     return LemaConfig(str(directory / case.model), **{**settings, **case.settings, **options})
 
 
+class Numbers:
+    """What stands for a tokenizer: texts are numbers of tokens."""
+
+    pad_token_id, eos_token_id = 0, None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def batch_decode(self, tokens: Tensor, skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, row)) for row in tokens.tolist()]
+
+
+def said(model: LemaModel, **options: Any) -> Tensor:
+    """The tokens that follow two prompts."""
+    model.__dict__["tokenizer"] = Numbers()
+    texts = model.generate(["5 9 33 17", "40 2"], max_new_tokens=6, **options)
+    return torch.tensor([[int(word) for word in text.split()] for text in texts])
+
+
 def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tensor], int]:
-    """Take some steps; return what was found, whole, and how many bytes this process has read of layers."""
+    """Take some steps; return what was found, whole, and how many bytes this process has read of layers in the last."""
     found: dict[str, Tensor] = {}
     with closing(LemaModel(config)) as model:
         parallel, replicas = model.backend.parallel, model.backend.replicas
         model.initialize_lora()
         assert model.lora_manager is not None
+        model.allocation = Allocation(3)  # else every layer stays: `looked_at`
         rows = {name: one[replicas.rank :: replicas.size] for name, one in batch().items()}
         logits: list[Tensor] = []
         model.adapter.evaluate(split_batch(rows, 2), logits)
@@ -108,7 +139,7 @@ def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tens
         trainer = model.get_trainer()
         losses = []
         for step in range(STEPS):
-            gradients = {}
+            gradients: dict[str, Tensor] = {}
 
             def note(event: str, gradients: dict[str, Tensor] = gradients) -> None:
                 if event == "on_pre_optimizer_step":
@@ -126,6 +157,8 @@ def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tens
         for name, one in model.lora_manager.named_parameters():
             if one.requires_grad:
                 found[f"after {name}"] = whole_tensor(parallel, one.detach(), layout_of(one)).clone()
+        if not config.sequence_parallel:
+            found["tokens"] = said(model)
         if saved is not None:
             trainer.save_checkpoint(saved)
             extra = trainer.load_checkpoint(saved)
@@ -155,7 +188,8 @@ def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor], kind: str) -> 
     order = 2.0 if kind == "after" else float("inf")
 
     def size(one: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(one.double(), order)
+        length: Tensor = torch.linalg.vector_norm(one.double(), order)
+        return length
 
     return max(float(size(found[name] - wanted[name]) / size(wanted[name]).clamp_min(1e-6)) for name in names)
 
@@ -169,11 +203,11 @@ def compared(directory: Path, case: Case, size: int) -> dict[str, Any]:
     saved = directory / f"saved by {size}" / str(case)
     found, read = train(config_of(directory, case, **shared), saved)
     wanted = load_file(directory / f"{case}.safetensors")
-    if "logits" not in found:
-        wanted.pop("logits")
-    kinds = [
-        kind for kind in ("logits", "gradient", "losses", "norm", "after", "loss after") if kind in str(wanted.keys())
-    ]
+    for kind in ("logits", "tokens"):
+        if kind not in found:
+            wanted.pop(kind)
+    told = ("logits", "tokens", "gradient", "losses", "norm", "after", "loss after")
+    kinds = [kind for kind in told if kind in str(wanted.keys())]
     measured: dict[str, Any] = {kind: furthest(found, wanted, kind) for kind in kinds}
     # What one process has saved goes on in several.
     with closing(LemaModel(config_of(directory, case, **shared))) as model:
@@ -189,24 +223,86 @@ def compared(directory: Path, case: Case, size: int) -> dict[str, Any]:
     return measured
 
 
+def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
+    """Of a run whose settings leave memory to the backend: what is read, what a plan told, what text it makes."""
+    torch.distributed.barrier()
+    size = torch.distributed.get_world_size()
+    settings: dict[str, Any] = {"device": "neuron", "neuron_runtime": "emulated", "tensor_parallel_size": size}
+    settings |= {"max_length": 96, "batch_size": 6, "micro_batch_size": 2, "loss_chunk_tokens": 64}
+    config = config_of(directory, Case("wide", sequence_parallel), **settings, sequence_parallel=sequence_parallel)
+    ids = torch.randint(1, SHAPE["vocab_size"], (2, 96), generator=torch.Generator().manual_seed(1))
+    micro = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    read = []
+    with closing(LemaModel(config)) as model:
+        model.initialize_lora()
+        stays = len(model.allocation.residents)
+        model.skeleton.train()
+        for _ in range(2):  # the first makes what later steps use again
+            for parameter in model.get_trainable_parameters():
+                parameter.grad = None
+            before = model.adapter.counters.bytes_read
+            with Tally() as tally:
+                tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *micro.values()])
+                ring = [buffer.memory for buffer in model.memory._ring.buffers]
+                tally.leave_out([*model.memory._resident.values(), *ring])
+                model.adapter.loss([micro] * 3).backward()
+            read.append(model.adapter.counters.bytes_read - before)
+        refused = ""
+        if sequence_parallel:
+            try:
+                said(model)
+            except ConfigError as error:
+                refused = str(error.where)
+            sampled = None
+        else:
+            torch.manual_seed(torch.distributed.get_rank())
+            sampled = said(model, do_sample=True, temperature=2.0).tolist()
+    return {
+        "stays": stays,
+        "read": read,
+        "peak": tally.peak,
+        "told": told_by_a_plan(config),
+        "refused": refused,
+        "sampled": sampled,
+    }
+
+
+def told_by_a_plan(config: LemaConfig) -> int:
+    """What a step of one process makes on its device, by a plan; there is no optimizer, gradients alone are made."""
+    blueprint = draw_up(config, parallel=planned_parallel(config))
+    shape = step_shape(config, 128, parts=blueprint.parallel.size)
+    micro, chunk = shape.micro_batch, config.loss_chunk_tokens
+    demand = demand_of(
+        blueprint.layers,
+        measure(blueprint.model, blueprint.layers, micro, chunk, parallel=blueprint.parallel),
+        None,
+        shape,
+        outside_bytes=0,
+        adapter_bytes=blueprint.adapter_bytes // 4,
+        lowest=blueprint.lowest_adapted,
+        shared=True,
+    )
+    return sum(device_parts(demand, Allocation(3)).values()) - device_parts(demand, Allocation(3))["slots"]
+
+
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for case in cases(dist.get_world_size()):
+    size = dist.get_world_size()
+    works: dict[str, Callable[[], Any]] = {str(case): partial(compared, directory, case, size) for case in cases(size)}
+    if size == 2:
+        works |= {f"looked at {shared}": partial(looked_at, directory, shared) for shared in (False, True)}
+    for name, work in works.items():
         try:
-            measured: Any = compared(directory, case, dist.get_world_size())
+            measured: Any = work()
         except Exception:  # noqa: BLE001 - reported under its name
             measured = traceback.format_exc()
-        every: list[Any] = [None] * dist.get_world_size()
+        every: list[Any] = [None] * size
         dist.all_gather_object(every, measured)
-        found[str(case)] = every
+        found[name] = every
     if dist.get_rank() == 0:
         (directory / f"found {dist.get_world_size()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

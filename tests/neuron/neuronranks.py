@@ -1,10 +1,6 @@
-"""Runs on every rank: all cases one after the other; the first rank writes what each measured to a file.
-
-torchrun --nproc-per-node N neuronranks.py FILE
-"""
+"""Runs on every rank: all cases one after the other; the first rank writes what each measured to a file."""
 
 import json
-import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +30,3 @@ def main(file: str) -> None:
     if comm.rank == 0:
         Path(file).write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dividedwork import MODELS, cases, reference, write_models
-from processes import run_processes
+from dividedwork import MODELS, cases, main, reference, write_models
+from forked import run_forked
 from safetensors import safe_open
-
-WORK = Path(__file__).with_name("dividedwork.py")
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for six processes' work on two cores
 
@@ -20,8 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     write_models(directory)
     measured: dict[int, dict[str, Any]] = {1: reference(directory)}
     for size in (2, 4):
-        done = run_processes([str(WORK), str(directory)], size, timeout=500)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_forked(main, [directory], size, directory, 500)
         measured[size] = json.loads((directory / f"found {size}.json").read_text())
     measured[0] = {model: sizes_of(directory / model / "model.safetensors") for model in MODELS}
     return measured
@@ -42,6 +39,7 @@ def test_several_processes_give_what_one_gives(found: dict[int, dict[str, Any]],
         assert rank.get("logits", 0.0) < 1e-5, rank
         assert rank["after"] < 1e-4 and rank["norm"] < 1e-4, rank  # after five steps
         assert rank["taken over"] < 1e-4, rank
+        assert rank.get("tokens", 0) == 0, rank
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -51,7 +49,7 @@ def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, 
             continue
         sizes, kv = found[0][case.model], MODELS[case.model][1]["num_key_value_heads"]
         copies = max(1, size // kv)
-        part = {"k_proj": copies / size, "v_proj": copies / size}
+        part = {"k_proj": copies / size, "v_proj": copies / size, "gate": 1.0}
         held = sum(
             nbytes if name.split(".")[-2].endswith("norm") else nbytes * part.get(name.split(".")[-2], 1 / size)
             for name, nbytes in sizes.items()
@@ -59,3 +57,28 @@ def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, 
         whole = found[1][str(case)]
         for rank in found[size][str(case)]:
             assert rank["read"] / whole == held / sum(sizes.values()), str(case)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["tokens", "sequence"])
+class TestOfARunWhoseSettingsLeaveMemoryToTheBackend:
+    def test_all_layers_stay_where_they_fit(self, found: dict[int, dict[str, Any]], shared: bool) -> None:
+        for rank in looked_at(found, shared):
+            assert rank["stays"] > 0
+            assert rank["read"][1] == 0
+
+    def test_a_step_takes_what_a_plan_told_without_the_processes(
+        self, found: dict[int, dict[str, Any]], shared: bool
+    ) -> None:
+        for rank in looked_at(found, shared):
+            assert 0.9 * rank["peak"] <= rank["told"] <= 1.1 * rank["peak"]
+
+    def test_processes_draw_the_same_text_or_say_why_not(self, found: dict[int, dict[str, Any]], shared: bool) -> None:
+        one, other = looked_at(found, shared)
+        assert one["refused"] == other["refused"] == ("sequence_parallel" if shared else "")
+        assert one["sampled"] == other["sampled"]
+
+
+def looked_at(found: dict[int, dict[str, Any]], shared: bool) -> list[dict[str, Any]]:
+    ranks = found[2][f"looked at {shared}"]
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    return list(ranks)

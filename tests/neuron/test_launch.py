@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import command, run_forked
 from peft import PeftModel
 from processes import run_processes, started_processes
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ OTHERWISE = {  # the third runs as it stands, in half precision
     "neuron_trn1_2xlarge": ("dtype=float32",),
     "neuron_trn1_32xlarge": ("dtype=float32", "pad_to_multiple_of=null"),  # sequences of any length are shared
 }
+LIKE_ANOTHER = ("neuron_trn2",)  # torchrun starts as many processes for another: these are forked
 ALONE = ("device=cpu", "tensor_parallel_size=1", "sequence_parallel=false")
 
 
@@ -55,8 +57,13 @@ def options(*settings: str) -> list[str]:
 def test_the_command_without_a_device_trains_what_one_process_trains(config: Path, place: Path) -> None:
     count, arguments = emulated(config)
     exact = OTHERWISE.get(config.stem, ())
-    done = run_processes([*arguments, *options(*FEW, *exact, "output_dir=shared")], count)
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments += options(*FEW, *exact, "output_dir=shared")
+    if config.stem in LIKE_ANOTHER:
+        assert arguments[:2] == ["-m", "lema"]
+        run_forked(command, [arguments[2:], place], count, place, 240)
+    else:
+        done = run_processes(arguments, count)
+        assert done.returncode == 0, done.stderr[-3000:]
     base = AutoModelForCausalLM.from_pretrained("lema-demo/model")
     adapted = PeftModel.from_pretrained(base, "shared")
     assert any(bool(one.any()) for name, one in adapted.named_parameters() if ".lora_B." in name)

@@ -32,9 +32,9 @@ def config_of(
     _libraries: None,
 ) -> Callable[..., LemaConfig]:
     """Return the settings of a run in a directory of that name: `(name="run", dropout=0.0, **settings)`."""
-    from lema import LemaConfig, checkpoint, phaselog
+    from lema import LemaConfig, commit, phaselog
 
-    monkeypatch.setattr(checkpoint, "_flush", lambda _: None)  # a loss of power is not what is tested here
+    monkeypatch.setattr(commit, "_flush", lambda _: None)  # a loss of power is not what is tested here
     monkeypatch.setattr(phaselog, "plot_loss", lambda *_: False)  # nor is a picture, but where it is
 
     def make(name: str = "run", dropout: float = 0.0, **settings: Any) -> LemaConfig:

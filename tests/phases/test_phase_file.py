@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -166,7 +165,11 @@ def test_train_goes_through_it_with_packed_tokens_and_validation(written: Callab
 class StopAtOnce:
     """A signal that came before anything began."""
 
-    received: Any = type("Signal", (), {"name": "SIGTERM"})
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def why(self) -> str:
+        return "SIGTERM"
 
     def __enter__(self) -> "StopAtOnce":
         return self
@@ -181,9 +184,9 @@ def test_a_signal_ends_it_with_a_checkpoint_from_which_it_goes_on(
     file: PhaseFile = read_phase_file(written(STAGES))
     with monkeypatch.context() as patch:
         patch.setattr(lema.trainphases, "StopOnSignal", StopAtOnce)
-        with pytest.raises(Stopped, match="SIGTERM after step 1 of phase pre-lora-1") as stopped:
+        with pytest.raises(Stopped, match="SIGTERM after step 0 of phase pre-lora-1") as stopped:
             train_phases(file, console=quiet())
     assert stopped.value.exit_code == 75
-    assert (Path(file.config.output_dir) / "pre-lora-1" / "checkpoint-1").is_dir()
+    assert (Path(file.config.output_dir) / "pre-lora-1" / "checkpoint-0").is_dir()
     end = train_phases(file, resume=True, console=quiet())
     assert end.name == "checkpoint-2" and end.parent.name == "post-lora-1"

@@ -142,10 +142,10 @@ def test_what_cannot_be_run_is_refused(config_of: Callable[..., LemaConfig]) -> 
 
 
 def test_a_phase_that_has_ended_may_not_be_another_afterwards(config_of: Callable[..., LemaConfig]) -> None:
-    config = config_of(save_total_limit=1)
+    config = config_of(save_total_limit=2)
     run_phases(config, plan_of({**FULL, "tokens": 3 * STEP}), SOURCES)
     place = Path(config.output_dir) / "whole"
-    assert [path.name for path in sorted(place.glob("checkpoint-*"))] == ["checkpoint-3"]
+    assert [path.name for path in sorted(place.glob("checkpoint-*"))] == ["checkpoint-2", "checkpoint-3"]
     then = plan_of({**FULL, "tokens": 3 * STEP, "learning_rate": 1e-5}, {**LORA, "tokens": STEP})
     with pytest.raises(ConfigError, match="another plan"):
         run_phases(config, then, SOURCES, resume=True)

@@ -79,7 +79,7 @@ def kept(place: Path) -> list[str]:
 def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(save_steps=0, eval_steps=1, save_total_limit=1)
+    config = config_of(save_steps=0, eval_steps=1, save_total_limit=2)
     losses_of(monkeypatch, 3.0, 2.0, 2.5, 4.0, 9.0, 8.0, 7.0, 8.0)
     run_phases(config, two(4), SOURCES, held_out=HELD)
     place = Path(config.output_dir)
@@ -99,7 +99,7 @@ def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
 def test_the_best_is_remembered_by_a_run_that_goes_on(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, plan = config_of(save_steps=1, eval_steps=1, save_total_limit=1), plan_of({**LORA, "tokens": 4 * STEP})
+    config, plan = config_of(save_steps=1, eval_steps=1, save_total_limit=2), plan_of({**LORA, "tokens": 4 * STEP})
     losses_of(monkeypatch, 2.0, 3.0, 3.0, 3.0)
     with monkeypatch.context() as patch:
         count_writes(patch, after=1 + 2 * 4 + 1)  # in the third step, whose checkpoint was written and not noted yet
@@ -108,5 +108,5 @@ def test_the_best_is_remembered_by_a_run_that_goes_on(
     place = Path(config.output_dir) / "adapters"
     assert kept(place) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     run_phases(config, plan, SOURCES, held_out=HELD, resume=True)
-    assert kept(place) == ["checkpoint-1", "checkpoint-4"]
+    assert kept(place) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
     assert json.loads((place / "best.json").read_text())["checkpoint"] == "checkpoint-1"

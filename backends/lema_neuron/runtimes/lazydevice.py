@@ -11,8 +11,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lema.backend import Download, Downloaded, MemoryStats, Upload
 from lema.errors import ConfigError
@@ -50,11 +52,11 @@ class LazyDevice:
 
     def device_slots(self, nbytes: int, count: int) -> LazySlots:  # noqa: ARG002 - memory is the runtime's to find
         """Return a ring of `count` slots: each upload brings memory of its own, which goes when it is not used."""
-        return LazySlots(self.device, count, self._xla.sync)
+        return LazySlots(self.device, count, self._cut)
 
     def download(self, source: Tensor, target: Tensor) -> Download:
         """Run what was computed so far, and copy."""
-        self._xla.sync()
+        self._cut()
         target.copy_(source.detach())
         return Downloaded()
 
@@ -69,7 +71,8 @@ class LazyDevice:
             self._seed = torch.initial_seed()
             self._xm.set_rng_state(self._seed % SEEDS, str(self.device))
         seed = self._xm.get_rng_state(str(self.device)) % SEEDS
-        return torch.tensor([seed - SEEDS if seed >= SEEDS // 2 else seed]).view(torch.uint8)
+        with _disable_current_modes():  # in which no tensor that is made may have values
+            return torch.from_numpy(np.array([seed], np.uint64).view(np.uint8))
 
     def set_rng_state(self, state: Tensor) -> None:
         """Put a seed back.
@@ -83,11 +86,13 @@ class LazyDevice:
                 how="resume with the neuron_runtime of the run before",
             )
         self._seed = torch.initial_seed()
-        self._xm.set_rng_state(int(state.clone().view(torch.int64)) % SEEDS, str(self.device))
+        with _disable_current_modes():
+            seed = int(state.numpy().view(np.uint64)[0])
+        self._xm.set_rng_state(seed, str(self.device))
 
     def end_step(self) -> None:
         """Run what is left of the step, and count the graphs it has compiled."""
-        self._xla.sync()
+        self._cut()
         self.compiles.step_ended()
 
     def synchronize(self) -> None:
@@ -109,6 +114,11 @@ class LazyDevice:
     def close(self) -> None:
         """Wait for what is under way."""
         self.synchronize()
+
+    def _cut(self) -> None:
+        """Run what was computed so far, as one graph."""
+        with self.compiles.counted():
+            self._xla.sync()
 
 
 class LazySlots:
@@ -140,7 +150,8 @@ class _LazyUpload:
         self._waited = self._released = False
 
     def wait(self) -> Tensor:
-        """Return the bytes: what is computed from now on belongs to the lease."""
+        """Cut the graph, and return the bytes: what is computed from now on belongs to the lease, and nothing else."""
+        self._slots.cut()
         if self._released:
             assert self._slots.free, "a slot was asked for that something else was uploaded to"
             self._slots.free -= 1

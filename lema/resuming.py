@@ -1,0 +1,105 @@
+"""Which checkpoint a run goes on from: the newest that is whole, bit for bit, and says what it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lema.adapter import WEIGHTS
+from lema.changedsettings import settings_then
+from lema.checkpoint import OPTIMIZER, PREFIX, STATE, read_state
+from lema.errors import AdapterError
+from lema.manifest import check_manifest
+from lema.replicas import Replicas
+from lema.replicate import first_alone
+
+__all__ = ["agreed_checkpoint", "check_sound", "newest_sound", "tell_warning"]
+
+Say = Callable[[str], None]
+
+# The files without which a checkpoint of a kind is none.
+KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
+
+
+def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
+    """Return the newest checkpoint that is sound; say of each newer one why it is passed over. None is changed.
+
+    Args:
+        found: checkpoints, the oldest first.
+        say: called with a line for each that is passed over; each is a warning of the log as well.
+        weights_only: whether one will do whose optimizer is missing or damaged.
+
+    Raises:
+        AdapterError: none is sound; lists each with what is wrong with it.
+    """
+    faults: list[str] = []
+    for directory in reversed(found):
+        try:
+            check_sound(directory, weights_only=weights_only)
+        except AdapterError as error:
+            fault = f"{error.what} ({error.where})"
+            faults.append(f"{directory.name}: {fault}")
+            tell_warning(f"{directory} is damaged and passed over: {fault}", say)
+        else:
+            return directory
+    listed = "".join(f"\n  - {fault}" for fault in faults)
+    raise AdapterError(
+        f"no checkpoint is sound:{listed}",
+        where=str(found[-1].parent) if found else "",
+        how="copy one back from where it is whole, or begin a new run in another output_dir"
+        + ("" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"),
+    )
+
+
+def agreed_checkpoint(replicas: Replicas, found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
+    """Return the newest sound checkpoint, which the first process looks for; all processes call this.
+
+    Raises:
+        AdapterError: none is sound; in every process.
+    """
+    chosen: list[str] = []
+    first_alone(replicas, lambda: chosen.append(str(newest_sound(found, say, weights_only=weights_only))))
+    first, *_ = replicas.everyone(chosen)
+    return Path(first[0])
+
+
+def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
+    """Make sure that a checkpoint is what was written, and all of it; return its state.
+
+    Raises:
+        AdapterError: it is not; names the file and what is wrong with it.
+    """
+    check_manifest(directory, spared=(OPTIMIZER,) if weights_only else ())
+    state = read_state(directory)
+    kind = state.get("kind", "adapters")
+    if kind not in KINDS:
+        raise AdapterError(f"there is no kind of training {kind!r}", where=str(directory / STATE))
+    for name in KINDS[kind]:
+        if not (directory / name).is_file() and not (weights_only and name == OPTIMIZER):
+            raise AdapterError("a file is missing", where=str(directory / name))
+    settings_then(directory)
+    step = directory.name.removeprefix(PREFIX)
+    if step.isdigit() and int(step) != (said := _step_of(state)):
+        raise AdapterError(
+            f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it",
+            where=str(directory / STATE),
+        )
+    return state
+
+
+def tell_warning(line: str, say: Say) -> None:
+    """Say a line, and have it in the log as a warning."""
+    log = logging.getLogger(__name__)
+    if not log.hasHandlers():  # the line has been said: Python would print it once more
+        log.addHandler(logging.NullHandler())
+    log.warning("%s", line)
+    say(line)
+
+
+def _step_of(state: dict[str, Any]) -> int:
+    """Return the step that a checkpoint is named by: in a phase, that of the phase."""
+    extra = state["extra"]
+    in_phase = isinstance(extra, dict) and {"plan", "phase", "step"} <= extra.keys()
+    return int(extra["step"] if in_phase else state["global_step"])

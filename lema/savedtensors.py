@@ -1,0 +1,82 @@
+"""Tensors on their way to disk: never one that is not finite, and never one that reads back as another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lema.errors import DiskError, NonFiniteError
+
+__all__ = ["check_finite", "check_written", "same_bits"]
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
+    """Make sure that nothing that is about to be saved is NaN or infinite.
+
+    Args:
+        tensors: by name.
+        where: they would be saved.
+
+    Raises:
+        NonFiniteError: one is not; names it.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.is_meta:
+            continue
+        wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch asks this of no type of 8 bits
+        if not bool(torch.isfinite(wide).all()):
+            count = int((~torch.isfinite(wide)).sum())
+            raise NonFiniteError(
+                f"{name} is not saved: {count:,} of its {tensor.numel():,} numbers are NaN or infinite",
+                where=str(where),
+                how="resume from the last checkpoint, with a lower learning_rate or with max_grad_norm set",
+            )
+
+
+def check_written(file: Path, expected: Mapping[str, Tensor], also: int = 0) -> None:
+    """Read a file of tensors back, and compare it bit for bit with memory: names, shapes, types and values.
+
+    Args:
+        file: in safetensors' format.
+        expected: what was to be written.
+        also: this many numbers at the least must be there.
+
+    Raises:
+        DiskError: something differs; names the tensor.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            names, count = set(opened.keys()), 0
+            if differing := sorted(names ^ expected.keys()):
+                raise _differs(
+                    f"{differing[0]} is only {'in the file' if differing[0] in names else 'in memory'}", file
+                )
+            for name in sorted(names):
+                tensor = opened.get_tensor(name)
+                if not same_bits(tensor, expected[name]):
+                    raise _differs(f"{name} is not what is in memory", file)
+                count += tensor.numel()
+    except (OSError, SafetensorError) as error:
+        raise _differs(f"it cannot be read: {error}", file) from error
+    if count < also:
+        raise _differs(f"{count:,} numbers are in it, and {also:,} train", file)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, type and bits; NaN is not asked whether it equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    mine, yours = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(mine, yours)
+
+
+def _differs(what: str, file: Path) -> DiskError:
+    return DiskError(
+        f"what was written does not read back as it was written: {what}",
+        where=str(file),
+        how="look after the disk; what was saved before is untouched",
+    )

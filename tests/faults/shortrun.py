@@ -1,0 +1,229 @@
+"""The run that faults are done to: eight layers, dropout, six steps, and whether it came to the end it must come to."""
+
+import atexit
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from faults.forked import Ended, Marks, run, warm
+
+__all__ = ["STEPS", "ShortRun", "checkpoint_steps", "curve", "damaged", "last_lines", "leftovers", "short_run"]
+
+STEPS = 6
+WEIGHTS = "adapter_model.safetensors"
+LOCK = ".lock"  # stays between runs
+MEASURED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A model, rows and a place for the output of runs.
+
+    Attributes:
+        place: a directory; `model` and `rows.jsonl` are in it.
+        marks: numbers that children leave.
+    """
+
+    place: Path
+    marks: Marks
+
+    def out(self, name: str) -> Path:
+        """Return the output directory of a run."""
+        return self.place / name
+
+    def log(self, name: str) -> Path:
+        """Return where a run says what it says."""
+        return self.place / f"{name}.log"
+
+    def train(self, name: str, *, resume: bool = False, **changes: Any) -> int:
+        """Run `lema train` in this process, as the command line does; return the exit code."""
+        from lema.cli import app
+        from lema.exits import run as run_command
+
+        sys.modules["matplotlib"] = None  # type: ignore[assignment]  # a picture takes longer than a step
+        given = {
+            "model_name_or_path": str(self.place / "model"),
+            "train_data": str(self.place / "rows.jsonl"),
+            "output_dir": str(self.out(name)),
+            "device": "cpu",
+            "gradient_checkpointing": True,
+            "lora_rank": 4,
+            "lora_alpha": 8,
+            "lora_dropout": 0.1,
+            "lora_target_modules": ["q_proj"],
+            "learning_rate": 1e-2,
+            "batch_size": 2,
+            "max_steps": STEPS,
+            "save_steps": 1,
+            **changes,
+        }
+        file = self.place / f"{name}.yaml"
+        file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()), encoding="utf-8")
+        return run_command(app, ["train", str(file), *(["--resume"] if resume else [])])
+
+    def child(self, name: str, *, resume: bool = False, **changes: Any) -> Ended:
+        """Run it in a child, to its end."""
+        return run(lambda: self.train(name, resume=resume, **changes), self.log(name))
+
+    def straight(self, **changes: Any) -> Path:
+        """Run it without a fault, once for the same settings; return its output directory.
+
+        Raises:
+            RuntimeError: it failed, and there is nothing to compare with.
+        """
+        name = f"straight-{_key(changes)}"
+        if not self.out(name).exists():
+            ended = self.child(name, **changes)
+            if ended.code:
+                raise RuntimeError(f"the run without a fault ended with {ended.code}: {ended.said}")
+        return self.out(name)
+
+    def halted(self, step: int, **changes: Any) -> Path:
+        """Kill a run, once for the same settings, as soon as the checkpoint of `step` is saved; return its directory.
+
+        Raises:
+            RuntimeError: it came to another end.
+        """
+        name = f"halted-{step}-{_key(changes)}"
+        if self.out(name).exists():
+            return self.out(name)
+
+        def work() -> int:
+            from lema.trainer import LemaTrainer
+
+            save = LemaTrainer.save_step
+
+            def and_die(trainer: LemaTrainer, *arguments: Any, **options: Any) -> None:
+                save(trainer, *arguments, **options)
+                if trainer.global_step == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            LemaTrainer.save_step = and_die  # type: ignore[method-assign, assignment]
+            return self.train(name, **changes)
+
+        ended = run(work, self.log(name))
+        if ended.code != -signal.SIGKILL:
+            raise RuntimeError(f"the run that was to be killed ended with {ended.code}: {ended.said}")
+        return self.out(name)
+
+    def copied(self, halted: Path, name: str) -> Path:
+        """Begin from a copy of what a halted run left."""
+        self.forget(name)
+        return shutil.copytree(halted, self.out(name))
+
+    def forget(self, name: str) -> None:
+        """Remove what a run left."""
+        shutil.rmtree(self.out(name), ignore_errors=True)
+
+    def fault_of(self, name: str, ended: Ended, straight: Path, *, measured: bool = True) -> str:
+        """Return what is wrong with a run that has come to its end, or nothing."""
+        out = self.out(name)
+        if ended.code:
+            return f"it ended with {ended.code}: {last_lines(ended.said)}"
+        if not same_adapter(out, straight):
+            return "the adapter is another"
+        if measured and curve(out) != curve(straight):
+            return "the loss curve is another"
+        if found := leftovers(out):
+            return f"left behind: {', '.join(found)}"
+        return ""
+
+
+@cache
+def short_run() -> ShortRun:
+    """Make the model and the rows, and import what a run needs, once in this process.
+
+    Raises:
+        RuntimeError: the model cannot be made, or not be trained.
+    """
+    made = ShortRun(Path(tempfile.mkdtemp(prefix="lema-faults-")), Marks())
+    atexit.register(shutil.rmtree, made.place, ignore_errors=True)
+    ended = run(lambda: _make(made.place), made.log("make"))
+    if ended.code:
+        raise RuntimeError(f"the model could not be made: {ended.said}")
+    _ready(made)
+    return made
+
+
+def _key(changes: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _make(place: Path) -> int:
+    from smallrun import token_rows, write_model
+
+    write_model(place / "model")
+    for file, count, seed in (("rows.jsonl", 40, 1), ("eval.jsonl", 4, 2)):
+        lines = [json.dumps(row) + "\n" for row in token_rows(count, seed, length=6)]
+        (place / file).write_text("".join(lines), encoding="utf-8")
+    return 0
+
+
+def _ready(made: ShortRun) -> None:
+    """Import here all that a run needs."""
+    import torch
+
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"eval_data": str(made.place / "eval.jsonl"), "eval_steps": 2}
+    ended = warm(lambda: made.train("warm", **options), made.log("warm"))
+    if ended.code:
+        raise RuntimeError(f"the first run ended with {ended.code}: {ended.said}")
+    from transformers import conversion_mapping
+
+    conversion_mapping.get_checkpoint_conversion_mapping("")  # a table that is made once in a process
+    made.forget("warm")
+
+
+def same_adapter(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same bytes."""
+    file = one / WEIGHTS
+    return file.is_file() and file.read_bytes() == (other / WEIGHTS).read_bytes()
+
+
+def curve(out: Path) -> list[tuple[Any, ...]]:
+    """Return what a run measured, by step, but for times."""
+    from lema.metrics import METRICS_NAME, read_metrics
+
+    rows = read_metrics(out / METRICS_NAME)
+    kept = [(row["step"], *((key, row[key]) for key in MEASURED if key in row)) for row in rows if "step" in row]
+    return [row for row in kept if len(row) > 1]
+
+
+def leftovers(out: Path) -> list[str]:
+    """Return the names of what a run should have removed."""
+    return sorted(
+        str(path.relative_to(out)) for path in out.rglob("*") if path.name.startswith(".") and path.name != LOCK
+    )
+
+
+def checkpoint_steps(out: Path) -> list[int]:
+    """Return the steps of the checkpoints of a run, the oldest first."""
+    names = [path.name.removeprefix("checkpoint-") for path in out.glob("checkpoint-*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def damaged(out: Path) -> str:
+    """Say which checkpoint is not what was saved; nothing where each is."""
+    from lema.errors import LemaError
+    from lema.manifest import check_manifest
+
+    for step in checkpoint_steps(out):
+        try:
+            check_manifest(out / f"checkpoint-{step}")
+        except LemaError as error:
+            return f"the checkpoint of step {step} is damaged: {error.what}"
+    return ""
+
+
+def last_lines(said: str, count: int = 4) -> str:
+    """Return the end of what a child said, in one line."""
+    return " / ".join(line.strip() for line in said.splitlines()[-count:])

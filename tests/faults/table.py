@@ -1,0 +1,64 @@
+"""The table: each kind of fault, how many of it a full run makes, and what came of them."""
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module
+
+from faults.outcome import Outcome
+
+__all__ = ["ROWS", "Row", "markdown", "outcome_of"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        name: by which it is asked for.
+        module: of this package, with the function.
+        full: how many cases a full run has; 0: all there are.
+        short: how many a short one has.
+        function: `(count, seed, report) -> Outcome`.
+    """
+
+    name: str
+    module: str
+    full: int
+    short: int
+    function: str = "run"
+
+
+ROWS = (
+    Row("kills", "kills", 200, 2),
+    Row("instants", "instants", 0, 6),
+    Row("power", "instants", 0, 3, "power"),
+    Row("over", "instants", 0, 2, "over"),
+    Row("terms", "terms", 50, 3),
+    Row("everystep", "everystep", 160, 2),
+    Row("damage", "damage", 500, 6),
+    Row("fulldisk", "fulldisk", 200, 3),
+    Row("smalldisk", "smalldisk", 121, 0),
+    Row("nonfinite", "nonfinite", 0, 4),
+    Row("inputs", "inputs", 100_000, 400),
+    Row("paths", "paths", 40, 40),
+    Row("rows", "rows", 200, 40),
+    Row("configkeys", "configkeys", 100_000, 40),
+)
+
+
+def outcome_of(row: Row, count: int, seed: int, report: Callable[[str], None] | None = None) -> Outcome:
+    """Make the faults of a row."""
+    run: Callable[..., Outcome] = getattr(import_module(f"faults.{row.module}"), row.function)
+    return run(count, seed, report)
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    """Return the table, with where and when it was made."""
+    lines = ["| fault | cases | passed | required | seconds |", "|---|---:|---:|---|---:|"]
+    for one in outcomes:
+        lines.append(f"| {one.fault} | {one.cases:,} | {one.passed:,} | {one.required} | {one.seconds:.0f} |")
+    where = f"{platform.machine()}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    lines += ["", f"{datetime.now(UTC):%d %b %Y}, {where}."]
+    return "\n".join(lines)

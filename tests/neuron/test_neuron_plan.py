@@ -1,0 +1,176 @@
+"""A plan for processes that hold the model together: each one's part, told by one process that is alone."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dividedwork import SHAPE
+from hollowmodel import write_hollow
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
+
+from lema import LemaConfig, LemaModel
+from lema.cli import app, run
+from lema.errors import ConfigError
+from lema.plan.allocate import allocate, allocated
+from lema.plan.blueprint import Blueprint
+from lema.plan.machine import profile
+from lema.plan.planner import planner_of
+from lema.stream.cost import Allocation, Demand, LayerCost, Speeds, device_parts
+from lema_neuron.standin import StandIn
+from lema_neuron.watch import Watch
+
+GB = 10**9
+WIDE = {**SHAPE, "hidden_size": 512, "intermediate_size": 1408, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hollow(tmp_path_factory.mktemp("hollow") / "model", LlamaConfig(**WIDE), torch.bfloat16)
+
+
+def planned(base: Path, **settings: Any) -> tuple[dict[str, int], Allocation, Blueprint]:
+    """What a core has in its memory, by part."""
+    device = {"device": "neuron", "max_length": 64, "batch_size": 4, "gradient_checkpointing": True}
+    planner = planner_of(LemaConfig(str(base), **{**device, **settings}), profile("trn1"))
+    demand = planner.demand()
+    allocation = planner.allocation(demand)
+    return device_parts(demand, allocation), allocation, planner.blueprint
+
+
+def weights(parts: dict[str, int]) -> int:
+    return parts["slots"] + parts["residents"]
+
+
+def test_a_core_holds_its_part_of_the_layers_and_all_of_what_is_outside(base: Path) -> None:
+    (one, _, whole), (four, _, part) = planned(base), planned(base, tensor_parallel_size=4)
+    hidden, inner, kv = 512, 1408, 2 * 64
+    cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)  # bytes of what each of four has a quarter of
+    keys = 2 * 8 * 2 * kv * hidden  # and of what has two heads: half, in one copy of two
+    norms = weights(one) - cut - keys
+    assert 0 < norms < 0.01 * cut
+    assert weights(four) == pytest.approx(cut / 4 + keys / 2 + norms, rel=0.02)
+    assert four["outside"] == one["outside"]
+    assert four["adapters"] < 0.7 * one["adapters"]
+    assert (part.adapter_parameters, part.stored_bytes) == (whole.adapter_parameters, whole.stored_bytes)
+
+
+def test_what_waits_between_layers_is_divided_where_tokens_are(base: Path) -> None:
+    whole, shared = (planned(base, tensor_parallel_size=4, sequence_parallel=one)[0] for one in (False, True))
+    assert shared["boundaries"] <= whole["boundaries"] / 3.9
+    assert weights(shared) == weights(whole)
+
+
+def test_layers_stay_on_the_device_unasked_as_far_as_its_memory_goes(base: Path) -> None:
+    _, allocation, _ = planned(base, tensor_parallel_size=2)
+    assert len(allocation.residents) + allocation.slots == 8
+    _, allocation, _ = planned(base, tensor_parallel_size=2, device_memory="30MB")
+    assert len(allocation.residents) + allocation.slots < 8
+
+
+LAYERS = Demand(tuple(LayerCost(GB, GB, GB) for _ in range(20)), outside_bytes=GB)
+
+
+@pytest.mark.parametrize(
+    ("kept", "changes", "stay"),
+    [
+        (0.0, {}, 0),
+        (0.75, {}, 8),  # of 16 GB 12, less one outside and three slots
+        (0.75, {"device_memory": "6GB"}, 2),  # what is asked for counts
+        (0.2, {}, 0),  # not even streaming fits: it is tried all the same
+    ],
+)
+def test_unasked_only_so_much_of_the_device_is_filled(kept: float, changes: dict[str, Any], stay: int) -> None:
+    config = LemaConfig("model", device="cpu", gradient_checkpointing=True, **changes)
+    found = allocated(config, LAYERS, Speeds(1.0, 10.0), 16 * GB, 64 * GB, 64 * GB, kept=kept)
+    assert (len(found.residents), found.slots, found.saved, found.boundaries) == (stay, 3, frozenset(), "device")
+
+
+def test_where_the_device_is_the_host_its_processes_share_what_is_free() -> None:
+    config = LemaConfig("model", device="cpu", gradient_checkpointing=True)
+    shared = Demand(LAYERS.layers, outside_bytes=GB, shared=True, processes=2)
+    found = allocated(config, shared, Speeds(1.0), 64 * GB, 64 * GB, 32 * GB, kept=0.75)
+    assert len(found.residents) == 8
+
+
+def test_more_processes_than_one_machine_has_do_not_share_its_memory(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def look(config: LemaConfig, demand: Demand, *rest: Any, **options: Any) -> Any:
+        seen.append(demand.processes)
+        return allocated(config, demand, *rest, **options)
+
+    monkeypatch.setattr("lema.plan.allocate.allocated", look)
+    config = LemaConfig(str(base), device="cpu")
+    for local in ("4", "2"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        with closing(LemaModel(config)) as model:
+            backend = Beside(model.backend, 4)
+            allocate(config, model.skeleton, model._layers, 0, backend)  # type: ignore[arg-type]
+    assert seen == [4, 2]
+
+
+class Beside:
+    """A backend as one of several processes that hold the model together sees it."""
+
+    def __init__(self, backend: Any, size: int) -> None:
+        self._backend, self.parallel = backend, StandIn(0, size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def test_a_number_of_processes_that_does_not_divide_the_model_is_refused_by_the_plan(base: Path) -> None:
+    with pytest.raises(ConfigError, match="q_proj"):
+        planned(base, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="whole layers"):
+        planned(base, tensor_parallel_size=2, device="cpu")
+
+
+def test_this_machine_is_measured_for_one_of_several_processes(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    settings = {"device": "neuron", "neuron_runtime": "emulated", "tensor_parallel_size": 2, "sequence_parallel": True}
+    settings |= {"model_name_or_path": str(base), "max_length": 32, "pad_to_multiple_of": 16, "batch_size": 2}
+    file.write_text(json.dumps(settings))
+    assert run(app, ["plan", str(file), "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["measured"] and plan["micro_batch"]["length"] == 32
+    assert plan["step"]["seconds"] > 0
+
+
+def test_collectives_of_a_plan_have_the_shapes_of_the_groups() -> None:
+    alone, one = StandIn(1, 4), torch.arange(24.0).view(2, 12)
+    assert torch.equal(alone.all_reduce(one), one) and alone.all_reduce(one) is not one
+    assert alone.all_gather(one, 1).shape == (2, 48)
+    assert torch.equal(alone.reduce_scatter(one, 1), one[:, 3:6])
+    assert torch.equal(alone.broadcast(one, 2), one)
+    part = alone.split([[0, 2], [1, 3]])
+    assert (part.rank, part.size) == (0, 2)
+
+
+class Deaf:
+    """A group in which nobody answers."""
+
+    rank, size = 0, 2
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} reached the others")
+
+
+def test_what_has_no_values_goes_to_no_other_process() -> None:
+    watched = Watch().around(Deaf())
+    with FakeTensorMode():
+        fake = torch.ones(2, 4)
+    for one in (fake, torch.ones(2, 4, device="meta")):
+        assert watched.all_reduce(one).shape == (2, 4)
+        assert watched.all_gather(one, 0).shape == (4, 4)
+        assert watched.reduce_scatter(one, 1).shape == (2, 2)
+    with pytest.raises(AssertionError, match="reached the others"):
+        watched.all_reduce(torch.ones(2, 4))

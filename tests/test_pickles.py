@@ -1,0 +1,41 @@
+"""Nothing is read through pickle: every test ends with this looked at; here, that a look finds what there is."""
+
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from types import CodeType
+
+import pickles
+import pytest
+
+HERE = str(Path(__file__).resolve().parents[1])
+
+
+def reader(file: str, function: str = "read") -> CodeType:
+    """Compile a function that unpickles, as if it stood in a file of LEMA's."""
+    return compile(f"def {function}(data):\n    import pickle\n    return pickle.loads(data)\n", file, "exec")
+
+
+@pytest.mark.parametrize("place", ["lema/checkpoint.py", "backends/lema_cpu/__init__.py"])
+def test_what_our_code_looks_up_for_a_pickle_is_found(place: str) -> None:
+    names: dict[str, object] = {}
+    exec(reader(f"{HERE}/{place}"), names)
+    names["read"](pickle.dumps(OrderedDict()))  # type: ignore[operator]
+    (told,) = pickles.found()
+    assert "collections.OrderedDict" in told and place in told and "in read" in told
+    assert not pickles.found()
+
+
+def test_what_others_look_up_is_theirs() -> None:
+    pickle.loads(pickle.dumps(OrderedDict()))
+    assert not pickles.found()
+
+
+@pytest.mark.parametrize("place", pickles.ALLOWED)
+def test_what_goes_between_processes_is_no_file(place: tuple[str, str]) -> None:
+    names: dict[str, object] = {}
+    file, function = place
+    folder = "" if file.startswith("lema/") else "backends/"
+    exec(reader(f"{HERE}/{folder}{file}", function), names)
+    names[function](pickle.dumps(OrderedDict()))  # type: ignore[operator]
+    assert not pickles.found()
