@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,9 @@ from lema.fingerprint import base_fingerprint
 from lema.freespace import check_room
 from lema.held import whole_adapter
 from lema.loss import attended_tokens, split_batch, trained_tokens
-from lema.nonfinite import first_non_finite_gradient, non_finite_gradient, non_finite_loss
 from lema.onerun import one_run
 from lema.optim import check_optimizer, make_optimizer, set_rates, set_update
+from lema.passes import Pass, Passes
 from lema.polled import Stop
 from lema.randomstates import restore_own, states_of_all
 from lema.replicate import first_alone
@@ -70,21 +70,6 @@ class StepResult:
     tokens: int
     grad_norm: float | None
     dropped: NonFiniteError | None = None
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A pass of the step under way, as it can be run again.
-
-    Attributes:
-        micro_batches: of this process.
-        divisor: trained tokens that its loss is divided by.
-        state: of the generator, before it.
-    """
-
-    micro_batches: Sequence[Mapping[str, Tensor]]
-    divisor: int
-    state: Tensor
 
 
 class LemaTrainer:
@@ -129,7 +114,7 @@ class LemaTrainer:
         self.global_step = 0
         self.accumulation_step = 0
         self.skipped_steps = 0
-        self._passes: list[_Pass] = []  # of the step under way
+        self._passes = Passes(model_adapter)
         self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
         self.update = Update(model_adapter.split, self.backend, config.max_grad_norm)
         self._denominator = 0  # trained tokens by which the gradients accumulated so far were divided
@@ -190,6 +175,7 @@ class LemaTrainer:
                 `"on_optimizer_step"` before they are dropped.
         """
         optimizer, replicas = self.ready(), self.backend.replicas
+        place = f"step {self.global_step + 1}{where}"
         counted = replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
         trained, tokens = (sum(column) for column in zip(*counted, strict=True))
         if self.accumulation_step == 0:
@@ -197,7 +183,7 @@ class LemaTrainer:
         self._trained_tokens += trained
         try:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
-            self._passes.append(_Pass(micro_batches, divisor, self.backend.rng_state()))
+            self._passes.begin(micro_batches, divisor)
             with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
                 loss = self.model.room.fitted(
                     micro_batches,
@@ -215,10 +201,11 @@ class LemaTrainer:
             mine, length = read_numbers(loss, norm)
             value = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
-                self._refuse(lambda: self._non_finite(micro_batches, value, mine, where))
+                said = f"{place}; the optimizer was not stepped"
+                self._refuse(lambda: self._passes.non_finite_loss(value, mine, said))
             if norm is not None and length is not None:
                 if self.update.fails(length):
-                    self._refuse(lambda: self._non_finite_gradient(where))
+                    self._refuse(lambda: self._passes.non_finite_gradient(place, self._again, self._drop_gradients))
                 if (dropped := self._fault) is not None:
                     self._drop(dropped)
                     return StepResult(value, trained, tokens, None, dropped)
@@ -503,43 +490,7 @@ class LemaTrainer:
                 stacklevel=4,
             )
 
-    def _non_finite(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], value: float, mine: float, where: str
-    ) -> NonFiniteError:
-        """Return the error of a loss that is not finite, `mine` being this process's part of it."""
-        place = f"step {self.global_step + 1}{where}; the optimizer was not stepped"
-        if math.isfinite(mine):
-            self.model.accompany(training=False)  # while the other looks for the layer
-            return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
-        after = self.backend.rng_state()
-        self.backend.set_rng_state(self._passes[-1].state)  # what dropout drew then is drawn again
-        try:
-            return non_finite_loss(self.model, micro_batches, value, place)
-        finally:
-            self.backend.set_rng_state(after)
-
-    def _non_finite_gradient(self, where: str) -> NonFiniteError:
-        """Return the error of gradients that are not finite; the passes of the step are run again to find where.
-
-        The generator is then where it was, and the gradients are of no further use.
-        """
-        after, place = self.backend.rng_state(), None
-        self.memory.cancel()  # what was announced for the next step
-        self._drop_gradients()
-        for one in self._passes:
-            self.backend.set_rng_state(one.state)
-            found = first_non_finite_gradient(self.model, partial(self._again, one))
-            place = place or found
-            alone = not self.memory.sharded and self.backend.parallel.size == 1
-            if place is not None and alone:  # else other processes run all passes too
-                break
-        self.backend.set_rng_state(after)
-        told = self.backend.replicas.exchange(place)
-        if place is None and any(told):
-            place = "in another process"
-        return non_finite_gradient(f"step {self.global_step + 1}{where}", place)
-
-    def _again(self, one: _Pass) -> None:
+    def _again(self, one: Pass) -> None:
         self.model.room.fitted(
             one.micro_batches,
             lambda parts: self._pass(parts, one.divisor, more=False, following=None, logits=None),

@@ -26,6 +26,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
 }
 HALF = "bfloat16"
+# What steps may put weights apart by: AdamW divides a gradient by its own size, so that an element which is all but
+# nothing moves by rounding alone. The gradients themselves are compared by a test below.
+APART = {"rows padded in every other step": 1e-4, HALF: float("inf")}
 
 
 def done(work: str, root: Path, **settings: Any) -> dict[str, Any]:
@@ -57,9 +60,15 @@ def test_the_numbers_are_those_of_the_cpu(run: tuple[str, dict[str, Any]]) -> No
     lazy, plain = found["lazy"], found["plain"]
     assert lazy["losses"] == pytest.approx(plain["losses"], rel=2e-3 if name == HALF else 1e-5)
     assert lazy["losses"][0] != lazy["losses"][-1]  # it has trained
-    assert name == HALF or found["apart"] <= 1e-5
+    assert found["apart"] <= APART.get(name, 1e-5)
     values = [[value for value, _ in one["evaluations"]] for one in (lazy, plain)]
     assert values[0] == pytest.approx(values[1], rel=2e-3 if name == HALF else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["4 layers", "rows padded in every other step"])
+def test_each_step_s_gradients_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    found = done("gradients", tmp_path, **SETTINGS[name])
+    assert len(found["apart"]) >= 4 and max(found["apart"]) <= 1e-5
 
 
 def test_an_evaluation_compiles_nothing_the_second_time(run: tuple[str, dict[str, Any]]) -> None:

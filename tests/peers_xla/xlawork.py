@@ -91,6 +91,32 @@ def _trained(
     return {"losses": losses, "graphs": graphs, "evaluations": evaluated, "falls": falls}, weights
 
 
+def gradients(root: str, *, padded: str = "never", **settings: Any) -> dict[str, Any]:
+    """Compare the gradients of each step with those on the CPU: how far apart they are, as a fraction of their norm."""
+    found = [_gradients(root, device, padded, settings) for device in ("neuron", "cpu")]
+    return {"apart": [float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True)]}
+
+
+def _gradients(root: str, device: str, padded: str, settings: dict[str, Any]) -> list[Tensor]:
+    """Return what each step steps with; weights do not move, so that no step differs for what one before has made."""
+    model = opened(root, device, learning_rate=1e-30, **settings)
+    trained, taken = model.get_trainable_parameters(), list[Tensor]()
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for one in trained:
+            one.copy_(torch.randn(one.shape) * 0.1)  # not zeros, behind which half of all gradients are zeros
+
+    def take(event: str) -> None:
+        if event == "on_pre_optimizer_step":
+            taken.append(torch.cat([one.grad.cpu().flatten() for one in trained if one.grad is not None]))
+
+    trainer = model.get_trainer()
+    for step in range(STEPS):
+        trainer.accumulate(batches(step, padded), on_event=take)
+    model.close()
+    return taken
+
+
 def slope(root: str, **settings: Any) -> dict[str, Any]:
     """Compare gradients, for which layers are computed again, with differences of the loss, for which they are not."""
     model = opened(root, "neuron", lora_dropout=0.4, lora_alpha=8, **settings)
@@ -132,7 +158,7 @@ def main() -> None:
     torch.manual_seed(1)
     config = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=depth)
     AutoModelForCausalLM.from_config(config).save_pretrained(Path(root))
-    print(json.dumps({"train": train, "slope": slope}[work](root, **settings)))  # noqa: T201 - what it is run for
+    print(json.dumps({"train": train, "gradients": gradients, "slope": slope}[work](root, **settings)))  # noqa: T201 - what it is run for
 
 
 if __name__ == "__main__":
