@@ -133,8 +133,8 @@ class Underway:
         for step in range(self.done, self.steps):
             self._mark = Generators.now(self.model.backend)
             log.fire("on_step_begin")
-            batch = self.mixture.batch(step * rows, rows, replicas.rank, replicas.size, size)
             drawn = self.mixture.rows(step * rows, rows, replicas.rank, replicas.size, size)
+            batch = self.mixture.collated(drawn, replicas.size)
             where = f", rows {', '.join(f'{one.row} of {one.source}' for one in drawn)}"
             result = self.trains.step([] if batch is None else split_batch(batch, size), log.fire, where)
             with warnings.catch_warnings():

@@ -123,7 +123,11 @@ class Mixture:
         Raises:
             DataError: a row is longer than a block, or holds a token that is not in the vocabulary.
         """
-        return self._batch(self.rows(start, count, rank, size, micro_batch_size), self._sources, size)
+        return self.collated(self.rows(start, count, rank, size, micro_batch_size), size)
+
+    def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
+        """The batch of what `rows` gave one of `size` processes."""
+        return self._batch(draws, self._sources, size)
 
     def validation(self, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None) -> Batch | None:
         """The first `count` samples of the rows held out, shared among processes as `batch` does.

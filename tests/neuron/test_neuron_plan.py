@@ -165,7 +165,8 @@ class Deaf:
 
 
 def test_what_has_no_values_goes_to_no_other_process() -> None:
-    watched = Watch().around(Deaf())
+    watch = Watch()
+    watched = watch.around(Deaf())
     with FakeTensorMode():
         fake = torch.ones(2, 4)
     for one in (fake, torch.ones(2, 4, device="meta")):
@@ -174,3 +175,4 @@ def test_what_has_no_values_goes_to_no_other_process() -> None:
         assert watched.reduce_scatter(one, 1).shape == (2, 2)
     with pytest.raises(AssertionError, match="reached the others"):
         watched.all_reduce(torch.ones(2, 4))
+    watch.close()

@@ -28,6 +28,7 @@ from lema import (
     Sampling,
 )
 from lema.errors import AdapterError, ConfigError, ModelError, Stopped
+from lema.manifest import write_manifest
 from lema.phases import run_phases
 
 BLOCK, ROWS = 12, 4
@@ -220,6 +221,7 @@ def test_what_it_cannot_go_on_from_is_refused_with_what_it_is(
     shutil.copytree(earlier, liar)
     state = json.loads((liar / "state.json").read_text())
     (liar / "state.json").write_text(json.dumps(state | {"kind": "full"}))
+    write_manifest(liar)
     (tmp_path / "pre-lora-1").mkdir()
     shutil.copytree(Path(trainer.model.output_dir) / "pre-lora-1" / "model", tmp_path / "pre-lora-1" / "model")
     nested = tmp_path / "post-lora-1" / "checkpoint-1"
