@@ -1,17 +1,14 @@
 """A disk that is full costs a checkpoint, and neither the run nor the checkpoints before; one run writes at a time."""
 
-import errno
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors import SafetensorError
+from disks import Disk
 from safetensors.torch import load_file
 from smallrun import logged, run_fit, same, settings, token_rows, write_model
-from transformers import TrainerCallback
 
 from lema import checkpoint, freespace
 from lema.errors import ConfigError, DiskFull
@@ -24,32 +21,6 @@ ROWS = token_rows(16)
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"))
-
-
-class Disk(TrainerCallback):
-    """A disk that is full from the beginning of some steps to that of the next; notes what callbacks are told."""
-
-    def __init__(self, *full: int) -> None:
-        self.full, self.now, self.saved = full, 0, list[int]()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.now = state.global_step + 1
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.saved.append(state.global_step)
-
-    def free(self, place: Path) -> int:
-        return 0 if self.now in self.full else 1 << 40
-
-    def save_file(self, tensors: Any, file: Path, *rest: Any) -> None:
-        """Write half of a file, and fail as safetensors does."""
-        if self.now not in self.full:
-            return WRITE(tensors, file, *rest)
-        file.write_bytes(bytes(100))
-        raise SafetensorError(f"I/O error: No space left on device (os error {errno.ENOSPC})")
-
-
-WRITE = checkpoint.save_file
 
 
 def before_it_is_written(disk: Disk, patch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import Disk
 from phaseruns import FULL, LORA, SOURCES, STEP, assert_same, plan_of
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
 from lema import LemaConfig, freespace, phaseloop
 from lema.errors import ConfigError, DiskFull
@@ -16,22 +17,6 @@ from lema.manifest import check_manifest
 from lema.phases import run_phases
 from lema.runlock import run_lock
 from lema.weights import GlobalBinaryIndex
-
-
-class Disk(TrainerCallback):
-    """A disk that is full from the beginning of some steps of the run to that of the next."""
-
-    def __init__(self, *full: int) -> None:
-        self.full, self.now, self.saved = full, 0, list[int]()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.now = state.global_step + 1
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.saved.append(state.global_step)
-
-    def free(self, place: Path) -> int:
-        return 0 if self.now in self.full else 1 << 40
 
 
 def test_a_checkpoint_of_either_kind_says_what_it_is_of(config_of: Callable[..., LemaConfig]) -> None:
