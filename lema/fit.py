@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
-from lema.checkpoint import PREFIX
+from lema.checkpoint import PREFIX, TRAINER_STATE
 from lema.data import Batch, Batches
 from lema.errors import AdapterError, ConfigError, DiskError, DiskFull, NonFiniteError, Stopped
 from lema.freespace import say_passed_over
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["PICTURE", "Run"]
 
 PICTURE = "loss.png"
-TRAINER_STATE = "trainer_state.json"
 Say = Callable[[str], None]
 
 
