@@ -32,7 +32,6 @@ def evaluate(model: StreamedModel, dataset: Any, config: LemaConfig) -> dict[str
     try:
         with model.stop.opened():
             for round_first in range(0, batches.steps_per_epoch, replicas.size):  # batches are dealt out in turn
-                model.stop.before_pass()
                 if (step := round_first + replicas.rank) >= batches.steps_per_epoch:
                     model.accompany(training=False)
                     continue

@@ -9,7 +9,7 @@ where is said by `Leaving`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -20,12 +20,11 @@ __all__ = ["NEVER", "Leaving", "Polled", "Stop", "StopRequested", "agreed"]
 Stop = Callable[[], str | None]
 """Returns why a run is to stop; None: it goes on."""
 
-Leaving = Literal["anywhere", "at leases", "between passes"]
-"""Where a pass may be left: by each process on its own, by all before the same lease, or by all before the same pass.
+Leaving = Literal["alone", "as a copy", "together"]
+"""Who leaves a pass at once: a process on its own, those that hold one copy of the model together, or all there are.
 
-Processes that meet at most after a pass leave it anywhere. Where each layer is put together from parts of all, they ask
-each other before each lease. Where the processes that compute a layer together are not those that lease it together,
-they ask each other before each forward and each backward.
+Processes that meet at most after a pass leave it alone, before a layer or a micro-batch. Those that compute layers
+together ask each other before each lease, and so do all where each layer is put together from parts of all.
 """
 
 
@@ -46,10 +45,10 @@ class Polled:
     Args:
         stop: whom to ask; None: nobody.
         replicas: the processes, all of which have made one of these, or none.
-        leaving: where a pass may be left.
+        leaving: who leaves a pass at once.
     """
 
-    def __init__(self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "anywhere") -> None:
+    def __init__(self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "alone") -> None:
         self._stop, self._leaving = stop, leaving
         self._replicas = replicas or Alone()
         self._open = self._polls = False
@@ -64,24 +63,18 @@ class Polled:
             raise StopRequested(why)
 
     def at_lease(self) -> None:
-        """Ask before a lease: as `poll`, or all processes together.
+        """Ask before a lease: as `poll`, or those together that leave at once.
 
         Raises:
-            StopRequested: the run is to stop; in every process that asks before this lease.
+            StopRequested: the run is to stop; in every process that leaves with this one.
         """
         if self._polls:
             self.poll()
-        elif self._open and self._leaving == "at leases":
-            self._ask_all()
-
-    def before_pass(self) -> None:
-        """Ask before a forward or a backward, where that is where all processes leave.
-
-        Raises:
-            StopRequested: the run is to stop; in every process.
-        """
-        if self._open and self._leaving == "between passes":
-            self._ask_all()
+        elif self._open:
+            assert self._stop is not None, "nobody is asked"
+            ask = self._replicas.everyone if self._leaving == "together" else self._replicas.of_copy
+            if (why := _first(ask(self._stop()))) is not None:
+                raise StopRequested(why)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -94,7 +87,7 @@ class Polled:
             yield
             return
         why: str | None = None
-        self._open, self._polls = True, self._leaving == "anywhere"
+        self._open, self._polls = True, self._leaving == "alone"
         try:
             yield
         except StopRequested as request:
@@ -108,17 +101,16 @@ class Polled:
         """Have what is left of an `opened` block done to its end."""
         self._open = self._polls = False
 
-    def _ask_all(self) -> None:
-        assert self._stop is not None, "nobody is asked"
-        if (why := agreed(self._replicas, self._stop())) is not None:
-            raise StopRequested(why)
-
 
 def agreed(replicas: Replicas, why: str | None) -> str | None:
     """Return why any of the processes wants to stop, the same in all of them; each calls this. None: none does."""
     if replicas.num_processes == 1:
         return why
-    return next((one for one in replicas.everyone(why) if one is not None), None)
+    return _first(replicas.everyone(why))
+
+
+def _first(given: Iterable[str | None]) -> str | None:
+    return next((one for one in given if one is not None), None)
 
 
 NEVER = Polled(None)

@@ -109,6 +109,7 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         groups[1],
         device_group=groups[0],
         all_hosts=hosts,
+        copy_hosts=groups[3],
         first=rank == 0,
     )
     return Joined(replicas, groups[2], groups[3], leave)
@@ -159,6 +160,7 @@ class ProcessGroup:
         hosts: a group whose tensors are in host memory.
         device_group: one whose tensors are on the devices; None: that of all processes.
         all_hosts: a group of all processes, likewise in host memory; None: `hosts` is one.
+        copy_hosts: one of those that hold one copy together, likewise; None: this process holds a copy alone.
         first: whether this process is the first of all; None: it is if its rank is 0.
     """
 
@@ -172,11 +174,13 @@ class ProcessGroup:
         *,
         device_group: Any = None,
         all_hosts: Any = None,
+        copy_hosts: Any = None,
         first: bool | None = None,
     ) -> None:
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
         self.first = rank == 0 if first is None else first
         self._hosts, self._devices, self._all_hosts = hosts, device_group, all_hosts or hosts
+        self._copy_hosts = copy_hosts
         self.num_processes: int = torch.distributed.get_world_size()
 
     def sum(self, tensor: Tensor) -> None:
@@ -197,6 +201,12 @@ class ProcessGroup:
     def everyone(self, value: Any) -> list[Any]:
         """Gather from all hosts."""
         return gather_objects(value, self.num_processes, self._all_hosts)
+
+    def of_copy(self, value: Any) -> list[Any]:
+        """Gather from the hosts of one copy."""
+        if self._copy_hosts is None:
+            return [value]
+        return gather_objects(value, torch.distributed.get_world_size(self._copy_hosts), self._copy_hosts)
 
     def shared_memory(self, nbytes: int) -> Tensor:
         """Map a file without a name that the first process of each machine makes; it goes with the last of them."""

@@ -68,6 +68,9 @@ class Replicas(Protocol):
     def everyone(self, value: Any) -> list[Any]:
         """Likewise, of all processes, also those that hold other parts of a copy; the first one's is first."""
 
+    def of_copy(self, value: Any) -> list[Any]:
+        """Likewise, of the processes that hold one copy together with this one."""
+
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` of zeroed host memory at a page boundary that all processes of this machine share."""
 
@@ -99,6 +102,10 @@ class Alone:
     def everyone(self, value: Any) -> list[Any]:
         """Return what `exchange` does: each copy is held by one process."""
         return self.exchange(value)
+
+    def of_copy(self, value: Any) -> list[Any]:
+        """Return the one value there is."""
+        return [value]
 
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return memory of this process."""

@@ -134,8 +134,8 @@ class StreamedModel:
         Args:
             stop: asked where passes are `Polled.opened`.
         """
-        leaving: Leaving = "anywhere" if self.backend.parallel.size == 1 else "between passes"
-        asked = Polled(stop, self.backend.replicas, "at leases" if self.stream.sharded else leaving)
+        leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
+        asked = Polled(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
         before = self._engine.stop, self.stream.before_lease
         self._engine.stop, self.stream.before_lease = asked, asked.at_lease
         try:

@@ -226,7 +226,6 @@ class LemaTrainer:
         logits: list[Tensor] | None,
     ) -> Tensor:
         """Queue the forward and the backward of one pass; return the loss, divided by `num_tokens`."""
-        self.model.stop.before_pass()
         scale = self.update.scale()  # also where nothing is scaled: the scaler begins with it
         if not micro_batches and num_tokens:  # the other processes have some
             self.model.accompany()
@@ -235,7 +234,6 @@ class LemaTrainer:
             loss = self.model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if more:
             self.model.announce_step(following)
-        self.model.stop.before_pass()
         if loss.requires_grad:
             self.update.scaler.scale(loss).backward()
         return loss.detach()

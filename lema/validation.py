@@ -46,7 +46,6 @@ def validate(
     try:
         with model.stop.opened():
             for number in range(passes):
-                model.stop.before_pass()
                 if not (mine := parts[number * width : (number + 1) * width]):
                     model.accompany(training=False)
                     continue

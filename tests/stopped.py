@@ -1,12 +1,13 @@
-"""What each of several processes does in `tests/test_stop_processes.py`, started by `torchrun`: it stops, and goes on.
+"""What each of several processes does in the tests of stopping them: it is stopped, here and there, and goes on.
 
-Arguments: a directory with `model`, and whether the weights are sharded. The process that is asked says so alone; all
-must stop after the same step, with the checkpoint of a run that nobody stopped, and go on from it as that one did.
+Arguments: a directory with `model`, and by which of `WAYS` the processes share the work. The process that is asked says
+so alone; all must stop after the same step, with the checkpoint of a run that nobody stopped, and go on as that one did.
 """
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,27 @@ from test_stop import EVAL_ROWS, RUN, assert_same_checkpoint
 from lema import LemaModel
 from lema.errors import Stopped
 
-ROWS = token_rows(11)  # three batches: of the last, the second process has but one row
+DIVIDED = {"device": "neuron", "neuron_runtime": "emulated", "tensor_parallel_size": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "sharded": {"shard_weights": True},
+    "divided": DIVIDED,
+    "divided-by-tokens": DIVIDED | {"sequence_parallel": True},
+}
+LEASES = 3 * 15 + 2 * 8  # of three steps, eight layers up and seven down, and of two evaluations
 
 
-def stopped_in_turn(place: Path, *, sharded: bool) -> None:
-    """Run to the end once; then again from the first step, stopped here and there by one of the processes."""
-    rank, changes = int(os.environ["RANK"]), {**RUN, "shard_weights": sharded}
-    begun, cut = (settings(place / "model", place / f"{name}-{sharded}", **changes) for name in ("whole", "cut"))
+def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
+    """Run to the end once; then again from the first step, stopped here and there by one of the processes.
+
+    Args:
+        place: of the model, and of what the runs write.
+        way: how the processes share the work.
+        rows: to train on, four at a time; of the last batch, not every process has some.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    data, changes = token_rows(rows), {**RUN, **WAYS[way]}
+    begun, cut = (settings(place / "model", place / f"{name}-{way}-{size}", **changes) for name in ("whole", "cut"))
     begun = begun.model_copy(update={"save_steps": 1})
     first = LemaModel(begun)  # it holds the group of processes together until the end
     first.initialize_lora()
@@ -33,8 +48,11 @@ def stopped_in_turn(place: Path, *, sharded: bool) -> None:
         nonlocal asked
         asked += 1
 
-    first.get_trainer().fit(ROWS, EVAL_ROWS, stop=count)
+    first.get_trainer().fit(data, EVAL_ROWS, stop=count)
     expected, polls = adapter_of(first.skeleton), asked
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, polls)
+    assert max(every) >= LEASES, "some layers are begun without asking"
     model = LemaModel(cut)
     model.initialize_lora()
     trainer = model.get_trainer()
@@ -42,23 +60,22 @@ def stopped_in_turn(place: Path, *, sharded: bool) -> None:
         trainer.load_checkpoint(Path(begun.output_dir) / "checkpoint-1")
         left = iter(range(1 + turn * polls // 9, -1, -1))
 
-        def why(mine: bool = turn % 2 == rank, left: object = left) -> str | None:
+        def why(mine: bool = turn % size == rank, left: object = left) -> str | None:
             return "a test" if mine and next(left, 1) == 0 else None  # type: ignore[call-overload]
 
         with pytest.raises(Stopped, match="stopped by a test after step") as stopped:
-            trainer.fit(ROWS, EVAL_ROWS, stop=why)
+            trainer.fit(data, EVAL_ROWS, stop=why)
         kept = Path(stopped.value.where)
-        found: list[str | None] = [None, None]
-        dist.all_gather_object(found, kept.name)
-        assert found[0] == found[1]
+        dist.all_gather_object(every, kept.name)
+        assert set(every) == {kept.name}
         assert_same_checkpoint(kept, Path(begun.output_dir) / kept.name)
-    trainer.fit(ROWS, EVAL_ROWS)
+    trainer.fit(data, EVAL_ROWS)
     assert same(adapter_of(model.skeleton), expected)
     model.close()
     first.close()
+    sys.stdout.write("as if nobody had stopped it\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    stopped_in_turn(Path(sys.argv[1]), sharded=sys.argv[2] == "sharded")
-    sys.stdout.write("as if nobody had stopped it\n")
+    stopped_in_turn(Path(sys.argv[1]), sys.argv[2])

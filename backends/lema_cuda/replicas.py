@@ -77,6 +77,10 @@ class QueuedReplicas:
         """Return every process's value, of all there are."""
         return self._replicas.everyone(value)
 
+    def of_copy(self, value: Any) -> list[Any]:
+        """Return the values of those that hold one copy together."""
+        return self._replicas.of_copy(value)
+
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return memory that the processes of this machine share."""
         return self._replicas.shared_memory(nbytes)

@@ -75,6 +75,10 @@ class LazyReplicas:
         """Gather from all hosts."""
         return self._replicas.everyone(value)
 
+    def of_copy(self, value: Any) -> list[Any]:
+        """Gather from the hosts of one copy."""
+        return self._replicas.of_copy(value)
+
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return memory that the processes of this machine share."""
         return self._replicas.shared_memory(nbytes)
