@@ -1,16 +1,14 @@
-"""What each of several processes does in the tests of stopping them: it is stopped, here and there, and goes on.
+"""What each of several processes does in `tests/test_stop_processes.py`: it is stopped, here and there, and goes on.
 
-Arguments: a directory with `model`, and by which of `WAYS` the processes share the work. The process that is asked says
-so alone; all must stop after the same step, with the checkpoint of a run that nobody stopped, and go on as that one did.
+The process that is asked says so alone; all must stop after the same step, with the checkpoint of a run that nobody
+stopped, and go on from it as that one did.
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from smallrun import adapter_of, same, settings, token_rows
 from test_stop import EVAL_ROWS, RUN, assert_same_checkpoint
@@ -73,9 +71,3 @@ def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
     assert same(adapter_of(model.skeleton), expected)
     model.close()
     first.close()
-    sys.stdout.write("as if nobody had stopped it\n")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    stopped_in_turn(Path(sys.argv[1]), sys.argv[2])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_program
 from latedevice import LateDevice
 from parity import ALPHA, RANK, SEED, Outcome, assert_same, draw_b, streamed_step
-from processes import run_processes
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -109,8 +109,8 @@ def test_boundaries_that_leave_do_not_make_a_step_larger(checkpoint_of: Checkpoi
     assert late <= at_once
 
 
-def test_replicas_gather_while_copies_come_late() -> None:
-    done = run_processes([str(Path(__file__).with_name("gathers_late.py"))], 2)
+def test_replicas_gather_while_copies_come_late(tmp_path: Path) -> None:
+    done = run_program([str(Path(__file__).with_name("gathers_late.py"))], 2, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gathered") == 2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from forked import run_program
 from test_full_behind import opened
 from test_full_training import config_of
 from test_trained_weights import everything, one_in_the_middle
@@ -96,7 +96,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path, checkpoint_of: Callable
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     settings = {key: value for key, value in config.to_dict().items() if key != "max_grad_norm"}
-    done = run_processes([str(script), json.dumps(settings), str(tmp_path)], 2)
+    done = run_program([str(script), json.dumps(settings), str(tmp_path)], 2, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-9000:]
     for chosen, clipped in ((everything, None), (one_in_the_middle, 0.5)):
         there = tmp_path / chosen.__name__

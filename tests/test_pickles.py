@@ -7,6 +7,7 @@ from types import CodeType
 
 import pickles
 import pytest
+from forked import run_forked
 
 HERE = str(Path(__file__).resolve().parents[1])
 
@@ -39,3 +40,14 @@ def test_what_goes_between_processes_is_no_file(place: tuple[str, str]) -> None:
     exec(reader(f"{HERE}/{folder}{file}", function), names)
     names[function](pickle.dumps(OrderedDict()))  # type: ignore[operator]
     assert not pickles.found()
+
+
+def unpickles() -> None:
+    names: dict[str, object] = {}
+    exec(reader(f"{HERE}/lema/checkpoint.py"), names)
+    names["read"](pickle.dumps(OrderedDict()))  # type: ignore[operator]
+
+
+def test_processes_that_are_forked_look_too(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"collections\.OrderedDict was looked up for a pickle"):
+        run_forked(unpickles, [], 1, tmp_path, 60)

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from forked import run_program
 from processes import run_processes, started_processes
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
@@ -56,13 +57,14 @@ def written(place: Path, name: str, **changes: Any) -> Path:
     return file
 
 
-def train(place: Path, name: str, count: int, *arguments: str, **changes: Any) -> Path:
-    """Train with `count` processes; return the output directory."""
+def train(place: Path, name: str, count: int, *arguments: str, started: bool = False, **changes: Any) -> Path:
+    """Train with `count` processes, which torchrun has `started` or not; return the output directory."""
     config = written(place, name, **changes)
     if count == 1:
         assert run(app, ["train", str(config), *arguments]) == 0
     else:
-        done = run_processes(["-m", "lema", "train", str(config), *arguments], count)
+        command = ["-m", "lema", "train", str(config), *arguments]
+        done = run_processes(command, count) if started else run_program(command, count, place)
         assert done.returncode == 0, done.stderr[-4000:]
     return place / name
 
@@ -97,7 +99,8 @@ def alone(place: Path) -> Path:
     ids=["2", "4-host-memory-shared", "4-weights-sharded"],
 )
 def test_several_processes_train_as_one_does(place: Path, alone: Path, count: int, changes: dict[str, Any]) -> None:
-    together = train(place, f"with-{count}{len(changes)}{'shard_weights' in changes}", count, **changes)
+    name = f"with-{count}{len(changes)}{'shard_weights' in changes}"
+    together = train(place, name, count, started=not changes, **changes)
     assert_alike(alone, together)
     assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
 
@@ -204,7 +207,7 @@ model.close()
 def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Path, count: int) -> None:
     script = tmp_path / "step.py"
     script.write_text(STEP)
-    done = run_processes([str(script), str(place), str(tmp_path / "found")], count)
+    done = run_program([str(script), str(place), str(tmp_path / "found")], count, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     found = torch.load(tmp_path / "found")
     rows = found.pop("rows")

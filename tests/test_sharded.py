@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from forked import run_program
 from quantized import checkpoint, published
 from shardedwork import CASES, checkpoints_in, opened, take
 from tiny import write_checkpoint
@@ -45,12 +45,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("count", "what"), [(2, "all"), (4, "some")])
 def test_every_process_has_the_numbers_of_one_alone(directory: Path, count: int, what: str) -> None:
-    done = run_processes([SCRIPT, str(directory), what], count)
+    done = run_program([SCRIPT, str(directory), what], count, directory)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
 def test_a_read_that_fails_in_one_process_ends_all(directory: Path) -> None:
-    done = run_processes([SCRIPT, str(directory), "failing"], 2)
+    done = run_program([SCRIPT, str(directory), "failing"], 2, directory)
     assert done.returncode != 0
     assert "the disk is gone" in done.stderr
 

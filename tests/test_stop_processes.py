@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
-from processes import run_processes
+from forked import run_forked
 from smallrun import write_model
+from stopped import stopped_in_turn
 
 
-@pytest.mark.parametrize("weights", ["whole", "sharded"])
-def test_what_stops_one_process_stops_all_after_the_same_step(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "count", "rows"),
+    [("whole", 2, 11), ("sharded", 2, 11), ("divided", 2, 11), ("divided-by-tokens", 2, 11), ("divided", 4, 9)],
+    ids=["whole", "sharded", "divided", "divided-by-tokens", "two-copies-one-without-rows-in-the-last-batch"],
+)
+def test_what_stops_one_process_stops_all_after_the_same_step(way: str, count: int, rows: int, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    done = run_processes([str(Path(__file__).with_name("stopped.py")), str(tmp_path), weights], 2)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count("as if nobody had stopped it") == 2
+    run_forked(stopped_in_turn, [tmp_path, way, rows], count, tmp_path, 240)

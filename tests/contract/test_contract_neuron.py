@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
+from forked import run_program
 from transformers import LlamaConfig, PreTrainedConfig
 
 from lema.backend import Backend, BackendOptions
@@ -36,11 +36,14 @@ class TestEmulated(BackendContract):
         return LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=8)
 
 
+IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # before pytest was
+
+
 def test_two_processes_keep_it_too(tmp_path: Path) -> None:
     """But for the step: each has its part of every gradient, which tests/neuron/test_divided.py compares."""
     which = "TestEmulated and not training_step"
-    arguments = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", which, __file__]
-    done = run_processes(arguments, 2, env={"TMPDIR": str(tmp_path)})
+    arguments = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", IMPORTED, "-k", which, __file__]
+    done = run_program(arguments, 2, tmp_path, env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     count = len([name for name in dir(TestEmulated) if name.startswith("test_")]) - 1
     assert done.stdout.count(f"{count} passed") == 2, done.stdout

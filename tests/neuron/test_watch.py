@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from forked import run_program
 
 from lema.errors import LemaError
 from lema_neuron.comm import Solo
@@ -122,7 +122,7 @@ os._exit(0)
 
 def test_hosts_wait_for_each_other_as_long_as_was_said(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
-    done = run_processes([str(tmp_path / "late.py"), str(tmp_path / "told")], 2, timeout=100)
+    done = run_program([str(tmp_path / "late.py"), str(tmp_path / "told")], 2, tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "not heard of in time" in (tmp_path / "told").read_text()
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import run_program
 from phaseruns import BLOCK, ROWS, STEP, logged, rows, weights
-from processes import run_processes
 from tiny import Checkpoint
 
 from lema.cli import app
@@ -46,7 +46,7 @@ def train(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[
         if count == 1:
             assert run(app, ["train", str(file), *arguments]) == 0
         else:
-            done = run_processes(["-m", "lema", "train", str(file), *arguments], count)
+            done = run_program(["-m", "lema", "train", str(file), *arguments], count, tmp_path)
             assert done.returncode == 0, done.stderr[-4000:]
             assert done.stdout.count("phase whole") <= 3  # one of them speaks: it begins, ends, and goes on
         return tmp_path / name
