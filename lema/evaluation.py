@@ -10,7 +10,7 @@ import torch
 from lema.config import LemaConfig
 from lema.data import Batches
 from lema.loss import split_batch
-from lema.nonfinite import non_finite_loss
+from lema.nonfinite import non_finite_loss, worst
 from lema.streamed import StreamedModel
 
 __all__ = ["evaluate"]
@@ -39,7 +39,7 @@ def evaluate(model: StreamedModel, dataset: Any, config: LemaConfig) -> dict[str
                 assert batch is not None, "a batch that is nobody's share has rows"
                 micro_batches = split_batch(batch, config.micro_batch_size)
                 mean, count = model.evaluate(micro_batches)
-                loss = float(mean)
+                loss = worst(replicas, float(mean))
                 del mean  # a lazy device would compute it again
                 if not math.isfinite(loss):
                     where = f"evaluation, rows {batch.get('rows')} of the data"

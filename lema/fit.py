@@ -177,14 +177,19 @@ class Run:
         assert self._mark is not None, "nothing was begun that could be stopped"
         step = self._trainer.global_step
         self._mark.put_back(self._trainer.backend, self._state)
-        if self._mark.left is not None or self._saved != step:
-            self._save(self._mark.left)
-            self._fire("on_save")
-        self._fire("on_train_end")
         where = self._output / f"{PREFIX}{step}"
-        return Stopped(
+        stopped = Stopped(
             f"stopped by {why} after step {step}", where=str(where), how="go on from there with --resume (resume=True)"
         )
+        if self._mark.left is not None or self._saved != step:
+            try:
+                self._save(self._mark.left)
+            except DiskFull as error:
+                error.what = f"stopped by {why} after step {step}, which is not saved: {error.what}"
+                raise error from stopped
+            self._fire("on_save")
+        self._fire("on_train_end")
+        return stopped
 
     def _loop(self, whole: Window) -> None:
         trainer, per_epoch = self._trainer, self._batches.steps_per_epoch

@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lema.errors import NonFiniteError
+from lema.replicas import Replicas
 from lema.split import Split
 from lema.streamed import StreamedModel
 
-__all__ = ["HiddenGradients", "first_non_finite_gradient", "non_finite_gradient", "non_finite_loss"]
+__all__ = ["HiddenGradients", "first_non_finite_gradient", "non_finite_gradient", "non_finite_loss", "worst"]
 
 
 class HiddenGradients:
@@ -41,6 +42,14 @@ class HiddenGradients:
     def forget(self) -> None:
         """Begin with nothing seen."""
         self._peaks.clear()
+
+
+def worst(replicas: Replicas, loss: float) -> float:
+    """Return a loss that all processes which hold one copy together have formed; one that is not finite, if any has.
+
+    Each of them calls this, so that they see the same.
+    """
+    return next((one for one in replicas.of_copy(loss) if not math.isfinite(one)), loss)
 
 
 def non_finite_loss(
@@ -79,7 +88,9 @@ def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -
     hidden = HiddenGradients()
     with model.seen_by(hidden.look):
         run()
-    return place_of(model.split, hidden.highest())
+    # Processes that compute a layer together form parts of what it hands down: it is named where any sees it.
+    seen = (one for one in model.backend.replicas.of_copy(hidden.highest()) if one is not None)
+    return place_of(model.split, max(seen, default=None))
 
 
 def place_of(split: Split, handed_down: int | None) -> str | None:

@@ -26,8 +26,8 @@ BETWEEN_LOOKS = 1.0  # seconds between two looks at the file: its disk may be fa
 class StopOnSignal:
     """Notes that a run is to stop; give `why` to the run as whom to ask. A second signal ends the process at once.
 
-    Use it in a `with` block, at whose end the handlers that were there before are back. A block that `Stopped` ends
-    has done what the file asked for, which is deleted: the run that goes on would stop again.
+    Use it in a `with` block, at whose end the handlers that were there before are back. A block that `Stopped` ends,
+    or what that led to, has done what the file asked for, which is deleted: the run that goes on would stop again.
 
     Args:
         file: that asks for the end of the run by being there; None: there is none.
@@ -67,7 +67,8 @@ class StopOnSignal:
             self._timer.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if isinstance(error, Stopped) and self._file is not None:
+        stopped = isinstance(error, Stopped) or (error is not None and isinstance(error.__cause__, Stopped))
+        if stopped and self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -275,18 +275,23 @@ class StreamedModel:
     @torch.no_grad()
     def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
         """Run forward once more and name the first part whose output is not finite; None: all are."""
-        names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers))]
+        names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers)), "the head"]
         placed = self._inputs.place([self._padding.of(batch) for batch in self.room.parts(micro_batches)])
-        found: str | None = None
-        for name, hidden in zip(names, self._forward(placed), strict=True):
-            if found is None and not all(bool(state.isfinite().all()) for state in hidden):
-                found = name
+        first: int | None = None
+        for index, hidden in enumerate(self._forward(placed)):
+            if first is None and not all(bool(state.isfinite().all()) for state in hidden):
+                first = index
                 if not self.stream.sharded and self.backend.parallel.size == 1:  # else others go through all layers too
                     break
-        if found is not None:
-            return found
-        logits = [self.split.head(state) for state in hidden]
-        return None if all(bool(block.isfinite().all()) for block in logits) else "the head"
+        if (first := self._lowest(first)) is None:
+            logits = [self.split.head(state) for state in hidden]
+            finite = all(bool(block.isfinite().all()) for block in logits)
+            first = self._lowest(None if finite else len(names) - 1)
+        return None if first is None else names[first]
+
+    def _lowest(self, index: int | None) -> int | None:
+        """Return the lowest index that a process of this copy has found; None: none has."""
+        return min((one for one in self.backend.replicas.of_copy(index) if one is not None), default=None)
 
     def _forward(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the hidden states before the first layer and after each."""

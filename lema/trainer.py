@@ -37,6 +37,7 @@ from lema.fingerprint import base_fingerprint
 from lema.freespace import check_room
 from lema.held import whole_adapter
 from lema.loss import attended_tokens, split_batch, trained_tokens
+from lema.nonfinite import worst
 from lema.onerun import one_run
 from lema.optim import check_optimizer, make_optimizer, set_rates, set_update
 from lema.passes import Pass, Passes
@@ -199,6 +200,7 @@ class LemaTrainer:
                 with self.model.room.once("where the step's gradients are put together"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm)
+            mine = worst(replicas, mine)
             value = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
                 said = f"{place}; the optimizer was not stepped"

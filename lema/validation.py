@@ -8,7 +8,7 @@ import torch
 
 from lema.data.mixture import Mixture
 from lema.loss import split_batch
-from lema.nonfinite import non_finite_loss
+from lema.nonfinite import non_finite_loss, worst
 from lema.streamed import StreamedModel
 
 __all__ = ["validate"]
@@ -50,7 +50,7 @@ def validate(
                     model.accompany(training=False)
                     continue
                 mean, count = model.evaluate(mine)
-                loss = float(mean)
+                loss = worst(replicas, float(mean))
                 del mean  # a lazy device would compute it again
                 if not math.isfinite(loss):
                     raise non_finite_loss(model, mine, loss, f"validation of stage {mixture.stage + 1}")

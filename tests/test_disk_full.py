@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lema import checkpoint, freespace
 from lema.errors import ConfigError, DiskFull
 from lema.manifest import check_manifest
 from lema.metrics import MetricsLog
+from lema.stop import STOP_FILE, StopOnSignal
 
 ROWS = token_rows(16)
 
@@ -60,6 +62,36 @@ def test_without_room_for_its_last_checkpoint_a_run_fails_and_the_one_before_sta
     assert caught.value.exit_code == 6
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "metrics.jsonl"]
     check_manifest(tmp_path / "out" / "checkpoint-1")
+
+
+@pytest.mark.parametrize("found", [before_it_is_written, while_it_is_written])
+def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_before(
+    found: Callable[[Disk, pytest.MonkeyPatch], None], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked by the file, which would stop the run that goes on if it were left there."""
+    straight = settings(llama, tmp_path / "straight", save_steps=1, max_steps=4)
+    _, expected = run_fit(straight, ROWS)
+    disk, config = Disk(2, 3), settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
+    with monkeypatch.context() as full:
+        found(disk, full)
+        file = tmp_path / "out" / STOP_FILE
+        with (
+            pytest.warns(UserWarning, match="no checkpoint after step 2"),
+            pytest.raises(DiskFull, match=r"stopped by the file .*stop after step 2, which is not saved: ") as caught,
+            StopOnSignal(file, clock=count().__next__) as stop,
+        ):
+
+            def why() -> str | None:
+                if disk.now == 3:
+                    file.touch()
+                return stop.why()
+
+            run_fit(config, ROWS, callbacks=[disk], stop=why)
+    assert caught.value.exit_code == 6 and disk.now == 3
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "metrics.jsonl"]
+    check_manifest(tmp_path / "out" / "checkpoint-1")
+    _, adapter = run_fit(config, ROWS, resume=True)
+    assert same(adapter, expected) and logged(config) == logged(straight)
 
 
 def test_a_run_does_not_begin_without_room_for_two_checkpoints(
