@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
 from lema.loramerge import WRAPPED, merge_in_place, merge_lora_params
+from lema.patterns import check_patterns
 from lema.peftoptions import SETTING_OF
 from lema.skeleton import EmptyOnMeta, find_layers
 from lema.targets import default_targets
@@ -87,6 +88,7 @@ def lora_config(
         )
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
+    check_patterns(config, [name for name, _ in model.named_modules()])
     every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
     config.fan_in_fan_out = any(
         isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
@@ -197,6 +199,7 @@ def inject_lora_params(
 
 
 def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    check_patterns(config, [name for name, _ in model.named_modules()])
     try:
         with warnings.catch_warnings():
             for message in SILENCED:

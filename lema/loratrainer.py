@@ -17,6 +17,7 @@ from lema.phasedata import Files, read_sources
 from lema.phasefile import clipped
 from lema.phaseplaces import Places
 from lema.phaseplan import LoRATrainerConfig, PhasePlan
+from lema.phasepoint import find_point
 from lema.phases import run_phases
 from lema.phasestart import find_start
 from lema.trainable import Trainable, trainable_in
@@ -144,18 +145,19 @@ class LoRATrainer:
 
     @property
     def state(self) -> LoRATrainState:
-        """Where the run is: at its last checkpoint, or where it was restored.
+        """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
+
+        Newer ones that are not are in the log, as warnings.
 
         Raises:
-            LemaError: the model or a checkpoint cannot be read, or nothing of the model would train.
+            LemaError: the model cannot be read, no checkpoint is sound, or nothing of the model would train.
         """
         if self._here is not None:
             return self._here
-        places = self._places
-        for index in reversed(range(len(self.plan.phases))):
-            if found := places.saved(index):
-                return self._state(index, int(read_state(found[-1])["extra"]["step"]), found[-1])
-        return self._state(0, 0, None)
+        point = find_point(self._places, lambda _: None)
+        if point is None or point.checkpoint is None:
+            return self._state(0 if point is None else point.index, 0, None)
+        return self._state(point.index, int(read_state(point.checkpoint)["extra"]["step"]), point.checkpoint)
 
     def transition_to_lora(self) -> LoRATrainState:
         """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.

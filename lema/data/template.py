@@ -5,17 +5,12 @@ and bounds `range`. It does not bound loops within loops, nor powers: https://ji
 says that the caller must. What a product of texts takes in memory is not bounded here either.
 """
 
-import signal
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from types import FrameType
-from typing import Any
 
 import jinja2
+
+from lema import timelimit
 
 __all__ = ["MAX_SECONDS", "check_template", "limited"]
 
@@ -40,54 +35,12 @@ def check_template(template: str) -> str:
     return ""
 
 
-@contextmanager
-def limited() -> Iterator[None]:
-    """Let what is inside compute for `MAX_SECONDS` of the processor's time.
+def limited() -> AbstractContextManager[None]:
+    """Let what is inside a `with` block compute for `MAX_SECONDS` of the processor's time.
 
-    Raises:
-        TemplateError: inside, when it goes on for longer.
+    Inside, `TemplateError` is raised when it goes on for longer.
     """
-    alone = threading.current_thread() is threading.main_thread()
-    with _by_timer(MAX_SECONDS) if alone else _by_trace(MAX_SECONDS):
-        yield
-
-
-def _too_long(seconds: float) -> jinja2.TemplateError:
-    return jinja2.TemplateError(f"it takes more than {seconds:g} seconds")
-
-
-@contextmanager
-def _by_timer(seconds: float) -> Iterator[None]:
-    """The timer of the time spent in user mode, which hardly anything else uses; it costs nothing while it runs."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise _too_long(seconds)
-
-    handler = signal.signal(signal.SIGVTALRM, stop)
-    remaining, interval = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, remaining, interval)
-        signal.signal(signal.SIGVTALRM, handler)
-
-
-@contextmanager
-def _by_trace(seconds: float) -> Iterator[None]:
-    """Signals reach the main thread alone. In another one the clock is looked at before each line of the template."""
-    end = time.thread_time() + seconds
-
-    def line(_frame: FrameType, _event: str, _argument: Any) -> Any:
-        if time.thread_time() > end:
-            raise _too_long(seconds)
-        return line
-
-    def call(frame: FrameType, _event: str, _argument: Any) -> Any:
-        return line if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+    seconds = MAX_SECONDS
+    return timelimit.limited(
+        seconds, lambda: jinja2.TemplateError(f"it takes more than {seconds:g} seconds"), file="<template>"
+    )

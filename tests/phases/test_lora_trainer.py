@@ -131,6 +131,14 @@ def test_it_goes_through_all_stages_and_says_where_it_is(
     assert_same(end, straight)
 
 
+def test_a_damaged_checkpoint_is_not_where_the_run_is(trainer_of: Callable[..., LoRATrainer]) -> None:
+    end = trainer_of().train()
+    file = end / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    state = trainer_of().state
+    assert (state.checkpoint, state.step) == (end.with_name(f"checkpoint-{POST - 1}"), PRE + POST - 1)
+
+
 def test_over_the_boundary_by_hand_is_over_the_boundary(
     trainer_of: Callable[..., LoRATrainer], tmp_path: Path, straight: Path
 ) -> None:
