@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
 from lema.checkpoint import PREFIX, TRAINER_STATE
-from lema.data import Batch, Batches
+from lema.course import Course
 from lema.errors import AdapterError, ConfigError, DiskError, DiskFull, NonFiniteError, Stopped
 from lema.freespace import say_passed_over
-from lema.loss import split_batch
 from lema.mark import Mark
-from lema.metrics import METRICS_NAME, MetricsLog, cut_metrics, plot_loss
+from lema.metrics import METRICS_NAME, MetricsLog, plot_loss
 from lema.optim import make_schedule
 from lema.polled import Stop, StopRequested
 from lema.prefix import PrefixCache
 from lema.replicate import check_alike
 from lema.reports import report_callbacks, training_arguments
-from lema.resuming import agreed_checkpoint
+from lema.resuming import agreed_checkpoint, cut_back, past_log
 from lema.samerun import check_same_run
 from lema.watched import watched
 from lema.window import Window, since
@@ -54,26 +50,15 @@ class Run:
 
     def __init__(self, trainer: LemaTrainer, dataset: Any, eval_dataset: Any, stop: Stop | None = None) -> None:
         config = trainer.config
-        self._trainer, self._dataset, self._eval_dataset, self._stop = trainer, dataset, eval_dataset, stop
+        self._trainer, self._eval_dataset, self._stop = trainer, eval_dataset, stop
         self._output = Path(config.output_dir)
         self._replicas = trainer.backend.replicas
-        self._batches = Batches(
-            dataset,
-            config.batch_size,
-            config.seed,
-            config.shuffle,
-            rank=self._replicas.rank,
-            size=self._replicas.size,
-            micro_batch_size=config.micro_batch_size,
-        )
-        per_step, per_epoch = config.gradient_accumulation_steps, self._batches.steps_per_epoch
-        all_epochs = max(1, round(config.num_train_epochs * per_epoch))
-        self._num_batches = config.max_steps * per_step if config.max_steps else all_epochs
-        self._num_steps = -(-self._num_batches // per_step)
+        self._course = Course(dataset, config, self._replicas)
+        self._num_steps = self._course.num_steps
         self._args = training_arguments(config, evaluates=eval_dataset is not None)
         self._state = TrainerState(
             max_steps=self._num_steps,
-            num_train_epochs=-(-self._num_batches // per_epoch),
+            num_train_epochs=self._course.num_epochs,
             train_batch_size=config.batch_size,
             is_local_process_zero=self._replicas.local_rank == 0,
             is_world_process_zero=self._first,
@@ -95,7 +80,9 @@ class Run:
         """Train to the end; see `LemaTrainer.fit`."""
         trainer, config = self._trainer, self._trainer.config
         if self._replicas.num_processes > 1:
-            check_alike(self._replicas, config.to_dict() | {f"data: {name}": one for name, one in self._data.items()})
+            check_alike(
+                self._replicas, config.to_dict() | {f"data: {name}": one for name, one in self._course.about.items()}
+            )
         reports = report_callbacks(config) if self._first else []
         optimizer = trainer.ready()
         if trainer.global_step == 0:
@@ -151,11 +138,11 @@ class Run:
     @contextmanager
     def _prefix_kept(self) -> Iterator[None]:
         """Keep what frozen layers make of each batch, if that is asked for and a batch comes a second time."""
-        config, model, per_epoch = self._trainer.config, self._trainer.model, self._batches.steps_per_epoch
-        if not config.cache_frozen_prefix or self._num_batches <= per_epoch:
+        config, model = self._trainer.config, self._trainer.model
+        if not config.cache_frozen_prefix or not self._course.repeats:
             yield
             return
-        num_tokens = sum(batch["input_ids"].numel() for batch in self._batches.epoch() if batch is not None)
+        num_tokens = self._course.tokens_of_an_epoch()
         directory = Path(config.offload_dir or config.output_dir)
         prefix = PrefixCache(model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace)
         with closing(prefix) as model.prefix:
@@ -192,9 +179,7 @@ class Run:
         return stopped
 
     def _loop(self, whole: Window) -> None:
-        trainer, per_epoch = self._trainer, self._batches.steps_per_epoch
-        per_step = trainer.config.gradient_accumulation_steps
-        in_epoch = False
+        trainer, in_epoch = self._trainer, False
         if (left := self._left) is not None:
             vars(self._control).update(left["asked"])
             self._after_step(left["numbers"], left["after"])
@@ -203,10 +188,10 @@ class Run:
             if not in_epoch:
                 self._fire("on_epoch_begin")
                 in_epoch = True
-            stop = min((trainer.global_step + 1) * per_step, self._num_batches)
             self._fire("on_step_begin")
-            numbers = self._step(self._batches_of(trainer.global_step), whole)
-            self._state.global_step, self._state.epoch = trainer.global_step, stop / per_epoch
+            numbers = self._step(self._course.batches_of(trainer.global_step), whole)
+            self._state.global_step = trainer.global_step
+            self._state.epoch = self._course.epoch(trainer.global_step)
             self._fire("on_step_end")
             self._agree()
             in_epoch = self._after_step(numbers)
@@ -227,10 +212,7 @@ class Run:
                     how="set should_training_stop, or lower num_train_epochs",
                 )
             self._agree()  # evaluating or saving may have been the last
-            step, per_step = self._trainer.global_step, self._trainer.config.gradient_accumulation_steps
-            first, end = (step - 1) * per_step, min(step * per_step, self._num_batches)
-            per_epoch = self._batches.steps_per_epoch
-            if end // per_epoch == first // per_epoch and not self._control.should_training_stop:
+            if not self._course.ends_epoch(self._trainer.global_step) and not self._control.should_training_stop:
                 return True
             self._fire("on_epoch_end")
             self._agree()
@@ -242,14 +224,15 @@ class Run:
         trainer = self._trainer
         assert trainer.schedule is not None
         rate = trainer.schedule.get_last_lr()[0]
-        micro_batches = self._micro_batches(batches)
+        course = self._course
+        micro_batches = course.micro_batches(batches)
         rows = [row for batch in batches for row in batch["rows"]]
         more = trainer.global_step + 1 < self._num_steps
         known = more and trainer.model.prefix is not None
         result = trainer.accumulate(
             micro_batches,
             more=more,
-            following=self._micro_batches(self._batches_of(trainer.global_step + 1)) if known else None,
+            following=course.micro_batches(course.batches_of(trainer.global_step + 1)) if known else None,
             where=f", rows {rows} of the data",
             on_event=self._fire,
         )
@@ -266,16 +249,6 @@ class Run:
         about = {"skipped": trainer.skipped_steps, "why": why.what, "at": why.where, "rows": list(rows)}
         if self._metrics is not None:
             self._metrics.note({"step": trainer.global_step, "event": "skipped", **about})
-
-    def _batches_of(self, step: int) -> list[Batch]:
-        """Return this process's shares of the batches of one optimizer step."""
-        first = step * self._trainer.config.gradient_accumulation_steps
-        stop = min(first + self._trainer.config.gradient_accumulation_steps, self._num_batches)
-        shares = [self._batches.batch(index) for index in range(first, stop)]
-        return [share for share in shares if share is not None]
-
-    def _micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
-        return [part for batch in batches for part in split_batch(batch, self._trainer.config.micro_batch_size)]
 
     def _act(self, numbers: Mapping[str, Any], after: str) -> None:
         """Log, evaluate and save as the callbacks have asked, after a step or an epoch."""
@@ -331,11 +304,9 @@ class Run:
 
     def _save(self, left: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of the step; `left`: what is to be done after the step, and has not been."""
-        done = min(self._trainer.global_step * self._trainer.config.gradient_accumulation_steps, self._num_batches)
-        epoch, batch = divmod(done, self._batches.steps_per_epoch)
         extra = {
-            "data": self._data,
-            "position": {"epoch": epoch, "batch": batch},
+            "data": self._course.about,
+            "position": self._course.position(self._trainer.global_step),
             "window": [self._window.loss, self._window.trained_tokens],
             "left": left,
         }
@@ -357,19 +328,6 @@ class Run:
     def _set_mark(self, left: Mapping[str, Any] | None = None) -> None:
         """Have a stop go back to this moment."""
         self._mark = Mark.of(self._trainer.backend, self._state, left)
-
-    @cached_property
-    def _data(self) -> dict[str, Any]:
-        """What, with the step, says where in the data a run is."""
-        config, fingerprint = self._trainer.config, getattr(self._dataset, "fingerprint", None)
-        return {
-            "rows": len(self._dataset),
-            "fingerprint": fingerprint() if callable(fingerprint) else None,
-            "batch_size": config.batch_size,
-            "gradient_accumulation_steps": config.gradient_accumulation_steps,
-            "shuffle": config.shuffle,
-            "seed": config.seed,
-        }
 
     def _check_new(self) -> None:
         trainer = self._trainer
@@ -395,7 +353,7 @@ class Run:
                 how="leave --resume out to begin a new run",
             )
         path = agreed_checkpoint(self._replicas, found, say, weights_only=weights_only)
-        changed = check_same_run(path, trainer.config, trainer.peft_model, self._data)
+        changed = check_same_run(path, trainer.config, trainer.peft_model, self._course.about)
         self._go_on(trainer.restore(path, weights_only=weights_only), whole=not weights_only)
         trainer.take_settings({one.name for one in changed})
         say(f"resuming from {path} (step {trainer.global_step} of {self._num_steps})")
@@ -403,25 +361,11 @@ class Run:
             say("of this checkpoint the weights are taken, and not the optimizer: its moments begin empty")
         if changed:
             say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
-        for name, value in _past(path / TRAINER_STATE).items():
+        for name, value in past_log(path / TRAINER_STATE).items():
             setattr(self._state, name, value)
-        self._state.global_step = trainer.global_step
-        done = min(trainer.global_step * trainer.config.gradient_accumulation_steps, self._num_batches)
-        self._state.epoch = done / self._batches.steps_per_epoch
+        self._state.global_step, self._state.epoch = trainer.global_step, self._course.epoch(trainer.global_step)
         if self._first and (trainer.global_step < self._num_steps or self._left is not None):
-            self._cut_metrics()
-
-    def _cut_metrics(self) -> None:
-        """Drop what was measured after the checkpoint that the run goes on from: it is measured again."""
-        step = self._state.global_step
-        known = [row for row in self._state.log_history if row.get("step") == step]
-
-        def keep(row: Mapping[str, Any]) -> bool:
-            if row.get("step", 0) != step or "event" in row:
-                return bool(row.get("step", 0) <= step)
-            return bool(known) and known.pop() is not None
-
-        cut_metrics(self._output / METRICS_NAME, keep)
+            cut_back(self._output / METRICS_NAME, self._state.log_history, trainer.global_step)
 
     def _open_window(self) -> Window:
         return Window(time.perf_counter(), self._trainer.model.counters)
@@ -436,14 +380,3 @@ class Run:
 
     def _fire(self, event: str, *details: Any) -> None:
         self._control = getattr(self._handler, event)(self._args, self._state, self._control, *details)
-
-
-def _past(file: Path) -> dict[str, Any]:
-    """Read what an earlier process logged and found best; a checkpoint that `train_step` wrote has none of it."""
-    if not file.is_file():
-        return {}
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        return {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdapterError(f"the checkpoint's log cannot be read: {error!r}", where=str(file)) from error

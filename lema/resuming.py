@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from lema.changedsettings import settings_then
 from lema.checkpoint import OPTIMIZER, PREFIX, STATE, read_state
 from lema.errors import AdapterError
 from lema.manifest import check_manifest
+from lema.metrics import cut_metrics
 from lema.replicas import Replicas
 from lema.replicate import first_alone
 
-__all__ = ["agreed_checkpoint", "check_sound", "newest_sound", "tell_warning"]
+__all__ = ["agreed_checkpoint", "check_sound", "cut_back", "newest_sound", "past_log", "tell_warning"]
 
 Say = Callable[[str], None]
 
@@ -87,6 +89,39 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
             where=str(directory / STATE),
         )
     return state
+
+
+def past_log(file: Path) -> dict[str, Any]:
+    """Read what an earlier process logged and found best; a checkpoint that `train_step` wrote has none of it.
+
+    Raises:
+        AdapterError: the file is damaged.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        return {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"the checkpoint's log cannot be read: {error!r}", where=str(file)) from error
+
+
+def cut_back(metrics: Path, log_history: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Drop what was measured after the checkpoint that a run goes on from: it is measured again.
+
+    Args:
+        metrics: the file of metrics.
+        log_history: what the checkpoint knows.
+        step: the checkpoint's.
+    """
+    known = [row for row in log_history if row.get("step") == step]
+
+    def keep(row: Mapping[str, Any]) -> bool:
+        if row.get("step", 0) != step or "event" in row:
+            return bool(row.get("step", 0) <= step)
+        return bool(known) and known.pop() is not None
+
+    cut_metrics(metrics, keep)
 
 
 def tell_warning(line: str, say: Say) -> None:
