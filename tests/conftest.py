@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pickles
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 def pytest_configure() -> None:
     pickles.watch()
+    watching = str(Path(__file__).with_name("watching"))
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if watching not in given:  # it is there already in a process that pytest has started
+        os.environ["PYTHONPATH"] = os.pathsep.join([watching, *filter(None, given)])
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
 """Nothing is read through pickle: every test ends with this looked at; here, that a look finds what there is."""
 
 import pickle
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from types import CodeType
@@ -51,3 +53,13 @@ def unpickles() -> None:
 def test_processes_that_are_forked_look_too(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"collections\.OrderedDict was looked up for a pickle"):
         run_forked(unpickles, [], 1, tmp_path, 60)
+
+
+STARTED = "import sys; sys.path.insert(0, {tests!r}); from test_pickles import unpickles; unpickles(); print('goes on')"
+
+
+def test_processes_that_are_started_look_too() -> None:
+    command = [sys.executable, "-c", STARTED.format(tests=str(Path(__file__).parent))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (97, "goes on\n")
+    assert "collections.OrderedDict was looked up for a pickle" in done.stderr
