@@ -139,6 +139,7 @@ class LemaTrainer:
             NonFiniteError: the loss or a gradient is NaN or infinite, and `max_skipped_steps` were dropped already; the
                 optimizer was not stepped.
             DataError: no token is trained, or the batch is malformed.
+            ConfigError: a checkpoint is due, and another run writes to `output_dir`; the step was taken.
         """
         vocab_size = getattr(self.model.split.model.config.get_text_config(), "vocab_size", None)
         batch = as_batch(inputs, labels, attention_mask, vocab_size)
@@ -146,7 +147,8 @@ class LemaTrainer:
         micro_batches = split_batch(batch, self.config.micro_batch_size)
         result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
         if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
-            self.save_step()
+            with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
+                self.save_step()
         return torch.cat(logits), result.loss
 
     def accumulate(

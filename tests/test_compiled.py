@@ -161,7 +161,7 @@ def test_a_layer_with_a_hook_is_left_as_it_is(checkpoint_of: CheckpointOf) -> No
     assert model.split.compiled.compilations == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_kernels_of_its_own_stay_near(

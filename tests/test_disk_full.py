@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from disks import Disk
 from safetensors.torch import load_file
-from smallrun import logged, run_fit, same, settings, token_rows, write_model
+from smallrun import batch, logged, opened, run_fit, same, settings, token_rows, write_model
 
 from lema import checkpoint, freespace
 from lema.errors import ConfigError, DiskFull
@@ -132,6 +132,9 @@ def test_a_second_run_in_the_same_directory_is_refused(llama: Path, tmp_path: Pa
         with pytest.raises(ConfigError, match=f"another run writes to this directory: process {other.pid}"):
             run_fit(config, ROWS)
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+        with opened(config) as model, pytest.raises(ConfigError, match=f"process {other.pid}"):
+            model.get_trainer().train_step(batch(1))  # which saves
+        assert not list((tmp_path / "out").glob("checkpoint-*"))
         other.kill()
     run_fit(config, ROWS)
     assert (tmp_path / "out" / "checkpoint-1").is_dir() and not list((tmp_path / "out").glob(".*"))

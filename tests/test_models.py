@@ -233,7 +233,7 @@ def test_the_page_says_what_the_command_says(sampled: dict[str, Row]) -> None:
     assert rows_of(markdown(sampled.values())) == {name: rows_of(PAGE.read_text())[name] for name in SAMPLE}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_whole_page_is_what_the_command_prints(capfd: pytest.CaptureFixture[str]) -> None:
     made_with = PAGE.read_text().splitlines()[2]

@@ -93,7 +93,7 @@ def test_no_pair_of_settings_changes_a_bit(compare: Callable[..., None], name: s
     compare(name, opened, [{factor: case[factor] for factor in STEPPED}])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("opened", cases(OPENED), ids=label)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
 def test_no_combination_changes_a_bit_elsewhere(compare: Callable[..., None], name: str, opened: Case) -> None:

@@ -34,7 +34,7 @@ def of_every_kind(ways: Iterable[str], quick: int) -> pytest.MarkDecorator:
     for number, way in enumerate(ways):
         chosen = [number % len(kinds), -1 - number % len(kinds)][:quick]
         for kind in kinds:
-            marks = () if kind in (kinds[index] for index in chosen) else pytest.mark.slow
+            marks = () if kind in (kinds[index] for index in chosen) else pytest.mark.exhaustive
             name, tied, recompute = kind
             label = f"{way}-{name}-{'tied' if tied else 'untied'}-{'recomputed' if recompute else 'kept'}"
             cases.append(pytest.param(way, *kind, id=label, marks=marks))

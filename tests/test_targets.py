@@ -166,7 +166,7 @@ def test_where_peft_adapts_everything_nothing_is_told() -> None:
     warn_of_left_out(skeleton("jetmoe"))  # routers are left out for another reason
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_exactly_the_linears_that_are_no_routers_are_adapted(model_type: str) -> None:
     model = skeleton(model_type)

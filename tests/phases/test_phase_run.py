@@ -73,7 +73,7 @@ PLANS = {
 
 
 # Seven is prime to the writes of a step, so that saving, notes and events take turns to be the last.
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", PLANS)
 def test_stopped_after_any_write_it_ends_as_if_it_had_not_been(
     name: str, stride: int, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
