@@ -10,8 +10,10 @@ import pytest
 from disks import Disk
 from safetensors.torch import load_file
 from smallrun import batch, logged, opened, run_fit, same, settings, token_rows, write_model
+from torch import Tensor
 
 from lema import checkpoint, freespace
+from lema.config import LemaConfig
 from lema.errors import ConfigError, DiskFull
 from lema.manifest import check_manifest
 from lema.metrics import MetricsLog
@@ -25,6 +27,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"))
 
 
+Straight = tuple[LemaConfig, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def straight(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Four steps on a disk with room enough, and the adapter that they end with."""
+    config = settings(llama, tmp_path_factory.mktemp("straight"), save_steps=1, max_steps=4)
+    return config, run_fit(config, ROWS)[1]
+
+
 def before_it_is_written(disk: Disk, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(freespace, "free_bytes", disk.free)
 
@@ -35,16 +47,18 @@ def while_it_is_written(disk: Disk, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("found", [before_it_is_written, while_it_is_written])
 def test_a_run_goes_on_without_the_checkpoint_that_there_is_no_room_for(
-    found: Callable[[Disk, pytest.MonkeyPatch], None], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Callable[[Disk, pytest.MonkeyPatch], None],
+    llama: Path,
+    straight: Straight,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    straight = settings(llama, tmp_path / "straight", save_steps=1, max_steps=4)
-    _, expected = run_fit(straight, ROWS)
     disk, config = Disk(2, 3), settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
     found(disk, monkeypatch)
     with pytest.warns(UserWarning, match=r"no checkpoint after step [23]: .*The run goes on") as warned:
         _, adapter = run_fit(config, ROWS, callbacks=[disk])
     assert len(warned) == 2 and disk.saved == [1, 4]
-    assert same(adapter, expected) and logged(config) == logged(straight)
+    assert same(adapter, straight[1]) and logged(config) == logged(straight[0])
     kept = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert kept == ["checkpoint-1", "checkpoint-4"], "and nothing is left of the others"
     for name in kept:
@@ -66,11 +80,13 @@ def test_without_room_for_its_last_checkpoint_a_run_fails_and_the_one_before_sta
 
 @pytest.mark.parametrize("found", [before_it_is_written, while_it_is_written])
 def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_before(
-    found: Callable[[Disk, pytest.MonkeyPatch], None], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Callable[[Disk, pytest.MonkeyPatch], None],
+    llama: Path,
+    straight: Straight,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Asked by the file, which would stop the run that goes on if it were left there."""
-    straight = settings(llama, tmp_path / "straight", save_steps=1, max_steps=4)
-    _, expected = run_fit(straight, ROWS)
     disk, config = Disk(2, 3), settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
     with monkeypatch.context() as full:
         found(disk, full)
@@ -91,7 +107,7 @@ def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_befo
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "metrics.jsonl"]
     check_manifest(tmp_path / "out" / "checkpoint-1")
     _, adapter = run_fit(config, ROWS, resume=True)
-    assert same(adapter, expected) and logged(config) == logged(straight)
+    assert same(adapter, straight[1]) and logged(config) == logged(straight[0])
 
 
 def test_a_run_does_not_begin_without_room_for_two_checkpoints(
