@@ -44,7 +44,7 @@ class Behind:
             what that raised; then `work` is not begun.
         """
         self.wait()
-        self._under_way = self._pool.submit(work)
+        self._under_way = self._pool.submit(_done, [work])
 
     def wait(self) -> None:
         """Block until nothing is under way; raise, once, what it raised."""
@@ -63,3 +63,8 @@ class Behind:
             self.wait()
         finally:
             self._pool.shutdown(wait=True)
+
+
+def _done(held: list[Callable[[], None]]) -> None:
+    """Do the work; what it holds is let go of before anyone is told that it has been done."""
+    held.pop()()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,21 @@ def pytest_configure() -> None:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if watching not in given:  # it is there already in a process that pytest has started
         os.environ["PYTHONPATH"] = os.pathsep.join([watching, *filter(None, given)])
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at which markers a run asks for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have a default run take a few cases, evenly spaced, of a test that is `sampled`; the others are slow."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for every in cases.values():
+        (count,) = every[0].get_closest_marker("sampled").args  # type: ignore[union-attr] # it has one
+        kept = {number * len(every) // count for number in range(count)}
+        for number, item in enumerate(every):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,7 @@ def ids() -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(9))
 
 
+@pytest.mark.slow
 def test_peft_loads_what_is_saved_and_says_the_same(base: Path, ids: torch.Tensor, tmp_path: Path) -> None:
     with opened(settings(base, tmp_path)) as model:
         model.get_trainer().train_step(ids)
@@ -140,6 +141,7 @@ def test_a_directory_of_the_older_format_is_loaded(base: Path, name: str, ids: t
     model.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -257,6 +259,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_setting_of_an_adapter_can_be_overridden_but_its_dropout(llama: Path, name: str, tmp_path: Path) -> None:
     value, other = OTHERS[name]
@@ -270,6 +273,7 @@ def test_no_setting_of_an_adapter_can_be_overridden_but_its_dropout(llama: Path,
     again.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_run_does_not_go_on_with_another_adapter(llama: Path, name: str, tmp_path: Path) -> None:
     value, other = OTHERS[name]
@@ -315,6 +319,7 @@ def test_an_adapter_config_that_is_none_is_refused_by_file(llama: Path, text: st
     assert caught.value.where == str(tmp_path / "adapter_config.json")
 
 
+@pytest.mark.slow
 def test_an_adapter_of_experts_one_by_one_is_read_as_peft_reads_it(tmp_path: Path) -> None:
     checkpoint = write_checkpoint("mixtral", tmp_path)  # its experts are one tensor now, as its adapter's will be
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

@@ -53,6 +53,7 @@ def of_peft(model: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_it_is_written_beside_every_adapter_and_checkpoint_and_holds_on_the_same_files(
     base: Path, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_it_is_written_beside_every_adapter_and_checkpoint_and_holds_on_the_same
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), place)
 
 
+@pytest.mark.slow
 def test_a_model_that_has_changed_is_refused_wherever_they_meet(base: Path, tmp_path: Path) -> None:
     with closing(opened(base, tmp_path / "out")) as model:
         model.initialize_lora()

@@ -113,6 +113,7 @@ def loaded_by_peft(base: Path, adapter: Path) -> PeftModel:
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
 
 
+@pytest.mark.sampled(3)
 def test_what_peft_saved_says_the_same_and_is_saved_again(
     base: Path, adapter: Path, ids: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_what_peft_saved_says_the_same_and_is_saved_again(
     assert torch.equal(whole_logits(loaded_by_peft(base, tmp_path / "again"), ids), said)
 
 
+@pytest.mark.sampled(4)
 def test_merging_gives_what_peft_gives(
     base: Path, adapter: Path, case: tuple[tuple[str, bool], str], ids: torch.Tensor, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def masks(found: Prelude) -> list[Tensor]:
     return [one for call in found.calls for one in tensors_in(call.others()) if one.dim() >= 4]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("given", [False, True], ids=["no mask", "a mask of ones"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_rows_of_one_length_are_attended_to_without_a_mask(

@@ -37,6 +37,7 @@ def poisoned(model: Path, name: str, change: Callable[[Tensor], object]) -> tupl
     raise AssertionError(f"there is no {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_each_layer_s_weights_are_looked_at_before_a_step(place: str, llama: Path, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
@@ -55,6 +56,7 @@ def test_each_layer_s_weights_are_looked_at_before_a_step(place: str, llama: Pat
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
 def test_weights_outside_the_layers_are_looked_at_when_the_model_is_opened(
     name: str, llama: Path, tmp_path: Path

@@ -65,6 +65,7 @@ def row_of(results: dict[str, Any], arm: str, micro_batches: int) -> dict[str, A
     return rows[0]
 
 
+@pytest.mark.slow
 def test_an_arm_is_measured_in_turn_with_peft_and_has_its_loss(results: dict[str, Any]) -> None:
     for count in (1, 4):
         ours, peft = row_of(results, "lema", count), row_of(results, "peft", count)

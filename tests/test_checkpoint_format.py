@@ -44,6 +44,7 @@ def model(llama: Path, tmp_path: Path) -> Iterator[LemaModel]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_json_and_safetensors_with_all_that_a_run_goes_on_from(llama: Path, tmp_path: Path) -> None:
     config = settings(llama, tmp_path / "out", max_steps=5, save_steps=5, batch_size=2, gradient_accumulation_steps=2)
     before = os.umask(0o022)
@@ -85,6 +86,7 @@ def test_without_fit_there_is_a_trainer_state_too(model: LemaModel, tmp_path: Pa
     assert found.global_step == 2 and found.log_history == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["adapter", "moment"])
 def test_nothing_that_is_not_finite_is_ever_saved(model: LemaModel, where: str, tmp_path: Path) -> None:
     trainer = model.get_trainer()
@@ -133,6 +135,7 @@ def one_less(tensors: dict[str, Any]) -> None:
     tensors.pop(sorted(tensors)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.safetensors"])
 def test_what_is_on_disk_is_compared_with_memory_before_the_checkpoint_gets_its_name(
     file: str, model: LemaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +169,7 @@ def test_an_adapter_that_would_be_saved_empty_is_found(
         model.save_pretrained(tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_only_when_the_new_one_has_been_read_back(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +190,7 @@ def test_old_checkpoints_go_only_when_the_new_one_has_been_read_back(
         assert [path.name for path in trainer.checkpoints()] == ["checkpoint-2", "checkpoint-3"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_same_name_is_replaced(model: LemaModel, tmp_path: Path) -> None:
     trainer = model.get_trainer()
     for step in (1, 2):

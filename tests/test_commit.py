@@ -149,6 +149,7 @@ def test_what_does_not_read_back_never_gets_the_name(tmp_path: Path, monkeypatch
     assert names(tmp_path) == ["one"] and words(tmp_path / "one") == {"old"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["replace", "discard"])
 def test_a_kill_at_any_moment_leaves_a_whole_directory_after_a_sweep(what: str, tmp_path: Path) -> None:
     """A discarded one is there whole, or gone; a replaced one is there whole, old or new."""

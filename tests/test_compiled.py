@@ -55,6 +55,7 @@ def step_of_both(checkpoint: Checkpoint, batches: Any, **settings: Any) -> LemaM
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_graph_serves_every_layer_bitwise(checkpoint_of: CheckpointOf, recompute: bool, dtype: str) -> None:
@@ -66,6 +67,7 @@ def test_one_graph_serves_every_layer_bitwise(checkpoint_of: CheckpointOf, recom
     assert model.split.compiled.compilations == 1
 
 
+@pytest.mark.slow
 def test_evaluation_takes_one_graph_more(checkpoint_of: CheckpointOf) -> None:
     batches, values = micro_batches(2, lengths=ALIKE), []
     for compiled in (False, True):
@@ -78,6 +80,7 @@ def test_evaluation_takes_one_graph_more(checkpoint_of: CheckpointOf) -> None:
     assert all(torch.equal(value, values[0]) for value in values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_lengths_that_vary_take_one_graph_more(checkpoint_of: CheckpointOf, recompute: bool) -> None:
     """The graph for every length is made at the second; the first length may be run by either from then on."""
@@ -86,6 +89,7 @@ def test_lengths_that_vary_take_one_graph_more(checkpoint_of: CheckpointOf, reco
     assert model.split.compiled.compilations == 2
 
 
+@pytest.mark.slow
 def test_two_kinds_of_layers_take_two_graphs(checkpoint_of: CheckpointOf) -> None:
     batches = micro_batches(2, lengths=ALIKE)
     with streamed_model(checkpoint_of("gemma2"), torch_compile=True, attn_implementation="eager") as model:
@@ -95,6 +99,7 @@ def test_two_kinds_of_layers_take_two_graphs(checkpoint_of: CheckpointOf) -> Non
     step_of_both(checkpoint_of("gemma2"), batches, gradient_checkpointing=True, attn_implementation="eager")
 
 
+@pytest.mark.slow
 def test_a_kind_that_does_not_compile_leaves_the_others_alone(tmp_path: Path) -> None:
     """The backward that torch traces of these layers with a state fails, in torch."""
     batches = micro_batches(2, lengths=ALIKE)
@@ -106,11 +111,13 @@ def test_a_kind_that_does_not_compile_leaves_the_others_alone(tmp_path: Path) ->
     assert [model.split.compiles(layer) for layer in range(8)] == [False, False, False, True] * 2
 
 
+@pytest.mark.slow
 def test_some_layers_kept_and_some_recomputed(checkpoint_of: CheckpointOf) -> None:
     batches = micro_batches(3, padding=True, lengths=UNLIKE)
     step_of_both(checkpoint_of("qwen3"), batches, gradient_checkpointing=True, spent={"saved": frozenset({2, 5})})
 
 
+@pytest.mark.slow
 def test_a_layer_that_computes_with_its_number_is_not_taken_for_another() -> None:
     layers = [Numbered(number) for number in range(12)]
     compiled, state = CompiledLayers(layers, "stack", CpuBackend()), torch.ones(1, 2, 2)
@@ -131,12 +138,14 @@ def test_gradients_reach_the_layer_that_was_called() -> None:
     assert compiled.compilations == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_layers_that_draw_are_left_as_they_are(checkpoint_of: CheckpointOf, recompute: bool) -> None:
     with said("model.layers.0 is not compiled, like the 11 of its kind: it draws random numbers"):
         step_of_both(checkpoint_of("llama"), micro_batches(2), lora_dropout=0.1, gradient_checkpointing=recompute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_an_error_of_the_compiler_is_said_and_nothing_else_changes(
     checkpoint_of: CheckpointOf, recompute: bool, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +155,7 @@ def test_an_error_of_the_compiler_is_said_and_nothing_else_changes(
         step_of_both(checkpoint_of("llama"), micro_batches(2), gradient_checkpointing=recompute)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_hook_is_left_as_it_is(checkpoint_of: CheckpointOf) -> None:
     outcomes, calls = [], []
     for compiled in (False, True):

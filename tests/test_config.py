@@ -73,6 +73,7 @@ def run_python(code: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_every_misspelt_name_and_wrong_type_is_refused_before_torch_is_imported() -> None:
     outcome = run_python(EVERY_SLIP)
     assert outcome["faults"] == []
@@ -388,6 +389,7 @@ def test_overrides_replace_what_the_file_says_even_where_that_was_wrong(tmp_path
     assert LemaConfig.from_yaml(path, lora_rank=4).lora_rank == 4
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # how long it takes says nothing where others compute as well
 @given(st.text(max_size=60) | st.binary(max_size=60))
 def test_any_text_is_a_config_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, text: str | bytes) -> None:

@@ -63,6 +63,7 @@ def test_the_adapter_of_a_real_run_survives_being_cut_up(tp: int, kv_layout: str
     assert config_of(tmp_path / "out") == config_of(whole)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_layout", ["tile", "interleave"])
 @pytest.mark.parametrize(("kv_heads", "tp"), [(1, 8), (2, 4), (2, 8), (4, 2), (8, 8)])
 def test_shards_become_the_adapter_again_with_an_a_for_every_projection(
@@ -80,6 +81,7 @@ def test_shards_become_the_adapter_again_with_an_a_for_every_projection(
     assert config_of(tmp_path / "out") == config_of(adapter)
 
 
+@pytest.mark.slow
 def test_our_shards_hold_what_the_documented_rules_say(
     adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -231,6 +233,7 @@ def edit_layouts(directory: Path, edit: Callable[[Any], Any]) -> None:
     (directory / LAYOUTS).write_text(json.dumps(content))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", OWN_DAMAGE)
 def test_damaged_shards_are_refused_in_words(
     damage: str, adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path

@@ -41,6 +41,7 @@ def model_on(backend: Backend, checkpoint: Checkpoint, directory: Path, **settin
         model.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 2])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_a_step_is_the_whole_models_however_late_copies_come(
@@ -54,6 +55,7 @@ def test_a_step_is_the_whole_models_however_late_copies_come(
             assert_same(streamed_step(model, micro_batches(COUNT, padding=True)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_in_a_step_no_thread_waits_for_the_device_but_those_that_read_and_write(
     checkpoint_of: CheckpointOf, tmp_path: Path, tier: str
@@ -71,6 +73,7 @@ def test_in_a_step_no_thread_waits_for_the_device_but_those_that_read_and_write(
         assert threading.current_thread() not in backend.queues.waiting_threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_step_that_is_given_up_spoils_nothing_of_the_next(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, tier: str
@@ -102,6 +105,7 @@ def peak_of_a_step(backend: LateDevice, checkpoint: Checkpoint, directory: Path)
         return tally.peak
 
 
+@pytest.mark.slow
 def test_boundaries_that_leave_do_not_make_a_step_larger(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     """They are held a while longer than the layer needs them, on the way up, where a step is not largest."""
     checkpoint = checkpoint_of("llama")
@@ -109,6 +113,7 @@ def test_boundaries_that_leave_do_not_make_a_step_larger(checkpoint_of: Checkpoi
     assert late <= at_once
 
 
+@pytest.mark.slow
 def test_replicas_gather_while_copies_come_late(tmp_path: Path) -> None:
     done = run_program([str(Path(__file__).with_name("gathers_late.py"))], 2, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -52,6 +52,7 @@ def code_under_test(changed: str = "", old: str = "", new: str = "") -> SimpleNa
 CODE = code_under_test()
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.integers(0, 1 << 40))
 def test_every_byte_is_read_when_it_is_there_and_overwritten_when_it_is_not_needed(seed: int) -> None:

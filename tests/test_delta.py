@@ -47,6 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         return base, save_delta(model, training, place / "delta", 20_000)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "tied", "dtype", "chosen"),
     [

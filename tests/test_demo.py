@@ -86,6 +86,7 @@ def quickly(arguments: list[str]) -> list[str]:
 # What it shows
 
 
+@pytest.mark.slow
 def test_the_loss_falls(finished: Finished) -> None:
     # Random weights know nothing: what they expect of the next token is worse than expecting each alike.
     assert finished.outcome.before.loss > 6
@@ -123,6 +124,7 @@ def test_every_file_it_names_is_there(there: Finished) -> None:
         assert Path(place).exists(), place
 
 
+@pytest.mark.slow
 def test_the_commands_it_suggests_work(there: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     verbs = []
     for command in commands(there):
@@ -177,6 +179,7 @@ def test_the_config_it_wrote_is_the_one_it_trained_with(there: Finished) -> None
     assert LemaConfig.from_yaml(DIRECTORY / "train.yaml", max_steps=STEPS).to_dict() == used
 
 
+@pytest.mark.slow
 def test_the_config_trains_again_to_the_same_losses(there: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", str(DIRECTORY / "train.yaml"), "--set", f"max_steps={STEPS}", "--set", "logging_steps=1"]
     threads = torch.get_num_threads()
@@ -220,6 +223,7 @@ def test_logits_that_differ_are_an_error(finished: Finished, difference: float) 
 # Whose directory it is
 
 
+@pytest.mark.slow
 def test_a_second_run_replaces_the_first_and_nothing_else(tmp_path: Path) -> None:
     directory = tmp_path / "my demo: #1 [b] 'x'"
     claim(directory)  # as a run that was killed leaves it, with files half written
@@ -316,6 +320,7 @@ def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
 # The configs that build on it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_a_config_runs_by_the_commands_in_its_header(
     config: Path, there: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -331,6 +336,7 @@ def test_a_config_runs_by_the_commands_in_its_header(
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_resident_config_reads_each_layer_once(there: Finished, tmp_path: Path) -> None:
     config = next(path for path in CONFIGS if path.name == "lora_resident.yaml")
     settings = ["max_steps=3", "logging_steps=1", f"output_dir={tmp_path}"]

@@ -45,6 +45,7 @@ def while_it_is_written(disk: Disk, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoint, "save_file", disk.save_file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", [before_it_is_written, while_it_is_written])
 def test_a_run_goes_on_without_the_checkpoint_that_there_is_no_room_for(
     found: Callable[[Disk, pytest.MonkeyPatch], None],
@@ -65,6 +66,7 @@ def test_a_run_goes_on_without_the_checkpoint_that_there_is_no_room_for(
         check_manifest(tmp_path / "out" / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", [before_it_is_written, while_it_is_written])
 def test_without_room_for_its_last_checkpoint_a_run_fails_and_the_one_before_stays(
     found: Callable[[Disk, pytest.MonkeyPatch], None], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +80,7 @@ def test_without_room_for_its_last_checkpoint_a_run_fails_and_the_one_before_sta
     check_manifest(tmp_path / "out" / "checkpoint-1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", [before_it_is_written, while_it_is_written])
 def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_before(
     found: Callable[[Disk, pytest.MonkeyPatch], None],
@@ -110,6 +113,7 @@ def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_befo
     assert same(adapter, straight[1]) and logged(config) == logged(straight[0])
 
 
+@pytest.mark.slow
 def test_a_run_does_not_begin_without_room_for_two_checkpoints(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +139,7 @@ def test_a_line_of_metrics_is_not_worth_a_run() -> None:
             metrics.write({"step": 7})
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused(llama: Path, tmp_path: Path) -> None:
     hold = (
         "import sys; from pathlib import Path; from lema.runlock import run_lock\n"

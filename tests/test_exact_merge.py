@@ -49,6 +49,7 @@ def changes(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_merged_weight_is_the_exact_sum_rounded_once(base_and_adapter: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = base_and_adapter
     before, merged = tensors(base), tensors(merge_adapter(adapter, tmp_path / "merged"))
@@ -61,6 +62,7 @@ def test_a_merged_weight_is_the_exact_sum_rounded_once(base_and_adapter: tuple[P
             assert torch.equal(weight, before[name]), name
 
 
+@pytest.mark.slow
 def test_at_random_each_weight_is_a_neighbour_of_the_sum(base_and_adapter: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = base_and_adapter
     nearest = tensors(merge_adapter(adapter, tmp_path / "nearest"))
@@ -80,6 +82,7 @@ def test_at_random_each_weight_is_a_neighbour_of_the_sum(base_and_adapter: tuple
         assert bool((missed <= gap).all()), name
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_however_the_files_are_cut(tmp_path: Path) -> None:
     base = write_checkpoint("llama", tmp_path, dtype=torch.bfloat16).streamed
     adapter = trained_adapter(base, tmp_path / "adapter")
@@ -133,6 +136,7 @@ def test_the_ends_of_the_numbers_are_kept(dtype: torch.dtype) -> None:
     assert set(rounded(-below, dtype, "stochastic", 0, "weight").sign().tolist()) == {-1.0}
 
 
+@pytest.mark.slow
 def test_merging_an_adapter_of_small_changes(tmp_path: Path) -> None:
     base = write_checkpoint("llama", tmp_path, dtype=torch.bfloat16).streamed
     adapter = trained_adapter(base, tmp_path / "adapter")
@@ -159,6 +163,7 @@ def test_merging_an_adapter_of_small_changes(tmp_path: Path) -> None:
     assert float((applied["nearest"] == 0).double().mean()) > 0.98
 
 
+@pytest.mark.slow
 def test_the_command_rounds_as_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = write_checkpoint("llama", tmp_path, dtype=torch.bfloat16).streamed
     adapter = trained_adapter(base, tmp_path / "adapter")

@@ -14,6 +14,7 @@ from lema.data import load_rows
 from lema.errors import DataError
 
 
+@pytest.mark.slow
 def test_mutated_files_are_refused_by_name_or_change_nothing() -> None:
     outcome = inputs.run(400)
     assert outcome.failures == ()
@@ -52,6 +53,7 @@ def test_a_row_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("was taken" in failure for failure in rows.run(90).failures)
 
 
+@pytest.mark.slow
 def test_every_level_of_settings_is_refused_by_name_before_torch_is_imported() -> None:
     outcome = configkeys.run(150)
     assert outcome.failures == ()

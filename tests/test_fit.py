@@ -97,6 +97,7 @@ def test_a_run_is_a_loop_over_the_whole_model(llama: Path, tmp_path: Path) -> No
     assert set(result) == {"train_loss", "train_runtime", "train_tokens_per_second"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
 def test_evaluation_is_the_whole_model_s_mean_over_trained_tokens(
     llama: Path, micro_batch_size: int | None, tmp_path: Path
@@ -117,6 +118,7 @@ def test_evaluation_is_the_whole_model_s_mean_over_trained_tokens(
     assert found["eval_tokens"] == tokens
 
 
+@pytest.mark.slow
 def test_evaluating_on_the_way_changes_nothing(gpt2: Path, tmp_path: Path) -> None:
     config = settings(gpt2, tmp_path / "one", lora_dropout=0.1)
     evaluated = config.model_copy(update={"eval_steps": 2})
@@ -127,6 +129,7 @@ def test_evaluating_on_the_way_changes_nothing(gpt2: Path, tmp_path: Path) -> No
     assert logged(config, "eval_loss")[4] == result["eval_loss"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [
@@ -149,6 +152,7 @@ def test_epochs_or_steps_say_how_long_a_run_is(
     assert rows[-1]["epoch"] == pytest.approx(batches / 3)
 
 
+@pytest.mark.slow
 def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) -> None:
     config = settings(llama, tmp_path / "out", gradient_accumulation_steps=2, micro_batch_size=1, logging_steps=2)
     rows = token_rows(32)
@@ -180,6 +184,7 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_weights_are_read_once_per_pass_for_all_batches_of_a_step(llama: Path, tmp_path: Path) -> None:
     rows = token_rows(16)
     found = {}

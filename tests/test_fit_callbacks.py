@@ -52,6 +52,7 @@ def hf_events(model: Path, output_dir: Path, rows: Any, eval_rows: Any, **argume
     return recorder.events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("evaluation", "logging"),
     [({"eval_strategy": "epoch"}, 2), ({"eval_strategy": "steps", "eval_steps": 3}, 1)],
@@ -100,6 +101,7 @@ def test_ending_an_epoch_early_is_refused_rather_than_ignored(llama: Path, tmp_p
         run_fit(settings(llama, tmp_path), token_rows(16), callbacks=[Ask(should_epoch_stop=2)])
 
 
+@pytest.mark.slow
 def test_early_stopping_stops(llama: Path, tmp_path: Path) -> None:
     # Nothing is learnt at rate 0, so no evaluation is better than the first.
     config = settings(llama, tmp_path / "out", learning_rate=0.0, eval_steps=1, save_steps=1)

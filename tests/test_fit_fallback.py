@@ -61,6 +61,7 @@ def swap(file: Path) -> None:
     shutil.copy(file.parent.with_name("checkpoint-4") / file.name, file)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
@@ -88,6 +89,7 @@ def test_from_an_older_checkpoint_it_ends_bitwise_as_if_nothing_had_been_damaged
     assert logged(config) == logged(config_of(llama, whole))
 
 
+@pytest.mark.slow
 def test_several_damaged_ones_are_each_said(
     llama: Path, straight: tuple[Path, dict[str, Tensor]], copied: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_run_none_of_whose_checkpoints_is_sound_does_not_begin_afresh(llama: P
             run_fit(config_of(llama, copied), ROWS, resume=resume)
 
 
+@pytest.mark.slow
 def test_without_its_optimizer_a_checkpoint_is_gone_on_from_only_where_that_is_asked_for(
     llama: Path, straight: tuple[Path, dict[str, Tensor]], copied: Path
 ) -> None:
@@ -127,6 +130,7 @@ def test_without_its_optimizer_a_checkpoint_is_gone_on_from_only_where_that_is_a
         run_fit(config_of(llama, copied / "new"), ROWS, weights_only=True)
 
 
+@pytest.mark.slow
 def test_what_may_change_is_what_the_next_step_goes_by(llama: Path, copied: Path) -> None:
     later = config_of(
         llama, copied, max_steps=8, learning_rate=0.5, weight_decay=0.25, adam_beta1=0.5, lr_scheduler_type="constant"

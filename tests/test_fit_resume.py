@@ -46,6 +46,7 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     gpt2: Path, recompute: bool, tmp_path: Path
@@ -84,6 +85,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loaded_by_hand_is_gone_on_from(gpt2: Path, tmp_path: Path) -> None:
     rows = token_rows(16)
     config = settings(gpt2, tmp_path / "out", lora_dropout=0.1, save_steps=1, lr_scheduler_type="cosine")
@@ -97,6 +99,7 @@ def test_a_checkpoint_loaded_by_hand_is_gone_on_from(gpt2: Path, tmp_path: Path)
             trainer.fit(rows)
 
 
+@pytest.mark.slow
 def test_a_new_run_does_not_begin_over_old_checkpoints(llama: Path, tmp_path: Path) -> None:
     config = settings(llama, tmp_path / "out", save_steps=1)
     run_fit(config, token_rows(4))
@@ -112,6 +115,7 @@ def test_a_run_cannot_be_resumed_without_a_checkpoint(llama: Path, tmp_path: Pat
         run_fit(settings(llama, tmp_path / "out"), token_rows(4), resume=True)
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_trains_nothing_and_says_so(llama: Path, tmp_path: Path) -> None:
     config = settings(llama, tmp_path / "out", save_steps=1)
     _, first = run_fit(config, token_rows(4))
@@ -129,6 +133,7 @@ def begun(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "rows", "words"),
     [
@@ -157,6 +162,7 @@ def test_a_run_is_not_resumed_on_other_data_or_batches(
     assert all(word in caught.value.what for word in words)
 
 
+@pytest.mark.slow
 def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
     config = settings(llama, tmp_path / "out", save_steps=1, save_total_limit=2, max_steps=2)
     run_fit(config, token_rows(8))

@@ -61,6 +61,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("fuse_qkv", [False, True])
 def test_foreign_shards_become_the_adapter_they_were_cut_from(

@@ -136,6 +136,7 @@ def test_what_fails_in_the_thread_is_raised_by_the_step(checkpoint_of: Callable[
         assert training.global_step == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("clipped", [None, 0.5])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_norm_of_a_step_is_known(
@@ -153,6 +154,7 @@ def test_the_norm_of_a_step_is_known(
         assert training.grad_norm == float(get_total_norm(gradients))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", [CpuBackend, lambda: LateDevice(3)])
 @pytest.mark.parametrize("clipped", [None, 0.5])
 def test_several_passes_are_bitwise_one(

@@ -56,6 +56,7 @@ def test_moments_of_a_shape_that_is_another_are_not_carried(
         training.load_checkpoint(tmp_path / "there", carry=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
     dtype: str, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]

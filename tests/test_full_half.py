@@ -47,6 +47,7 @@ def whole(
     return losses, masters, weights
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("count", "clipped", "selection", "backend"),
     [

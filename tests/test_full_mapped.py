@@ -51,6 +51,7 @@ def counts(model: LemaModel, training: FullTraining) -> dict[int, int]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "clipped", "selection", "backend"),
     [

@@ -89,6 +89,7 @@ model.close()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
     checkpoint = checkpoint_of("llama", False)
     # A small epsilon makes a step of the sign of every gradient: roundings of those near zero grow.

@@ -76,6 +76,7 @@ def assert_same(one: tuple[Sequence[Tensor], Weights], other: tuple[Sequence[Ten
     assert not [name for name, weight in other[1].items() if not torch.equal(one[1][name], weight)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipped", [None, 0.5])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("tied", [True, False])
@@ -89,6 +90,7 @@ def test_ten_steps_are_bitwise_those_in_memory(
     assert_same(streamed(config, everything, count), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("selection", [attention_of_the_last_four, one_in_the_middle])
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("clipped", [None, 0.5])
@@ -100,6 +102,7 @@ def test_any_subset_may_train(
     assert_same(streamed(config, selection, 2, steps=4), whole(checkpoint, config, selection, 2, steps=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [CpuBackend, lambda: LateDevice(None), lambda: LateDevice(3)])
 def test_what_was_written_is_what_the_next_lease_has_on_every_device(
     backend: Callable[[], Backend], checkpoint_of: Callable[..., Checkpoint]
@@ -111,6 +114,7 @@ def test_what_was_written_is_what_the_next_lease_has_on_every_device(
         assert_same(streamed(config, everything, 2, backend(), steps=4), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clipped", [None, 0.5])
 def test_a_run_that_was_resumed_is_the_run_that_was_not(
@@ -154,6 +158,7 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path, checkpoint_of
     model.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_saved_is_the_model_that_was_trained(

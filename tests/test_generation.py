@@ -59,6 +59,7 @@ def whole_tokens(model: Any, prompts: list[str], new: int = NEW, **options: Any)
     return tokens[:, inputs["input_ids"].shape[1] :]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("prompts", "options"),
     [
@@ -89,6 +90,7 @@ def test_tokens_are_those_of_transformers(
     assert not torch.equal(found, whole_tokens(bare, prompts, **options))  # the adapter has its say
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"strategy": "resident"}, {"device_memory": "1GB"}, {"prefetch_depth": 1}])
 def test_where_weights_wait_changes_no_token(llama: Path, changes: dict[str, Any], tmp_path: Path) -> None:
     found = []
@@ -151,6 +153,7 @@ def test_the_model_s_own_end_of_sequence_ends_a_text(llama: Path, tmp_path: Path
     assert set(found[0, 3:].tolist()) <= {tokenizer().eos_token_id}
 
 
+@pytest.mark.slow
 def test_settings_stored_with_the_model_are_used_and_not_warned_of(
     llama: Path, tmp_path: Path, complaints: list[str]
 ) -> None:
@@ -171,6 +174,7 @@ def test_settings_stored_with_the_model_are_used_and_not_warned_of(
     assert not torch.equal(sampled, greedy)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_been_generated(llama: Path, tmp_path: Path) -> None:
     batch, found = collate(token_rows(4)), []
     for between in (False, True):

@@ -17,6 +17,7 @@ from lema.plan.blueprint import draw_up
 CheckpointOf = Callable[..., Checkpoint]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 @pytest.mark.parametrize("poison", [True, False], ids=["poisoned", "shared"])
 def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, name: str, poison: bool) -> None:
@@ -37,6 +38,7 @@ def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, name: st
         assert torch.equal(model.adapter.evaluate(batches)[0], found)
 
 
+@pytest.mark.slow
 def test_the_device_holds_that_much_less_and_the_plan_says_so(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     sizes = {}

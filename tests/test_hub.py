@@ -176,6 +176,7 @@ def test_only_weights_and_small_files_are_fetched(tmp_path: Path, hub: tuple[str
     assert list(GlobalBinaryIndex(found)) == ["t"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [

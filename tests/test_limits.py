@@ -81,6 +81,7 @@ def unlimited(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Outc
     return step_within(directory, tmp_path_factory.mktemp("unlimited"))[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [0, 1, 3.5, 8, 40], ids=lambda layers: f"room for {layers} layers")
 def test_a_step_holds_no_more_than_device_memory_allows(
     directory: Path, tmp_path: Path, floor: int, unlimited: Outcome, layers: float
@@ -92,11 +93,13 @@ def test_a_step_holds_no_more_than_device_memory_allows(
     assert layers < 40 or allocation.residents or allocation.saved
 
 
+@pytest.mark.slow
 def test_less_than_the_floor_is_refused(directory: Path, tmp_path: Path, floor: int) -> None:
     with pytest.raises(MemoryLimitError):
         step_within(directory, tmp_path, device_memory=floor - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("disk", "layers", "kept"),
     [(1.0, 4, "residents"), (1e15, 12, "saved")],
@@ -121,6 +124,7 @@ def test_memory_goes_to_what_takes_the_time(
     assert_same(outcome, unlimited)
 
 
+@pytest.mark.slow
 def test_measuring_leaves_the_generator_and_the_adapter_as_they_were(directory: Path, tmp_path: Path) -> None:
     config = settings(
         directory, tmp_path, max_length=LENGTH, device_memory="1GB", gradient_checkpointing=True, lora_dropout=0.1
@@ -136,6 +140,7 @@ def test_measuring_leaves_the_generator_and_the_adapter_as_they_were(directory: 
     model.close()
 
 
+@pytest.mark.slow
 def test_host_memory_keeps_layers_that_are_not_read_again(directory: Path, tmp_path: Path, unlimited: Outcome) -> None:
     allocation, _, outcome = step_within(directory, tmp_path, host_memory="9MB")
     assert allocation.host_cached

@@ -75,6 +75,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore")  # of types that are announced as old, or as slow without their kernels
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_four_functions_over_types_of_models(model_type: str) -> None:
@@ -129,6 +130,7 @@ def test_the_four_functions_over_types_of_models(model_type: str) -> None:
     assert torch.equal(logits(adapted), after)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_undone_a_merge_leaves_no_bit_changed(dtype: torch.dtype, rounding: str) -> None:

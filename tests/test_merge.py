@@ -73,6 +73,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
     return checkpoint, trained_adapter(checkpoint.streamed, directory / "adapter")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "tied", "dtype"),
     [
@@ -94,6 +95,7 @@ def test_the_merged_model_is_the_one_peft_merges(tmp_path: Path, name: str, tied
     assert_loads_as(merge_adapter(adapter, tmp_path / "merged", 50_000), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_a_dtype_in_the_config_the_checkpoint_keeps_its_own(tmp_path: Path, dtype: torch.dtype) -> None:
     checkpoint = write_checkpoint("llama", tmp_path, dtype=dtype)
@@ -139,6 +141,7 @@ def test_an_adapter_of_the_older_format_merges(llama: tuple[Checkpoint, Path], t
     assert_loads_as(out, merged_by_peft(checkpoint.published, adapter))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 20_000, 300_000])
 def test_no_file_is_larger_than_asked_but_for_a_larger_tensor(
     llama: tuple[Checkpoint, Path], tmp_path: Path, limit: int
@@ -194,6 +197,7 @@ def peak_of_a_merge(tmp_path: Path, layers: int) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 def test_merging_holds_one_module_however_deep_the_model(tmp_path: Path) -> None:
     module, embeddings = 64 * 128 * 4, 4000 * 64 * 4
     shallow, deep = peak_of_a_merge(tmp_path, 2), peak_of_a_merge(tmp_path, 8)

@@ -47,6 +47,7 @@ def ids() -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(9))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", [MemoryStrategy.STREAMING, "RESIDENT"])
 def test_the_example_runs_as_written(
     base: Path, name: str, strategy: MemoryStrategy | str, ids: torch.Tensor, tmp_path: Path
@@ -105,6 +106,7 @@ def test_the_trainer_can_be_put_together_by_hand(llama: Path, ids: torch.Tensor,
     assert not any(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.slow
 def test_the_weights_named_by_gbi_path_are_the_ones_streamed(llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
     single = prepare_monolithic_safetensors(llama, tmp_path / "weights" / "one.safetensors")
     bare = tmp_path / "bare"
@@ -123,6 +125,7 @@ def test_opening_reads_only_what_lies_outside_the_layers(llama: Path, tmp_path: 
         assert model.memory.counters.layers_read == 0
 
 
+@pytest.mark.slow
 def test_a_step_gives_the_logits_and_the_loss_of_the_whole_model(
     base: Path, name: str, ids: torch.Tensor, tmp_path: Path
 ) -> None:

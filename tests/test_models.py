@@ -44,6 +44,7 @@ def test_every_type_with_a_causal_language_model_is_in_the_table() -> None:
     assert len(model_types()) > 180
 
 
+@pytest.mark.slow
 def test_a_type_that_streams_is_told_with_what_its_adapter_trains(sampled: dict[str, Row]) -> None:
     assert sampled["gpt2"] == Row("gpt2", True, ("c_attn", "c_fc", "c_proj"))
     assert sampled["mixtral"].streams and {"q_proj", "o_proj"} <= set(sampled["mixtral"].targets)

@@ -24,6 +24,7 @@ def architectures_in(text: str) -> set[str]:
     return {found for form in (text.lower(), words(text)) for found in pattern.findall(form)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_file_names_an_architecture(file: Path) -> None:
     assert not architectures_in(file.read_text())

@@ -50,6 +50,7 @@ def poisoned_copy(model: Path, directory: Path, name: str, change: Callable[[Ten
     raise AssertionError(f"there is no {name}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("layer", "value"), [(0, "nan"), (5, "nan"), (NUM_LAYERS - 1, "inf")])
 def test_a_weight_that_is_not_finite_is_named_by_its_layer(
@@ -88,6 +89,7 @@ def test_after_a_token_without_finite_embedding_a_good_step_is_as_if_nothing_had
         assert_steps_as_a_new_one(trainer, first_step)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
 @pytest.mark.parametrize("layer", [2, NUM_LAYERS - 1])
@@ -139,6 +141,7 @@ def test_evaluation_names_the_rows_and_the_layer(llama: Path, tmp_path: Path) ->
         assert model.skeleton.training
 
 
+@pytest.mark.slow
 def test_half_precision_skips_a_step_that_overflows_and_gives_up_when_all_do(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path, dtype="float16")) as model:
         trainer = model.get_trainer()

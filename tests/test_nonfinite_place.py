@@ -28,6 +28,7 @@ def spoil(model: Any, layer: int, module: str = "input_layernorm", value: float 
     return model.skeleton.get_submodule(f"model.layers.{layer}.{module}").register_forward_hook(hook)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 def test_each_layer_that_hands_nan_down_is_named_though_its_own_gradients_are_finite(
     llama: Path, recompute: bool, tmp_path: Path

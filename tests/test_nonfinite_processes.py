@@ -70,6 +70,7 @@ def _loss_is_not_finite(model: LemaModel, parts: Sequence[Mapping[str, Tensor]],
     assert trainer.global_step == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gradient_that_is_not_finite_in_one_process_is_named_in_all(way: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model")

@@ -213,6 +213,7 @@ def undisturbed(checkpoint_of: CheckpointOf, tmp_path_factory: pytest.TempPathFa
     return take
 
 
+@pytest.mark.slow
 @with_and_without_recomputation
 def test_with_fewer_slots_every_number_is_as_if_nothing_had_happened(
     checkpoint_of: CheckpointOf, undisturbed: Callable[..., Seen], tmp_path: Path, point: str, recompute: bool
@@ -237,6 +238,7 @@ def test_with_fewer_slots_every_number_is_as_if_nothing_had_happened(
         assert ("gradient_checkpointing: true" in text) is not recompute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["forward", "first layer", "turn, up", "turn, down", "head"])
 def test_a_forward_that_ran_out_of_memory_goes_on_in_the_same_layer(
     checkpoint_of: CheckpointOf, tmp_path: Path, point: str
@@ -260,6 +262,7 @@ def test_a_forward_that_ran_out_of_memory_goes_on_in_the_same_layer(
         assert len(failing.made) <= undisturbed + 6
 
 
+@pytest.mark.slow
 @with_and_without_recomputation
 def test_with_smaller_micro_batches_every_number_is_as_if_they_had_been_so_from_the_start(
     checkpoint_of: CheckpointOf, undisturbed: Callable[..., Seen], tmp_path: Path, point: str, recompute: bool
@@ -280,6 +283,7 @@ def test_with_smaller_micro_batches_every_number_is_as_if_they_had_been_so_from_
         assert "device_memory" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("limit", [{"slots": 1}, {"rows": 2}], ids=["slots", "rows"])
 def test_inputs_of_layers_that_wait_elsewhere_are_those_of_the_pass_begun_again(
@@ -299,6 +303,7 @@ def test_inputs_of_layers_that_wait_elsewhere_are_those_of_the_pass_begun_again(
             assert model.adapter.arena.memory_bytes == ids.numel() * hidden_bytes * TOP, "a pass kept its own beside"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True], ids=["whole", "prefix"])
 def test_a_fit_goes_on_as_if_its_micro_batches_had_been_smaller(
     checkpoint_of: CheckpointOf, tmp_path: Path, cached: bool
@@ -328,6 +333,7 @@ def test_a_fit_goes_on_as_if_its_micro_batches_had_been_smaller(
     assert_same(left["short"], left["smaller"])
 
 
+@pytest.mark.slow
 def test_a_later_step_that_needs_more_is_cut_once_more(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
         trainer, announced = model.get_trainer(), list[int]()
@@ -351,6 +357,7 @@ def test_a_later_step_that_needs_more_is_cut_once_more(checkpoint_of: Checkpoint
         assert set(announced) == {2 * TOP}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"slots": 1}, {"rows": 3}], ids=["slots", "rows"])
 def test_gradients_of_passes_before_are_put_back(
     checkpoint_of: CheckpointOf, tmp_path: Path, limit: dict[str, int]
@@ -390,6 +397,7 @@ def test_gradients_of_passes_before_are_put_back(
     assert_same(seen, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 @pytest.mark.parametrize("point", ["head", "turn, down", "last backward"])
 def test_what_trains_at_the_ends_gets_its_gradient_once(
@@ -423,6 +431,7 @@ def test_what_trains_at_the_ends_gets_its_gradient_once(
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["forward", "recomputation", "backward", "turn, down", "head"])
 @pytest.mark.parametrize("limit", [{"slots": 1}, {"rows": 3}], ids=["slots", "rows"])
 def test_nothing_of_a_failed_attempt_is_kept(
@@ -461,6 +470,7 @@ def test_nothing_of_a_failed_attempt_is_kept(
         assert not alive
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_at_all_is_refused_with_what_would_help(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     settings = {"max_length": 12}
     with opened(checkpoint_of("llama"), tmp_path, **settings) as model, device(model, nothing) as failing:
@@ -485,6 +495,7 @@ def test_what_does_not_fit_at_all_is_refused_with_what_would_help(checkpoint_of:
         assert trainer.global_step == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [0, 1, 2, 3])
 def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
     checkpoint_of: CheckpointOf, tmp_path: Path, call: int
@@ -540,6 +551,7 @@ def test_what_counts_as_out_of_memory(error: BaseException, is_one: bool) -> Non
     assert is_out_of_memory(error) is is_one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["forward", "turn, up", "head"])
 def test_evaluation_cuts_its_own_micro_batches(checkpoint_of: CheckpointOf, tmp_path: Path, point: str) -> None:
     rows = token_rows(11)
@@ -568,6 +580,7 @@ def test_evaluation_cuts_its_own_micro_batches(checkpoint_of: CheckpointOf, tmp_
         assert max(largest) == 6
 
 
+@pytest.mark.slow
 def test_a_loss_outside_the_trainer_is_helped_and_said_as_well(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
         torch.manual_seed(DRAWS)
@@ -579,6 +592,7 @@ def test_a_loss_outside_the_trainer_is_helped_and_said_as_well(checkpoint_of: Ch
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_where_processes_share_weights_nothing_is_begun_again(
     checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -594,6 +608,7 @@ def test_where_processes_share_weights_nothing_is_begun_again(
             assert model.memory.num_slots == SLOTS
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_runs_out_of_memory_is_refused(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     class Short(torch.optim.SGD):
         def step(self, *_: Any) -> None:
@@ -607,6 +622,7 @@ def test_an_optimizer_that_runs_out_of_memory_is_refused(checkpoint_of: Checkpoi
     assert caught.value.how
 
 
+@pytest.mark.slow
 def test_what_a_recomputation_was_about_to_learn_is_forgotten(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     """A product is left out only after a trial in which no NaN came back; a trial that did not end proves nothing."""
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
@@ -638,6 +654,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("small"))
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line_goes_on(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -658,6 +675,7 @@ def test_a_run_from_the_command_line_goes_on(
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line_that_fits_nowhere_ends_with_4_and_the_plan_s_advice(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def taken(config: LemaConfig, batch: dict[str, Tensor]) -> tuple[float, dict[str
         return loss.item(), {name: one.grad.clone() for name, one in named if one.grad is not None}, logits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_numbers_are_those_without_padding(tmp_path: Path, name: str, recompute: bool) -> None:
@@ -53,6 +54,7 @@ def test_numbers_are_those_without_padding(tmp_path: Path, name: str, recompute:
             assert torch.allclose(other[seen], one[seen], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_trains_and_counts_as_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = write_model(tmp_path / "model"), token_rows(12)
     seen = []

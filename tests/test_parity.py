@@ -32,6 +32,7 @@ recomputed_or_not = pytest.mark.parametrize("recompute", [True, False], ids=["re
 # What a step starts from
 
 
+@pytest.mark.sampled(1)
 @architectures
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_starts_with_the_values_peft_draws(checkpoint_of: CheckpointOf, name: str, dtype: str) -> None:
@@ -46,6 +47,7 @@ def test_an_adapter_starts_with_the_values_peft_draws(checkpoint_of: CheckpointO
             assert bool(parameter.any()) == (".lora_A." in key)
 
 
+@pytest.mark.sampled(1)
 @architectures
 def test_every_layer_passes_on_the_whole_models_hidden_state(checkpoint_of: CheckpointOf, name: str) -> None:
     checkpoint, batches = checkpoint_of(name), micro_batches(2, padding=True)
@@ -84,6 +86,7 @@ def hidden_states(model: nn.Module, layers: nn.ModuleList, batch: dict[str, Tens
 # Loss and gradients
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "attention"), [(name, one) for name, found in ARCHITECTURES.items() for one in found.attentions]
 )
@@ -96,6 +99,7 @@ def test_either_attention_streams(checkpoint_of: CheckpointOf, name: str, attent
         assert_same(streamed_step(model, batches), whole_step(whole, batches))
 
 
+@pytest.mark.sampled(2)
 @recomputed_or_not
 @pytest.mark.parametrize("layers", [(0,), (3, 4), (NUM_LAYERS - 1,), (1, NUM_LAYERS - 1)], ids=str)
 def test_adapters_on_some_layers_only(checkpoint_of: CheckpointOf, layers: tuple[int, ...], recompute: bool) -> None:
@@ -113,6 +117,7 @@ def test_adapters_on_some_layers_only(checkpoint_of: CheckpointOf, layers: tuple
         assert model.memory.counters.layers_read - before == len(fetched(order, model.memory.num_slots))
 
 
+@pytest.mark.slow
 @recomputed_or_not
 def test_a_micro_batch_without_trained_tokens(checkpoint_of: CheckpointOf, recompute: bool) -> None:
     checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
@@ -124,6 +129,7 @@ def test_a_micro_batch_without_trained_tokens(checkpoint_of: CheckpointOf, recom
         assert_same(streamed_step(model, batches), whole_step(whole, batches))
 
 
+@pytest.mark.sampled(1)
 @architectures
 def test_documents_packed_in_one_row(checkpoint_of: CheckpointOf, name: str) -> None:
     checkpoint, batch = checkpoint_of(name), micro_batches(1)[0]
@@ -138,6 +144,7 @@ def test_documents_packed_in_one_row(checkpoint_of: CheckpointOf, name: str) -> 
         assert_same(streamed_step(model, [batch]), expected)
 
 
+@pytest.mark.slow
 @recomputed_or_not
 def test_a_forward_without_its_backward_leaves_no_trace(checkpoint_of: CheckpointOf, recompute: bool) -> None:
     checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
@@ -149,6 +156,7 @@ def test_a_forward_without_its_backward_leaves_no_trace(checkpoint_of: Checkpoin
         assert_same(streamed_step(model, batches), whole_step(whole, batches))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "chunk"), [("llama", 1), *product(ARCHITECTURES, (5, 30))])
 def test_a_loss_in_chunks_agrees_to_rounding(checkpoint_of: CheckpointOf, name: str, chunk: int) -> None:
     checkpoint, batches = checkpoint_of(name), [wide_batch()]
@@ -166,6 +174,7 @@ def test_a_loss_in_chunks_agrees_to_rounding(checkpoint_of: CheckpointOf, name: 
 # Half precision
 
 
+@pytest.mark.sampled(1)
 @architectures
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_bfloat16_weights_with_float32_adapters(checkpoint_of: CheckpointOf, name: str, stored: str) -> None:

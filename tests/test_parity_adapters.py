@@ -93,6 +93,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, case: Case) -> None:
     name, options = case
     checkpoint, batches = checkpoint_of(name), micro_batches(2, padding=True)
@@ -108,6 +109,7 @@ def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, case: Ca
             assert_same(streamed_step(model, batches), whole_step(whole, batches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["all-linear, transposed", "ranks and alphas", "experts of some ranks", "a router"])
 def test_so_is_a_step_over_half_precision_weights(checkpoint_of: CheckpointOf, key: str) -> None:
     name, options = CASES[key]
@@ -121,6 +123,7 @@ def test_so_is_a_step_over_half_precision_weights(checkpoint_of: CheckpointOf, k
         assert_same(streamed_step(model, batches), whole_step(whole, batches, autocast=torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_files_say_the_same_to_peft_and_to_us(checkpoint_of: CheckpointOf, case: Case, tmp_path: Path) -> None:
     name, options = case
     checkpoint, ids = checkpoint_of(name), micro_batches(1)[0]["input_ids"]

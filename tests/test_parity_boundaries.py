@@ -27,6 +27,7 @@ OutcomeOf = Callable[..., Outcome]
 every_tier = pytest.mark.parametrize("tier", ["device", "host", "disk"])
 
 
+@pytest.mark.slow
 @every_tier
 @pytest.mark.parametrize(
     ("name", "dropout", "count", "poison"),
@@ -54,6 +55,7 @@ def test_a_step_is_the_whole_models_wherever_boundaries_wait(
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_same_adapter_wherever_boundaries_wait(tmp_path: Path) -> None:
     base = write_model(tmp_path / "model", num_hidden_layers=4)
     rows = token_rows(16)  # batches of different lengths
@@ -100,6 +102,7 @@ def peak_of_a_step(base: Path, tmp_path: Path, tier: str) -> int:
         return live.peak + model.adapter.arena.memory_bytes * (tier != "device")
 
 
+@pytest.mark.slow
 def test_only_on_the_device_do_boundaries_make_a_step_larger_with_depth(tmp_path: Path) -> None:
     shallow = write_model(tmp_path / "shallow", num_hidden_layers=4)
     deep = write_model(tmp_path / "deep", num_hidden_layers=10)
@@ -143,6 +146,7 @@ def test_without_recomputation_no_boundary_waits_and_a_place_for_them_is_refused
             LemaConfig("model", boundary_activations=tier)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
 def test_graphs_that_wait_for_their_backward_hold_no_slot(
     checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch, recompute: bool

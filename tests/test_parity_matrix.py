@@ -81,11 +81,13 @@ def compare(checkpoint_of: Any, outcome_of: Any) -> Callable[..., None]:
     return open_and_compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opened", cases(OPENED), ids=label)
 def test_no_combination_changes_a_bit(compare: Callable[..., None], opened: Case) -> None:
     compare("llama", opened, cases(STEPPED), TARGETS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", pairwise(OPENED | STEPPED), ids=label)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
 def test_no_pair_of_settings_changes_a_bit(compare: Callable[..., None], name: str, case: Case) -> None:

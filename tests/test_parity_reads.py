@@ -14,6 +14,7 @@ from lema.stream.schedule import fetched_per_step
 CheckpointOf = Callable[..., Checkpoint]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("num_residents", [0, NUM_LAYERS // 2, NUM_LAYERS])
 def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_keep(
@@ -36,6 +37,7 @@ def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_kee
     assert len(residents) == num_residents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [False, True])
 def test_what_was_read_ahead_for_a_step_disturbs_nothing_that_comes_in_between(
     checkpoint_of: CheckpointOf, poison: bool
@@ -55,6 +57,7 @@ def test_what_was_read_ahead_for_a_step_disturbs_nothing_that_comes_in_between(
         assert_same(streamed_step(model, micro_batches(4)), streamed_step(model, micro_batches(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_in_host_memory_are_read_once(checkpoint_of: CheckpointOf, tied: bool) -> None:
     checkpoint, batches = checkpoint_of("llama", tied), micro_batches(4)

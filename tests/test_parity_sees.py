@@ -32,6 +32,7 @@ def expected(checkpoint_of: CheckpointOf) -> Outcome:
     return whole_step(whole, micro_batches(1))
 
 
+@pytest.mark.slow
 def test_two_layers_changed_over_on_disk_are_seen(
     checkpoint_of: CheckpointOf, expected: Outcome, tmp_path: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_two_layers_changed_over_on_disk_are_seen(
         assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_the_lowest_bit_of_one_weight_is_seen(checkpoint_of: CheckpointOf, expected: Outcome, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama")
     shutil.copytree(checkpoint.published, tmp_path / "copy")

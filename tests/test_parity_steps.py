@@ -55,6 +55,7 @@ def padded(some: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {**batch, "attention_mask": torch.tensor(ones)}
 
 
+@pytest.mark.slow
 @recomputed_or_not
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_five_steps_of_a_fit_leave_the_adapters_of_a_plain_loop(
@@ -100,6 +101,7 @@ def test_five_steps_of_a_fit_leave_the_adapters_of_a_plain_loop(
     assert [row["grad_norm"] for row in logged if "grad_norm" in row] == norms
 
 
+@pytest.mark.slow
 @recomputed_or_not
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_five_steps_of_train_step_leave_the_adapters_of_a_plain_loop(
@@ -145,6 +147,7 @@ def test_five_steps_of_train_step_leave_the_adapters_of_a_plain_loop(
         assert loss == whole_loss
 
 
+@pytest.mark.sampled(1)
 @architectures
 def test_a_batch_split_into_micro_batches_gives_the_whole_models_logits(
     checkpoint_of: CheckpointOf, tmp_path: Path, name: str
@@ -161,6 +164,7 @@ def test_a_batch_split_into_micro_batches_gives_the_whole_models_logits(
     assert value == float(loss)
 
 
+@pytest.mark.slow
 def test_passes_with_unlike_numbers_of_tokens_are_weighted_by_token(
     checkpoint_of: CheckpointOf, tmp_path: Path
 ) -> None:
@@ -180,6 +184,7 @@ def test_passes_with_unlike_numbers_of_tokens_are_weighted_by_token(
     assert relative_difference(all_gradients(outcomes[0]), all_gradients(expected)) < 1e-6
 
 
+@pytest.mark.sampled(1)
 @architectures
 def test_an_evaluation_between_two_steps_has_the_whole_models_loss_and_changes_nothing(
     checkpoint_of: CheckpointOf, tmp_path: Path, name: str
@@ -205,6 +210,7 @@ def test_an_evaluation_between_two_steps_has_the_whole_models_loss_and_changes_n
     assert all(torch.equal(adapters[0][key], parameter) for key, parameter in adapters[1].items())
 
 
+@pytest.mark.slow
 @recomputed_or_not
 def test_float16_steps_with_a_gradient_scaler(checkpoint_of: CheckpointOf, tmp_path: Path, recompute: bool) -> None:
     """The loss falls, and weights and scale are bitwise those of the same scaler on the whole model."""

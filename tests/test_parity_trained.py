@@ -55,6 +55,7 @@ def test_what_trains_beside_the_matrices(
         assert_same(streamed_step(model, batches), whole_step(whole, batches))
 
 
+@pytest.mark.sampled(1)
 @recomputed_or_not
 @pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head", "embed_tokens"]], ids=str)
 def test_tied_embeddings_that_train_as_one(checkpoint_of: CheckpointOf, modules: list[str], recompute: bool) -> None:
@@ -78,6 +79,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @recomputed_or_not
 @pytest.mark.parametrize("way", list(STEPS))
 def test_optimizer_steps_of_several_passes_leave_what_a_plain_loop_leaves(
@@ -112,6 +114,7 @@ def test_optimizer_steps_of_several_passes_leave_what_a_plain_loop_leaves(
         assert all(torch.equal(parameter, expected[name]) for name, parameter in found.items())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("way", ["both", "lora on both", "rows of the embeddings", "everything"])
 def test_a_loss_in_chunks_agrees_to_rounding(checkpoint_of: CheckpointOf, way: str, tied: bool) -> None:
@@ -171,6 +174,7 @@ def test_a_forward_without_its_backward_leaves_no_trace(checkpoint_of: Checkpoin
         assert_same(streamed_step(model, batches), whole_step(whole, batches))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "lowest"),
     [
@@ -210,6 +214,7 @@ def test_a_router_that_trains_whole(checkpoint_of: CheckpointOf) -> None:
         assert_same(outcome, whole_step(whole, batches))
 
 
+@pytest.mark.sampled(1)
 @recomputed_or_not
 @pytest.mark.parametrize(("model_type", "linear"), [("gemma4_text", "q_proj"), ("zamba", "in_proj")])
 def test_embeddings_that_layers_are_given_beside_the_hidden_state(

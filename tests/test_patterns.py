@@ -19,6 +19,7 @@ ENDLESS = "([a-z_.0-9]+)*!"
 MANY = "(.|.)" * 30 + "!"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -55,6 +56,7 @@ def test_ordinary_patterns_are_taken() -> None:
     check_patterns(ordinary, names)
 
 
+@pytest.mark.slow
 def test_an_adapter_with_such_a_pattern_is_refused_by_whoever_loads_it(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     with opened(settings(model, tmp_path / "out")) as streamed:

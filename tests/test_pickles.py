@@ -58,6 +58,7 @@ def test_processes_that_are_forked_look_too(tmp_path: Path) -> None:
 STARTED = "import sys; sys.path.insert(0, {tests!r}); from test_pickles import unpickles; unpickles(); print('goes on')"
 
 
+@pytest.mark.slow
 def test_processes_that_are_started_look_too() -> None:
     command = [sys.executable, "-c", STARTED.format(tests=str(Path(__file__).parent))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -147,6 +147,7 @@ PLACES = (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_model_streams_from_where_it_lives(
     place: Callable[[Path, Path, Path], str], model: Path, single: Path, expected: Tensor, tmp_path: Path
@@ -154,6 +155,7 @@ def test_a_model_streams_from_where_it_lives(
     assert torch.equal(step(place(model, single, tmp_path), tmp_path / "out"), expected)
 
 
+@pytest.mark.slow
 def test_a_revision_chooses_the_snapshot(model: Path, expected: Tensor, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", tie_word_embeddings=True)
     write_cache(tmp_path / "cache", files_of(model), commit=COMMIT, ref="main")
@@ -169,6 +171,7 @@ def test_a_revision_chooses_the_snapshot(model: Path, expected: Tensor, tmp_path
         LemaModel(settings(Path("org/tiny"), tmp_path / "out", revision="v3"))
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_remembers_the_revision_of_its_model(model: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", tie_word_embeddings=True)
     write_cache(tmp_path / "cache", files_of(other), commit=OTHER, ref="v2")

@@ -54,6 +54,7 @@ def test_what_somebody_set_while_a_model_was_open_stays(llama: Path, tmp_path: P
     assert precision() == ("medium", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflows", [2, 3])
 def test_a_float16_run_resumes_bitwise_with_its_scaler(llama: Path, tmp_path: Path, overflows: int) -> None:
     """One step overflows and is skipped before the checkpoint; after it the scale grows, two good steps later."""

@@ -72,6 +72,7 @@ def watched(config: LemaConfig, rows: Any) -> tuple[dict[str, Tensor], Leases]:
         return adapter_of(model.skeleton), leases
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     [

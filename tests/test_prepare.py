@@ -195,6 +195,7 @@ def scratch_of_prepare(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path)
 LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_local_experts": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_converting_takes_less_than_two_layers_however_deep_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
@@ -235,6 +236,7 @@ def turned_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "mixtral", rules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copying_and_casting_hold_pieces_and_not_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

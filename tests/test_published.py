@@ -113,6 +113,7 @@ def published_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightTransform],
     return tell
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_each_kind_of_operation_is_done_as_by_from_pretrained(

@@ -56,6 +56,7 @@ def records_of(directory: Path) -> dict[str, Any]:
 # The format
 
 
+@pytest.mark.slow
 @kinds
 def test_transformers_loads_what_it_would_have_quantised_itself(source: Path, quantized: Any, kind: str) -> None:
     expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=library_config(kind))
@@ -74,6 +75,7 @@ def test_transformers_loads_what_it_would_have_quantised_itself(source: Path, qu
         assert torch.equal(found.get_parameter(name), parameter), name
 
 
+@pytest.mark.slow
 @kinds
 def test_weights_expand_here_to_what_the_library_expands_them_to(quantized: Any, kind: str) -> None:
     whole = AutoModelForCausalLM.from_pretrained(quantized(kind).path)
@@ -86,6 +88,7 @@ def test_weights_expand_here_to_what_the_library_expands_them_to(quantized: Any,
         assert torch.equal(read_tensor(records[f"{name}.weight"], torch.bfloat16), weight), name
 
 
+@pytest.mark.sampled(9)
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 64), (7, 128), (300, 192), (65, 4160)])
@@ -129,6 +132,7 @@ def test_norms_biases_embeddings_and_head_stay_as_they_are(source: Path, quantiz
         assert torch.equal(found[name], expected[name]), name
 
 
+@pytest.mark.slow
 @kinds
 def test_a_dtype_is_what_weights_expand_to(source: Path, tmp_path: Path, kind: str) -> None:
     out = prepare(source, tmp_path / "out", "float32", quantize=kind).path
@@ -142,6 +146,7 @@ def test_a_dtype_is_what_weights_expand_to(source: Path, tmp_path: Path, kind: s
         assert torch.equal(found[name], weight), name
 
 
+@pytest.mark.slow
 @kinds
 def test_a_model_in_memory_is_quantised_as_its_directory_is(
     source: Path, quantized: Any, tmp_path: Path, kind: str
@@ -175,6 +180,7 @@ def test_four_bits_of_either_sort_are_read_with_and_without_nested_scales(
         assert torch.equal(read_tensor(records[f"{name}.weight"], torch.bfloat16), weight), name
 
 
+@pytest.mark.slow
 def test_a_row_of_zeros_stays_zeros(source: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
@@ -186,6 +192,7 @@ def test_a_row_of_zeros_stays_zeros(source: Path, tmp_path: Path) -> None:
         assert weight.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_experts_are_quantised_too_and_transformers_loads_them(tmp_path: Path, kind: str) -> None:
     out = prepare(write_checkpoint("mixtral", tmp_path).published, tmp_path / "out", quantize=kind)
@@ -240,6 +247,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.detach().double()).norm() / exact.detach().double().norm())
 
 
+@pytest.mark.slow
 @kinds
 def test_at_most_two_layers_are_in_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 64}
@@ -329,6 +337,7 @@ def test_quantised_by_another_method_is_refused_by_its_name(source: Path, tmp_pa
         map_names(meta_model(read_config(out)), GlobalBinaryIndex(out))
 
 
+@pytest.mark.slow
 @kinds
 def test_a_failing_disk_leaves_nothing(
     source: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,7 @@ def whole_outcome(quantized: CheckpointOf) -> Callable[[str], Outcome]:
     return take
 
 
+@pytest.mark.sampled(1)
 @kinds
 @recomputed_or_not
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -70,6 +71,7 @@ def test_loss_and_gradients_are_those_of_the_librarys_weights(
         assert model.memory.num_slots == depth + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_quantised_experts_have_the_numbers_of_the_librarys_weights(tmp_path: Path, kind: str) -> None:
     source = write_checkpoint("mixtral", tmp_path)
@@ -88,6 +90,7 @@ def test_quantised_experts_have_the_numbers_of_the_librarys_weights(tmp_path: Pa
         assert_same(streamed_step(model, batches), whole_step(with_peft, batches))
 
 
+@pytest.mark.sampled(1)
 @kinds
 @recomputed_or_not
 def test_what_stays_on_the_device_or_in_host_memory_stays_quantised(
@@ -111,6 +114,7 @@ def test_what_stays_on_the_device_or_in_host_memory_stays_quantised(
             assert stream._host[layer].numel() == stream.layers[layer].nbytes
 
 
+@pytest.mark.slow
 @kinds
 def test_slots_that_are_host_buffers_give_the_same_numbers(
     quantized: CheckpointOf, whole_outcome: Any, kind: str
@@ -121,6 +125,7 @@ def test_slots_that_are_host_buffers_give_the_same_numbers(
             assert_same(streamed_step(model, micro_batches(3, padding=True)), whole_outcome(kind))
 
 
+@pytest.mark.slow
 @kinds
 def test_a_step_reads_the_stored_bytes_alone(quantized: CheckpointOf, kind: str) -> None:
     with streamed_model(quantized(kind), prefetch_depth=1, gradient_checkpointing=True) as model:
@@ -139,6 +144,7 @@ def stored_bytes(model: LemaModel, layer: int) -> int:
     return sum(record.nbytes for name, record in model.gbi.items() if name.startswith(f"model.layers.{layer}."))
 
 
+@pytest.mark.slow
 @kinds
 def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(tmp_path: Path, kind: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
@@ -161,6 +167,7 @@ def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(tmp_path: P
             assert lease.expanded.data_ptr() == place
 
 
+@pytest.mark.slow
 @kinds
 def test_expanded_weights_are_poisoned_when_their_lease_ends(quantized: CheckpointOf, kind: str) -> None:
     with streamed_model(quantized(kind)) as model:
@@ -234,6 +241,7 @@ def test_magnitudes_and_whole_modules_start_from_the_expanded_weights(quantized:
             assert torch.equal(found[name], parameter), name
 
 
+@pytest.mark.slow
 @kinds
 def test_merging_gives_the_expanded_model_with_the_adapter_in_it(
     quantized: CheckpointOf, tmp_path: Path, kind: str
@@ -282,6 +290,7 @@ def test_without_quantised_weights_nothing_is_expanded(tmp_path: Path) -> None:
         assert model.memory.counters.seconds_expanding == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_generated_tokens_are_those_of_the_whole_model(tmp_path: Path, kind: str) -> None:
     source = write_model(tmp_path / "model")

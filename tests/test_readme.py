@@ -31,6 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(place: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", block("python example")],
@@ -46,6 +47,7 @@ def test_the_python_example_runs(place: Path) -> None:
     assert (place / "output/from-python/adapter/adapter_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_config_and_the_commands_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     Path("my.yaml").write_text(block("config example"), encoding="utf-8")

@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("checkpoint", "options", "products"),
     [((name, options.get("lora_dropout", 0.0)), options, products) for name, options, products in CASES.values()],
@@ -158,6 +159,7 @@ def flops(step: Callable[[], Any]) -> int:
     return counted.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "spared"),
     [(["q_proj", "v_proj"], 0), (["q_proj", "down_proj"], 1), (None, 1)],
@@ -188,6 +190,7 @@ def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_lay
         assert flops(lambda: streamed_step(model, batches)) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "as_it_is"),
     [({}, True), ({"lora_dropout": 0.1}, False), ({"use_dora": True}, False), ({"lora_bias": True}, True)],

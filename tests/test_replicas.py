@@ -93,6 +93,7 @@ def alone(place: Path) -> Path:
     return train(place, "one", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "changes"),
     [(2, {}), (4, {"strategy": "resident"}), (4, {"shard_weights": True})],
@@ -105,6 +106,7 @@ def test_several_processes_train_as_one_does(place: Path, alone: Path, count: in
     assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(place: Path, alone: Path) -> None:
     """Four steps with two processes, the others with one: a step depends on its batch, not on who shares it."""
     train(place, "moved", 2, max_steps=4, lr_scheduler_type="constant")
@@ -203,6 +205,7 @@ model.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Path, count: int) -> None:
     script = tmp_path / "step.py"
@@ -232,6 +235,7 @@ def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Pat
         assert float((found[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_goes_on(place: Path) -> None:
     """The adapter is bitwise that of two processes that were never stopped."""
     length = {"num_train_epochs": 5, "save_steps": 0, "lr_scheduler_type": "constant", "lora_dropout": 0.2}

@@ -28,6 +28,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> ScratchBytes:
     return ScratchBytes(monkeypatch)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_large_results_have_the_same_values_and_lie_in_our_memory(

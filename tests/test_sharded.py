@@ -43,12 +43,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "what"), [(2, "all"), (4, "some")])
 def test_every_process_has_the_numbers_of_one_alone(directory: Path, count: int, what: str) -> None:
     done = run_program([SCRIPT, str(directory), what], count, directory)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
+@pytest.mark.slow
 def test_a_read_that_fails_in_one_process_ends_all(directory: Path) -> None:
     done = run_program([SCRIPT, str(directory), "failing"], 2, directory)
     assert done.returncode != 0
@@ -77,6 +79,7 @@ memory[4096] = 1
 """
 
 
+@pytest.mark.slow
 def test_who_writes_to_memory_that_is_only_read_is_ended() -> None:
     done = subprocess.run([sys.executable, "-c", WRITES], capture_output=True, text=True, check=False)
     assert done.stdout == "read\n"

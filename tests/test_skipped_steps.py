@@ -61,6 +61,7 @@ def assert_finite(output: Path) -> int:
     return len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dropout"), [("loss", 0.0), ("gradient", 0.2)])
 def test_fit_goes_on_as_if_the_batch_had_not_been_in_the_data(
     kind: str, dropout: float, llama: Path, tmp_path: Path
@@ -93,6 +94,7 @@ def test_fit_goes_on_as_if_the_batch_had_not_been_in_the_data(
     assert assert_finite(tmp_path / "out") == 4
 
 
+@pytest.mark.slow
 def test_one_more_than_the_limit_ends_the_run_and_the_count_is_resumed(llama: Path, tmp_path: Path) -> None:
     kind = "gradient"
     config = settings(llama, tmp_path, max_skipped_steps=2, save_steps=1, shuffle=False)
@@ -117,6 +119,7 @@ def test_one_more_than_the_limit_ends_the_run_and_the_count_is_resumed(llama: Pa
         assert (trainer.fit(ROWS)["train_loss"], trainer.global_step) == (pytest.approx(6, abs=3), 4)
 
 
+@pytest.mark.slow
 def test_a_step_is_dropped_whole_if_any_of_its_passes_is_at_fault(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path, gradient_accumulation_steps=2, max_skipped_steps=5)) as model:
         trainer = model.get_trainer()
@@ -166,6 +169,7 @@ class Spoiling:
         monkeypatch.setattr(StreamedModel, "loss", called)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipped", [None, 0.5])
 def test_weights_go_on_as_if_the_step_had_not_been(
     clipped: float | None, checkpoint_of: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -91,6 +91,7 @@ def assert_same_curve(one: LemaConfig, other: LemaConfig) -> None:
     assert measured[0] == measured[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "places"),
     [(True, range(1, IN_STEP + IN_EVALUATION + 1, 3)), (False, range(2, IN_STEP + IN_EVALUATION + 1, 11))],
@@ -115,6 +116,7 @@ def test_stopped_before_any_layer_it_keeps_the_last_step_and_can_go_on(
                 assert same(adapter_of(streamed.skeleton), whole[1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 2 * IN_STEP - 7, 2 * IN_STEP + 7, ALL - 7])
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     model: Path, whole: tuple[LemaConfig, dict[str, Tensor]], count: int, tmp_path: Path
@@ -177,6 +179,7 @@ def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     return named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 def test_the_optimizers_step_is_taken_whole(command: Callable[[str], LemaConfig], number: signal.Signals) -> None:
     config, before = command(number.name), signal.getsignal(number)
@@ -185,6 +188,7 @@ def test_the_optimizers_step_is_taken_whole(command: Callable[[str], LemaConfig]
     assert_same_adapter(Path(command("whole").output_dir), Path(config.output_dir))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_whole(command: Callable[[str], LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     config = command("saving")
     killed: list[str] = []

@@ -31,6 +31,7 @@ class Asked:
         return "a test" if self.times == self.count else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipped", [1.0, None], ids=["clipped", "layer by layer"])
 def test_a_step_that_is_stopped_leaves_nothing(clipped: float | None, checkpoint_of: Callable[..., Checkpoint]) -> None:
     """Wherever it is: the step that is then taken is bit for bit the first."""
@@ -60,6 +61,7 @@ def test_a_step_that_is_stopped_leaves_nothing(clipped: float | None, checkpoint
     assert all(torch.equal(one, ends[1][2][name]) for name, one in ends[0][2].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["first layer", "midway", "last validation", "next phase", "very last"])
 def test_phases_go_on_from_wherever_they_were_stopped(place: str, config_of_phases: Callable[..., LemaConfig]) -> None:
     whole, cut, asked = config_of_phases("whole"), config_of_phases("cut"), Asked()

@@ -8,6 +8,7 @@ from smallrun import write_model
 from stopped import stopped_in_turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "count", "rows"),
     [("whole", 2, 11), ("sharded", 2, 11), ("divided", 2, 11), ("divided-by-tokens", 2, 11), ("divided", 4, 9)],

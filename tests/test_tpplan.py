@@ -80,6 +80,7 @@ TYPES = [
 ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize(("tp", "kv_layout"), [(2, "tile"), (4, "tile"), (4, "interleave")])
 def test_shards_compute_what_the_model_does(model_type: str, tp: int, kv_layout: str) -> None:

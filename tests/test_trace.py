@@ -162,6 +162,7 @@ def events(run: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_trace_changes_no_number(run: Path) -> None:
     assert_same_adapter(run / "plain", run / "traced")
     losses = [

@@ -34,6 +34,7 @@ def write_config(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     return config_writer(llama, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "rows", "all_learnt"),
     [
@@ -109,6 +110,7 @@ def test_a_line_is_a_record_however_long_and_whatever_is_in_it(
     assert lines[0].endswith("0 dropped")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_where_it_stopped(write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shared = {"lora_dropout": 0.1, "save_steps": 1, "lr_scheduler_type": "constant"}
     assert lema("train", write_config(**shared, max_steps=4, output_dir=str(tmp_path / "straight"))) == 0
@@ -131,6 +133,7 @@ def rows(directory: Path) -> Rows:
     return read_metrics(directory / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_evaluation_of_what_was_trained_agrees_with_training(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +154,7 @@ def test_evaluation_of_what_was_trained_agrees_with_training(
     assert f"eval_tokens {tokens}\n" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_generation_prints_what_the_whole_model_says(
     llama: Path, write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +178,7 @@ def test_generation_prints_what_the_whole_model_says(
     assert "a prompt has no tokens" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prepared", "prepared.safetensors"])
 def test_a_prepared_model_trains_to_the_same_adapter(
     llama: Path, name: str, write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -187,6 +192,7 @@ def test_a_prepared_model_trains_to_the_same_adapter(
     assert_same_adapter(tmp_path / "one", tmp_path / "shards")
 
 
+@pytest.mark.slow
 def test_the_resolved_settings_are_what_the_run_uses(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def assert_survives(
     assert_same_adapter(out, out.parent / "straight")
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_no_checkpoint(
     small_disk: Path, write_config: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_full_disk_costs_no_checkpoint(
     assert_survives(full_disk, words, small_disk / "out", write_config, capfd)
 
 
+@pytest.mark.slow
 def test_a_limit_on_files_costs_no_checkpoint(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_limit_on_files_costs_no_checkpoint(
     assert_survives(small_files, words, tmp_path / "out", write_config, capfd)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_cannot_be_written_leaves_the_one_before(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,6 +233,7 @@ def test_weights_alone_are_taken_of_a_checkpoint(write_config: Any, capfd: pytes
     assert_refused(capfd, 2, ["weights alone", "--resume"], "train", write_config(), "--weights-only")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_without_an_optimizer_none_is_gone_on_from_unasked(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_the_settings_say_what_the_options_of_peft_say(checkpoint_of: Checkpoint
 # Disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tied"), [("llama", False), ("gpt2", True)])
 def test_what_is_saved_loads_in_peft_and_here(
     checkpoint_of: CheckpointOf, tmp_path: Path, name: str, tied: bool
@@ -88,6 +89,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "tied"), RESUMED.items())
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(
     checkpoint_of: CheckpointOf, tmp_path: Path, way: str, tied: bool
@@ -167,6 +169,7 @@ def test_what_trains_outside_the_layers_is_in_the_budget(checkpoint_of: Checkpoi
 # What is refused
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -204,6 +207,7 @@ def test_float16_weights_that_train_are_refused(checkpoint_of: CheckpointOf) -> 
         assert caught.value.where == "dtype: float16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["lm_head", "model.embed_tokens"])
 def test_a_gradient_that_is_not_finite_is_named_where_it_is(
     checkpoint_of: CheckpointOf, tmp_path: Path, place: str

@@ -79,6 +79,7 @@ def assert_same(one: tuple[Tensor, Gradients], other: tuple[Tensor, Gradients]) 
     assert not different
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -95,6 +96,7 @@ def test_gradients_of_weights_are_those_of_the_whole_model(
     assert_same(found, whole(checkpoint, selection, 1, count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_passes_add_up_as_gradient_accumulation_does(tied: bool, checkpoint_of: Callable[..., Checkpoint]) -> None:
     checkpoint = checkpoint_of("llama", tied)

@@ -54,6 +54,7 @@ def update(config: LemaConfig, steps: Callable[[LemaTrainer], None]) -> dict[str
     return {name: (before[name] - after[name]) / rate for name in before}
 
 
+@pytest.mark.slow
 def test_accumulating_over_calls_is_one_step_over_all_their_tokens(llama: Path, tmp_path: Path) -> None:
     # Of one length: what padding rounds differently is no matter of accumulation.
     rows = [{name: ids[:9] for name, ids in row.items()} for row in token_rows(7)]
@@ -81,6 +82,7 @@ def test_accumulating_over_calls_is_one_step_over_all_their_tokens(llama: Path, 
     assert mean == pytest.approx(whole[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_clipping_is_torch_s_over_all_adapters_together(llama: Path, tmp_path: Path) -> None:
     def step(trainer: LemaTrainer) -> None:
         trainer.train_step(batch(1))
@@ -135,6 +137,7 @@ def test_a_stream_of_another_model_is_refused(model: LemaModel, llama: Path, tmp
 IDS = torch.arange(2, 14).reshape(2, 6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [

@@ -45,6 +45,7 @@ def model(llama: Path, tmp_path: Path) -> Iterator[LemaModel]:
         yield found
 
 
+@pytest.mark.slow
 def test_steps_save_a_checkpoint_every_save_steps(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     seen = {}
@@ -62,6 +63,7 @@ def test_steps_save_a_checkpoint_every_save_steps(llama: Path, tmp_path: Path) -
         assert set(files) == {".json", ".safetensors", ".md"}  # nothing is pickled
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_when_there_are_too_many(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path / "out", save_steps=1, save_total_limit=2)) as model:
         trainer = model.get_trainer()
@@ -80,6 +82,7 @@ def test_checkpoints_of_later_steps_are_not_counted_as_old(llama: Path, tmp_path
         assert [path.name for path in trainer.checkpoints()] == ["checkpoint-2", "checkpoint-3", "checkpoint-500"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("make", [None, momentum], ids=["adamw", "momentum"])
 def test_a_checkpoint_resumes_bitwise_with_dropout(
@@ -115,6 +118,7 @@ def test_a_checkpoint_resumes_bitwise_with_dropout(
     assert (torch.rand(1), random.random(), np.random.random()) == drawn
 
 
+@pytest.mark.slow
 def test_loading_drops_the_batches_of_a_step_not_taken(llama: Path, tmp_path: Path) -> None:
     found = []
     for stray in (False, True):
@@ -152,6 +156,7 @@ def remove_adapter(directory: Path) -> None:
     (directory / "adapter_model.safetensors").unlink()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -215,6 +220,7 @@ def test_a_state_that_only_pickle_could_save_is_refused(model: LemaModel, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_kind_of_device_resumes_with_other_draws(llama: Path, tmp_path: Path) -> None:
     """Its generator's state means nothing here; everything else goes on, the host's generators among it."""
     out = tmp_path / "out"

@@ -68,6 +68,7 @@ def waits_of_a_step(model: LemaModel, rows: list[dict[str, list[int]]]) -> list[
     return waits.places
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": False}, {"max_grad_norm": 0.1}], ids=str)
 def test_a_step_asks_for_numbers_once(

@@ -193,6 +193,7 @@ def test_a_read_that_does_not_end_is_told_with_its_layer_and_its_thread(
         assert not same(adapter_of(model.skeleton), before)
 
 
+@pytest.mark.slow
 def test_fit_and_evaluation_are_watched(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[bool]] = {"step": [], "save": []}
     patient: list[str] = []

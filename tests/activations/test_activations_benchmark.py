@@ -50,6 +50,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dic
     return {(row["mode"], row["checkpointing"]): row for row in found["rows"]}
 
 
+@pytest.mark.slow
 def test_every_mode_has_both_kinds_of_rows(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     assert set(rows) == {(mode, on) for mode in ("none", "hidden_states", "true") for on in (False, True)}
     assert all(len(row["all_seconds"]) == 2 for row in rows.values())

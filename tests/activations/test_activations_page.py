@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from offloadmodels import ids, tiny_model
 from transformers import TrainingArguments
@@ -25,6 +26,7 @@ def test_the_loop_runs() -> None:
     assert counters.moved == counters.restored > 0
 
 
+@pytest.mark.slow
 def test_the_trainer_runs(tmp_path: Path) -> None:
     rows = [{"input_ids": ids(number)[0], "labels": ids(number)[0]} for number in range(4)]
     arguments = TrainingArguments(

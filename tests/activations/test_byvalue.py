@@ -174,6 +174,7 @@ def test_a_tensor_that_was_written_into_is_another_value(lazy: LazyDevice) -> No
     assert offload.counters.copies_out == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_a_graph_may_be_differentiated_twice_or_never(lazy: LazyDevice, reentrant: bool | None) -> None:
     stack = Stack(DEVICE, reentrant)

@@ -119,6 +119,7 @@ STEPS = st.lists(
 SIZES = (1, 700, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 5, 4 * BLOCK)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(STEPS, st.sampled_from([8, 11, 40]))
 def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], blocks: int) -> None:
@@ -767,6 +768,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ending", "named"), [*((ending, False) for ending in ENDINGS), ("killed", True)])
 def test_a_process_that_ends_leaves_no_file(tmp_path: Path, ending: str, named: bool) -> None:
     statement, code = ENDINGS[ending]

@@ -113,6 +113,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_under_a_checkpoint_each_layers_input_moves_and_its_memory_is_free(name: str, use_reentrant: bool) -> None:
@@ -224,6 +225,7 @@ def stack_gradients(model: Stack, moving: Moving | None = None) -> dict[str, Ten
     return gradients(model)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("by_name", [True, False])
 def test_an_input_given_by_name_is_saved_and_not_held(by_name: bool, use_reentrant: bool) -> None:
@@ -232,6 +234,7 @@ def test_an_input_given_by_name_is_saved_and_not_held(by_name: bool, use_reentra
     assert same(stack_gradients(model, Moving(model)), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", CheckpointImpl)
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_wrapper_that_checkpoints_is_a_layer(by_name: bool, kind: CheckpointImpl) -> None:
@@ -255,6 +258,7 @@ class HooksInside(Layer):
         return super().__call__(*args, **kwargs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("by_name", [True, False])
 def test_an_input_is_marked_for_a_checkpoint_that_is_outside_of_the_layers_hooks(
@@ -315,6 +319,7 @@ def test_checkpointing_may_be_turned_on_and_off_between_steps_and_within(inside:
     assert same(gradients(model), expected)
 
 
+@pytest.mark.slow
 def test_a_model_is_copied_and_pickled_while_a_context_is_open() -> None:
     model = Stack(CheckpointedLayer).checkpointed(use_reentrant=False)
     expected = stack_gradients(model)
@@ -395,6 +400,7 @@ def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
     assert hooks_on(model) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False])
 def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(use_reentrant: bool | None) -> None:
     torch._dynamo.reset()

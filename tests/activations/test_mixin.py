@@ -128,6 +128,7 @@ def hooks_on(model: nn.Module) -> int:
 # Numbers
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpointed", CHECKPOINTED)
 @pytest.mark.parametrize("mode", MODES)
 def test_a2_a_run_is_the_same_to_the_last_bit(
@@ -142,6 +143,7 @@ def test_a2_a_run_is_the_same_to_the_last_bit(
     assert trainer.activation_offload_context.live_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", ["plain", "not reentrant"])
 def test_gradients_accumulate_as_ever(checkpointed: str, run_without: Callable[..., Run], tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 2}
@@ -151,6 +153,7 @@ def test_gradients_accumulate_as_ever(checkpointed: str, run_without: Callable[.
     Run.of(trainer).assert_same(run_without(2, CHECKPOINTED[checkpointed]))
 
 
+@pytest.mark.slow
 def test_layer_inputs_are_what_hidden_states_moves(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, "hidden_states", reentrant=False)
     trainer.train()
@@ -185,6 +188,7 @@ class Watching(Offloading):
         return found
 
 
+@pytest.mark.slow
 def test_a2_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = []
     allocate = AtOnce.host_buffer
@@ -226,6 +230,7 @@ def test_buffers_are_used_again_from_step_to_step(tmp_path: Path, monkeypatch: p
     assert after_step[0] > 0
 
 
+@pytest.mark.slow
 def test_a2_off_is_a_null_context_and_no_hooks(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, False, kind=Watching)
     before = hooks_on(trainer.model)
@@ -238,6 +243,7 @@ def test_a2_off_is_a_null_context_and_no_hooks(tmp_path: Path) -> None:
 # What is left
 
 
+@pytest.mark.slow
 def test_after_training_the_model_has_the_hooks_it_had(tmp_path: Path) -> None:
     class Looking(Offloading):
         most = 0
@@ -258,6 +264,7 @@ class Failed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_fails_leaves_nothing(mode: Any, run_without: Callable[..., Run], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, mode)
@@ -304,6 +311,7 @@ def test_a_step_outside_of_training_offloads_too(tmp_path: Path) -> None:
 # Several trainers, several models
 
 
+@pytest.mark.slow
 def test_two_trainers_in_one_process(run_without: Callable[..., Run], tmp_path: Path) -> None:
     """The second takes a whole run between two steps of the first."""
     second = trainer_of(tmp_path / "second", "disk")
@@ -323,6 +331,7 @@ def test_two_trainers_in_one_process(run_without: Callable[..., Run], tmp_path: 
     assert hooks_on(first.model) == hooks_on(second.model) == hooks_on(tiny_model())
 
 
+@pytest.mark.slow
 def test_a_new_model_gets_a_new_context(tmp_path: Path) -> None:
     """A search over hyperparameters makes a model for each trial."""
     contexts = []
@@ -345,6 +354,7 @@ def test_a_new_model_gets_a_new_context(tmp_path: Path) -> None:
     assert hooks_on(old) == hooks_on(trainer.model) == hooks_on(tiny_model())
 
 
+@pytest.mark.slow
 def test_a_model_exchanged_between_steps_is_the_one_that_is_hooked(tmp_path: Path) -> None:
     class Exchanging(Offloading):
         def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -361,6 +371,7 @@ def test_a_model_exchanged_between_steps_is_the_one_that_is_hooked(tmp_path: Pat
 # The setting
 
 
+@pytest.mark.slow
 def test_the_keyword_says_it_then_the_arguments_then_the_class(tmp_path: Path) -> None:
     @dataclass
     class Theirs(TrainingArguments):
@@ -389,6 +400,7 @@ def test_a_mode_that_there_is_not(tmp_path: Path) -> None:
         trainer_of(tmp_path, "disc")
 
 
+@pytest.mark.slow
 def test_options_reach_the_context(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, True, options={"min_offload_size": 1 << 30})
     with pytest.warns(UserWarning, match=r"activation_offloading=True moved nothing: .*smaller than min_offload_size"):
@@ -396,6 +408,7 @@ def test_options_reach_the_context(tmp_path: Path) -> None:
     assert trainer.activation_offload_context.counters.bytes_out == 0
 
 
+@pytest.mark.slow
 def test_the_file_is_where_the_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     import lema.activations.manager as manager
@@ -416,6 +429,7 @@ def test_the_file_is_where_the_run_writes(tmp_path: Path, monkeypatch: pytest.Mo
 # Trainers with offloading of their own
 
 
+@pytest.mark.slow
 def test_a_trainer_below_prepares_none_of_its_own(run_without: Callable[..., Run], tmp_path: Path) -> None:
     @dataclass
     class Theirs(TrainingArguments):

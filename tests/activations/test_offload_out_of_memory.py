@@ -13,6 +13,7 @@ from tiny import Checkpoint
 CheckpointOf = Callable[..., Checkpoint]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, "disk"])
 @pytest.mark.parametrize("point", ["forward", "backward", "turn, up", "head"])
 @pytest.mark.parametrize("limit", [{"slots": 1}, {"rows": 2}], ids=["slots", "rows"])

@@ -22,6 +22,7 @@ def model_and_step(
     return model, step(model)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("checkpoint", [None, True, False], ids=["saved", "reentrant", "checkpointed"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -44,6 +45,7 @@ def test_gradients_are_bitwise_those_without(
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_and_half_precision_change_nothing(kind: str, mode: Any, tmp_path: Path) -> None:
@@ -64,6 +66,7 @@ def test_dropout_and_half_precision_change_nothing(kind: str, mode: Any, tmp_pat
     assert context.counters.moved > 0 and context.live_bytes == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_batches_of_all_lengths_and_accumulated_gradients(mode: Any, tmp_path: Path) -> None:
     model = tiny_model()

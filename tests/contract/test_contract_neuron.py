@@ -39,6 +39,7 @@ class TestEmulated(BackendContract):
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # before pytest was
 
 
+@pytest.mark.slow
 def test_two_processes_keep_it_too(tmp_path: Path) -> None:
     """But for the step: each has its part of every gradient, which tests/neuron/test_divided.py compares."""
     which = "TestEmulated and not training_step"

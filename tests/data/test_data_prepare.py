@@ -176,6 +176,7 @@ def test_large_data_cost_about_eight_bytes_a_token():
     assert peak < 12 * data.counts.tokens  # two lists of Python ints would be 72
 
 
+@pytest.mark.slow
 def test_import_costs_nothing_heavy(write):
     path = write("a.jsonl", ids(3))
     code = (

@@ -31,6 +31,7 @@ def sizes_of(file: Path) -> dict[str, int]:
         return {name.partition(".layers.3.")[2]: tensors.get_tensor(name).nbytes for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "case"), [(size, str(case)) for size in (2, 4) for case in cases(size)])
 def test_several_processes_give_what_one_gives(found: dict[int, dict[str, Any]], size: int, case: str) -> None:
     for rank in found[size][case]:

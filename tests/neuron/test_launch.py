@@ -53,6 +53,7 @@ def options(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_command_without_a_device_trains_what_one_process_trains(config: Path, place: Path) -> None:
     count, arguments = emulated(config)
@@ -82,6 +83,7 @@ def test_the_command_without_a_device_trains_what_one_process_trains(config: Pat
         assert float((tensor - other[name]).abs().max() / tensor.abs().max()) < 1e-4, name
 
 
+@pytest.mark.slow
 def test_when_one_process_is_killed_all_end(place: Path) -> None:
     config = next(path for path in CONFIGS if path.stem == "neuron_trn1_2xlarge")
     count, arguments = emulated(config)

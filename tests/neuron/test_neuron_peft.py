@@ -202,6 +202,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
         model(**{name: one[:, :10] for name, one in batch().items()})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tokens", "sequence"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
 def test_one_rank_computes_bit_for_bit_what_peft_computes(name: str, sequence: bool) -> None:

@@ -45,6 +45,7 @@ def weights(parts: dict[str, int]) -> int:
     return parts["slots"] + parts["residents"]
 
 
+@pytest.mark.slow
 def test_a_core_holds_its_part_of_the_layers_and_all_of_what_is_outside(base: Path) -> None:
     (one, _, whole), (four, _, part) = planned(base), planned(base, tensor_parallel_size=4)
     hidden, inner, kv = 512, 1408, 2 * 64
@@ -58,12 +59,14 @@ def test_a_core_holds_its_part_of_the_layers_and_all_of_what_is_outside(base: Pa
     assert (part.adapter_parameters, part.stored_bytes) == (whole.adapter_parameters, whole.stored_bytes)
 
 
+@pytest.mark.slow
 def test_what_waits_between_layers_is_divided_where_tokens_are(base: Path) -> None:
     whole, shared = (planned(base, tensor_parallel_size=4, sequence_parallel=one)[0] for one in (False, True))
     assert shared["boundaries"] <= whole["boundaries"] / 3.9
     assert weights(shared) == weights(whole)
 
 
+@pytest.mark.slow
 def test_layers_stay_on_the_device_unasked_as_far_as_its_memory_goes(base: Path) -> None:
     _, allocation, _ = planned(base, tensor_parallel_size=2)
     assert len(allocation.residents) + allocation.slots == 8
@@ -132,6 +135,7 @@ def test_a_number_of_processes_that_does_not_divide_the_model_is_refused_by_the_
         planned(base, tensor_parallel_size=2, device="cpu")
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_for_one_of_several_processes(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

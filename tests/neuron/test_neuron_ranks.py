@@ -20,6 +20,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("count", "name"), NAMES, ids=[f"{name}-on-{count}" for count, name in NAMES])
 def test_ranks_compute_what_one_process_computes(ranks: Callable[[int], Any], count: int, name: str) -> None:
     for rank, measured in enumerate(ranks(count)[name]):

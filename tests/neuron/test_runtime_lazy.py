@@ -59,6 +59,7 @@ class TestContract(BackendContract):
         return LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=8)
 
 
+@pytest.mark.slow
 def test_a_graph_is_cut_where_a_lease_ends_and_nowhere_else(xla: FakeXla, tmp_path: Path) -> None:
     llama = write_model(tmp_path / "model")
     config = settings(llama, tmp_path / "out", prefetch_depth=1, gradient_checkpointing=True, save_steps=0)
@@ -234,6 +235,7 @@ def test_the_cpu_stands_for_the_device_where_the_user_says_so() -> None:
             choose_runtime(asked, one)
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_imported_unasked() -> None:
     code = (
         "import sys, lema, lema_neuron.backend, lema_neuron.runtimes.lazy, lema_neuron.runtimes.native;"

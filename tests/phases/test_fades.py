@@ -144,6 +144,7 @@ def test_counts_under_a_fade_are_those_of_the_samples(
     assert found == {name: drawn[name] for name in found} and sum(found.values()) == count
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(mixtures(), mixtures(), st.integers(1, 2500), st.integers(1, 4000))
 def test_every_row_comes_once_an_epoch_under_a_fade_too(

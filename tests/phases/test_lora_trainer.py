@@ -109,6 +109,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
+@pytest.mark.slow
 def test_it_goes_through_all_stages_and_says_where_it_is(
     trainer_of: Callable[..., LoRATrainer], tmp_path: Path, straight: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_it_goes_through_all_stages_and_says_where_it_is(
     assert_same(end, straight)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_where_the_run_is(trainer_of: Callable[..., LoRATrainer]) -> None:
     end = trainer_of().train()
     file = end / "optimizer.safetensors"
@@ -139,6 +141,7 @@ def test_a_damaged_checkpoint_is_not_where_the_run_is(trainer_of: Callable[..., 
     assert (state.checkpoint, state.step) == (end.with_name(f"checkpoint-{POST - 1}"), PRE + POST - 1)
 
 
+@pytest.mark.slow
 def test_over_the_boundary_by_hand_is_over_the_boundary(
     trainer_of: Callable[..., LoRATrainer], tmp_path: Path, straight: Path
 ) -> None:
@@ -167,6 +170,7 @@ def test_before_the_boundary_it_says_how_many_steps_are_left(trainer_of: Callabl
         trainer.transition_to_lora()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, PRE, PRE + 1, PRE + 2])
 def test_restored_from_anywhere_it_ends_as_if_it_had_not_been(
     step: int, trainer_of: Callable[..., LoRATrainer], tmp_path: Path, straight: Path
@@ -191,6 +195,7 @@ def test_restored_from_anywhere_it_ends_as_if_it_had_not_been(
     assert_same(here.train(), straight)
 
 
+@pytest.mark.slow
 def test_a_model_is_what_the_first_adapters_begin_with(
     trainer_of: Callable[..., LoRATrainer], checkpoint_of: Callable[..., Checkpoint]
 ) -> None:
@@ -210,6 +215,7 @@ def test_a_model_is_what_the_first_adapters_begin_with(
         only.train(until="lora")
 
 
+@pytest.mark.slow
 def test_what_it_cannot_go_on_from_is_refused_with_what_it_is(
     trainer_of: Callable[..., LoRATrainer], tmp_path: Path
 ) -> None:
@@ -260,6 +266,7 @@ def test_any_plan_of_phases_may_be_given(trainer_of: Callable[..., LoRATrainer])
         trainer.transition_to_lora()
 
 
+@pytest.mark.slow
 def test_the_adapter_at_every_boundary_is_one_of_pefts(trainer_of: Callable[..., LoRATrainer], tmp_path: Path) -> None:
     full = {"trains": "full", "tokens": STEP, "mixture": HALF, "learning_rate": 1e-3}
     lora = {"trains": "lora", "tokens": 2 * STEP, "mixture": HALF, "learning_rate": 1e-2}
@@ -284,6 +291,7 @@ def test_the_adapter_at_every_boundary_is_one_of_pefts(trainer_of: Callable[...,
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
+@pytest.mark.slow
 def test_files_may_be_named_in_place_of_rows(trainer_of: Callable[..., LoRATrainer], tmp_path: Path) -> None:
     for name, found in SOURCES.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))

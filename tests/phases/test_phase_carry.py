@@ -36,6 +36,7 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["carry", "reset"])
 def test_what_trained_before_keeps_its_moments(
     policy: str, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
@@ -50,6 +51,7 @@ def test_what_trained_before_keeps_its_moments(
     assert {name for name, size in second.items() if size > 0} == (known if policy == "carry" else set())
 
 
+@pytest.mark.slow
 def test_stopped_at_the_boundary_it_carries_all_the_same(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from lema.runlock import run_lock
 from lema.weights import GlobalBinaryIndex
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_either_kind_says_what_it_is_of(config_of: Callable[..., LemaConfig]) -> None:
     config = config_of(save_steps=0)
     run_phases(config, plan_of({**FULL, "tokens": STEP}, {**LORA, "tokens": 2 * STEP}), SOURCES)
@@ -38,6 +39,7 @@ def test_a_checkpoint_of_either_kind_says_what_it_is_of(config_of: Callable[...,
         assert json.loads((end / "lema_config.json").read_text())["device"] == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FULL, LORA], ids=["full", "lora"])
 def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
     kind: dict[str, Any], config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch

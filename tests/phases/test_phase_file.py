@@ -115,6 +115,7 @@ def test_a_file_without_data_sets_is_refused(written: Callable[..., Path]) -> No
         read_phase_file(path)
 
 
+@pytest.mark.slow
 def test_the_command_traces_a_run_and_begins_one_elsewhere(
     written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +155,7 @@ def quiet() -> Console:
     return Console(quiet=True)
 
 
+@pytest.mark.slow
 def test_train_goes_through_it_with_packed_tokens_and_validation(written: Callable[..., Path]) -> None:
     file = read_phase_file(written(PHASES))
     end = train_phases(file, console=quiet())
@@ -178,6 +180,7 @@ class StopAtOnce:
         """Nothing was changed."""
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_with_a_checkpoint_from_which_it_goes_on(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from lema.phases import run_phases
 BEGIN, END = "on_train_begin", "on_train_end"
 
 
+@pytest.mark.slow
 def test_callbacks_see_one_run_over_the_boundary(config_of: Callable[..., LemaConfig]) -> None:
     recorder, config = Recorder(), config_of(save_steps=3, logging_steps=2)
     run_phases(config, two(3), SOURCES, held_out=HELD, callbacks=[recorder])
@@ -34,6 +35,7 @@ def test_callbacks_see_one_run_over_the_boundary(config_of: Callable[..., LemaCo
     assert [step for event, step in events if event == "on_pre_optimizer_step"] == [3, 4, 5]  # of adapters
 
 
+@pytest.mark.slow
 def test_lines_of_metrics_say_where_in_the_run_they_are(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +70,7 @@ class StopAt(TrainerCallback):
         return control
 
 
+@pytest.mark.slow
 def test_a_callback_ends_the_run_with_a_checkpoint(config_of: Callable[..., LemaConfig]) -> None:
     config, recorder = config_of(save_steps=0), Recorder()
     with pytest.raises(Stopped, match="stopped by a callback after step 1 of phase adapters") as stopped:
@@ -83,6 +86,7 @@ def test_a_callback_ends_the_run_with_a_checkpoint(config_of: Callable[..., Lema
     assert (resumed["phase"], resumed["step"], resumed["step_in_phase"]) == ("adapters", 3, 1)
 
 
+@pytest.mark.slow
 def test_a_stop_after_the_very_last_step_is_no_stop(config_of: Callable[..., LemaConfig]) -> None:
     config = config_of(save_steps=0)
     end = run_phases(config, two(1), SOURCES, callbacks=[StopAt(2)])
@@ -102,6 +106,7 @@ class Reports(TrainerCallback):
         self.steps.append(state.global_step)
 
 
+@pytest.mark.slow
 def test_reports_are_made(config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     Reports.made = []
     monkeypatch.setattr("lema.reports.get_reporting_integration_callbacks", lambda names: [Reports] * len(names))

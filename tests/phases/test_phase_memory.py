@@ -58,6 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, living: Living) -> list[dict[str, i
     return found
 
 
+@pytest.mark.slow
 def test_weights_and_their_optimizer_are_gone_before_adapters_are_made(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch, living: Living
 ) -> None:
@@ -68,6 +69,7 @@ def test_weights_and_their_optimizer_are_gone_before_adapters_are_made(
     assert now == {"masters": 0, "moments": 0, "streams": 0}
 
 
+@pytest.mark.slow
 def test_so_it_is_because_what_refers_to_itself_is_collected(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch, living: Living
 ) -> None:

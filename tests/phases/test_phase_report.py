@@ -54,6 +54,7 @@ def config_of(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Calla
     return make
 
 
+@pytest.mark.slow
 def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Path) -> None:
     """A published configuration: 19168 steps, 191 of warm-up, and the 95 of the adapters all within it."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -76,6 +77,7 @@ def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Pa
     assert "ends inside its warm-up" in "\n".join("\t".join(row) for row in report_rows(report))
 
 
+@pytest.mark.slow
 def test_a_run_is_what_was_reported(config_of: Callable[..., LemaConfig]) -> None:
     config, plan = config_of(), plan_of(FULL, LORA)
     report = phase_report(config, plan, SOURCES)
@@ -112,6 +114,7 @@ def test_a_selection_counts_what_it_selects(config_of: Callable[..., LemaConfig]
     assert entry.memory.parts["host"]["moments"] == 8 * entry.trainable
 
 
+@pytest.mark.slow
 def test_no_weight_is_read(config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
@@ -134,6 +137,7 @@ def test_what_later_phases_would_fail_with_is_said_before_the_first(config_of: C
         phase_report(config, plan_of(FULL), {**SOURCES, "two": []})
 
 
+@pytest.mark.slow
 def test_a_phase_that_does_not_fit_is_refused_by_name(config_of: Callable[..., LemaConfig]) -> None:
     with pytest.raises(MemoryLimitError) as raised:
         phase_report(config_of(host_memory="600KB"), plan_of(LORA, {**FULL, "merge": True}))
@@ -143,6 +147,7 @@ def test_a_phase_that_does_not_fit_is_refused_by_name(config_of: Callable[..., L
     assert raised.value.where == "phase whole: device_memory"
 
 
+@pytest.mark.slow
 def test_hours_come_from_a_profile_and_cost_what_they_cost(config_of: Callable[..., LemaConfig]) -> None:
     plan = plan_of(FULL, LORA)
     report = phase_report(config_of(), plan, machine=profile("4090"), price=2.0)
@@ -182,6 +187,7 @@ def test_a_model_whose_costs_depend_on_values_is_reported_without_them(
 # Showing
 
 
+@pytest.mark.slow
 def test_it_is_legible_at_a_hundred_columns_and_parted_by_tabs_where_it_is_piped(
     config_of: Callable[..., LemaConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +221,7 @@ def file(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Path:
     return tmp_path / "run.yaml"
 
 
+@pytest.mark.slow
 def test_the_plan_verb_reports_on_a_file_of_phases(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert lema("plan", file, "--profile", "cpu", "--price", "3", "--json") == 0
     told = json.loads(capfd.readouterr().out)
@@ -229,6 +236,7 @@ def test_the_plan_verb_reports_on_a_file_of_phases(file: Path, capfd: pytest.Cap
     assert_refused(capfd, 4, ["phase whole", "host_memory"], "plan", file, "--set", "host_memory=100KB")
 
 
+@pytest.mark.slow
 def test_training_says_it_first_and_refuses_what_cannot_fit(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert_refused(capfd, 4, ["phase whole", "host_memory"], "train", file, "--set", "host_memory=100KB")
     assert not list(file.parent.glob("out/*/checkpoint-*"))

@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_is_damaged_it_ends_bitwise_as_if_nothing_had_been(
     straight: Path, config_of: Callable[..., LemaConfig]
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_model_that_is_damaged_is_named_and_is_written_again_when_it_is_gone(
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_what_may_change_holds_from_there_on(
     straight: Path, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def losses(directory: Path, phase: str) -> list[float]:
     return logged(directory, "loss", phase)
 
 
+@pytest.mark.slow
 def test_weights_then_adapters_both_learn(config_of: Callable[..., LemaConfig]) -> None:
     config, few = config_of(save_steps=0), {"one": rows(1, 2), "two": rows(2, 2)}  # a step sees them all
     whole = {**FULL, "tokens": 12 * STEP, "learning_rate": 5e-4}
@@ -95,6 +96,7 @@ def test_stopped_after_any_write_it_ends_as_if_it_had_not_been(
         assert [event(row) for row in found if row.get("event") != "phase_resumed"] == [event(row) for row in straight]
 
 
+@pytest.mark.slow
 def test_another_micro_batch_size_goes_on_where_the_first_stopped(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_selection_trains_that_and_nothing_else(
     assert changed == {*last, "model.norm.weight", "lm_head.weight"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_refused(config_of: Callable[..., LemaConfig]) -> None:
     config = config_of()
     with pytest.raises(ConfigError, match="no weight of the model"):
@@ -141,6 +144,7 @@ def test_what_cannot_be_run_is_refused(config_of: Callable[..., LemaConfig]) -> 
         run_phases(config, plan_of({**FULL, "tokens": 3 * STEP, "learning_rate": 1.0}), SOURCES, resume=True)
 
 
+@pytest.mark.slow
 def test_a_phase_that_has_ended_may_not_be_another_afterwards(config_of: Callable[..., LemaConfig]) -> None:
     config = config_of(save_total_limit=2)
     run_phases(config, plan_of({**FULL, "tokens": 3 * STEP}), SOURCES)

@@ -26,6 +26,7 @@ def test_the_last_phase_may_leave_what_it_trained_alone(config_of: Callable[...,
     assert_same(apply_delta(delta / "delta", delta.parent / "applied"), whole / "model")
 
 
+@pytest.mark.slow
 def test_a_phase_added_after_a_delta_gets_its_model(config_of: Callable[..., LemaConfig]) -> None:
     part, adapters = {**PART, "name": "part"}, {**LORA, "tokens": STEP}
     expected = run_phases(config_of("straight"), plan_of(part, adapters), SOURCES)
@@ -33,6 +34,7 @@ def test_a_phase_added_after_a_delta_gets_its_model(config_of: Callable[..., Lem
     assert_same(run_phases(config_of("added"), plan_of(part, adapters), SOURCES, resume=True), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", [None, "stochastic"])
 def test_adapters_are_merged_with_the_rounding_of_the_phase_after(
     rounding: str | None, config_of: Callable[..., LemaConfig], tmp_path: Path
@@ -48,6 +50,7 @@ def test_adapters_are_merged_with_the_rounding_of_the_phase_after(
     assert any(not tensor.equal(weights(drawn)[name]) for name, tensor in weights(nearest).items())
 
 
+@pytest.mark.slow
 def test_a_fade_and_the_data_gone_on_with_are_those_of_the_plan(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +90,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_t8_the_optimizer_is_that_of_the_settings_in_every_phase_and_carries_what_the_plan_says(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +110,7 @@ def test_t8_the_optimizer_is_that_of_the_settings_in_every_phase_and_carries_wha
     assert [moments for _, moments in told] == [False, True, False, True, False]
 
 
+@pytest.mark.slow
 def test_t8_clipping_holds_in_both_kinds_of_phases(config_of: Callable[..., LemaConfig]) -> None:
     """Beside an epsilon of 1, a gradient that is scaled down to 1e-9 moves nothing."""
     plan = plan_of({**FULL, "tokens": STEP}, {**LORA, "tokens": STEP})

@@ -28,6 +28,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
     monkeypatch.setattr(StreamedModel, "loss", called)
 
 
+@pytest.mark.slow
 def test_a_step_of_each_kind_of_phase_is_dropped(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_a_step_of_each_kind_of_phase_is_dropped(
     assert all(bool(tensor.isfinite().all()) for tensor in weights(end).values() if tensor.is_floating_point())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "phase"), [(2, "whole"), (4, "adapters")])
 def test_the_rows_and_their_data_sets_are_named(
     call: int, phase: str, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch

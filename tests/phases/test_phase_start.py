@@ -30,6 +30,7 @@ def straight(config_of: Callable[..., LemaConfig]) -> Straight:
     return Straight(Path(config.output_dir), run_phases(config, two(), SOURCES))
 
 
+@pytest.mark.slow
 def test_from_anywhere_it_ends_as_the_run_that_was_not_stopped(
     straight: Straight, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_from_anywhere_it_ends_as_the_run_that_was_not_stopped(
     assert run_phases(config, two(), SOURCES, resume=True) == end
 
 
+@pytest.mark.slow
 def test_another_micro_batch_size_goes_on_from_a_checkpoint(
     straight: Straight, config_of: Callable[..., LemaConfig]
 ) -> None:
@@ -68,6 +70,7 @@ def test_another_micro_batch_size_goes_on_from_a_checkpoint(
             assert float((found[name] - expected[name]).abs().max()) < 1e-3, name
 
 
+@pytest.mark.slow
 def test_what_is_no_beginning_is_refused_in_words(
     straight: Straight, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
@@ -94,6 +97,7 @@ def test_what_is_no_beginning_is_refused_in_words(
     assert find_start(moved, Places(tmp_path / "new", two())).models == {0: moved.parent.parent / "whole" / "model"}
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_later_is_missed_rather_than_trained_again(
     straight: Straight, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:

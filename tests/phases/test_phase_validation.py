@@ -17,6 +17,7 @@ from lema.metrics import read_metrics
 from lema.phases import run_phases
 
 
+@pytest.mark.slow
 def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callable[..., LemaConfig]) -> None:
     plan, without, with_it = two(), config_of("without", dropout=0.1), config_of("with", dropout=0.1, eval_steps=1)
     ends = [
@@ -38,6 +39,7 @@ def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callab
     assert found[1] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_at_a_boundary_it_comes_before_the_checkpoint_and_is_neither_lost_nor_repeated(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +78,7 @@ def kept(place: Path) -> list[str]:
     return sorted(path.name for path in place.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +99,7 @@ def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
     assert latest == {"phase": "adapters", "checkpoint": "adapters/checkpoint-4", "step": 8, "step_in_phase": 4}
 
 
+@pytest.mark.slow
 def test_the_best_is_remembered_by_a_run_that_goes_on(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

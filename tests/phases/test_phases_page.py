@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "phases.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text,) = re.findall(r"<!-- phases example -->\n```python\n(.*?)```\n<!-- end -->", PAGE, re.DOTALL)
     monkeypatch.chdir(tmp_path)

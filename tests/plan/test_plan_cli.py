@@ -45,6 +45,7 @@ def planned(model: Path, machine: str = "4090", **changes: Any) -> Plan:
     return plan_with(replace(known, config=config, timings=timings, shape=shape, **here))
 
 
+@pytest.mark.slow
 def test_a_plan_adds_up(eight: Path) -> None:
     plan = planned(eight, gradient_accumulation_steps=4)
     assert plan.tokens == 8 * 4 * 1024
@@ -55,6 +56,7 @@ def test_a_plan_adds_up(eight: Path) -> None:
     assert plan.step.seconds <= 1.05 * plan.step.bound
 
 
+@pytest.mark.slow
 def test_too_few_tokens_are_told_and_what_would_help(eight: Path) -> None:
     plan = planned(eight, batch_size=1)
     assert plan.room.crossover is not None and plan.tokens < plan.room.crossover
@@ -65,6 +67,7 @@ def test_too_few_tokens_are_told_and_what_would_help(eight: Path) -> None:
     assert richer.step.seconds < plan.step.seconds
 
 
+@pytest.mark.slow
 def test_the_largest_step_and_micro_batch_fit_and_the_next_do_not(eight: Path) -> None:
     config = {"device_memory": "8GB", "max_length": 512, "batch_size": 4}
     plan = planned(eight, **config)
@@ -79,6 +82,7 @@ def test_the_largest_step_and_micro_batch_fit_and_the_next_do_not(eight: Path) -
         planned(eight, **config | {"micro_batch_size": largest + 1, "batch_size": largest + 1})
 
 
+@pytest.mark.slow
 def test_more_memory_gives_more_room_and_no_slower_a_step(eight: Path) -> None:
     plans = [planned(eight, device_memory=f"{size}GB", host_memory="3GB", batch_size=2) for size in (7, 8, 12, 20)]
     for less, more in pairwise(plans):
@@ -95,6 +99,7 @@ def test_more_memory_gives_more_room_and_no_slower_a_step(eight: Path) -> None:
     assert plans[0].room.gigabyte_in_host == pytest.approx(saved) and saved > 0
 
 
+@pytest.mark.slow
 def test_no_weight_is_read(eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
@@ -110,6 +115,7 @@ def bytes_read_by_this_process() -> int:
     return int(counters["rchar"])
 
 
+@pytest.mark.slow
 def test_limits_are_kept_and_memory_is_spent(eight: Path) -> None:
     tight, ample = planned(eight, device_memory="7GB"), planned(eight, device_memory="20GB")
     assert tight.step.device_peak <= 7e9 and ample.step.device_peak <= 20e9
@@ -117,6 +123,7 @@ def test_limits_are_kept_and_memory_is_spent(eight: Path) -> None:
     assert ample.allocation.saved or ample.allocation.residents
 
 
+@pytest.mark.slow
 def test_every_profile_has_a_plan(eight: Path) -> None:
     for name in PROFILES:
         plan = planned(eight, name)
@@ -124,6 +131,7 @@ def test_every_profile_has_a_plan(eight: Path) -> None:
         assert plan.notes if PROFILES[name].note else True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"host_memory": "12GB"}, {"boundary_activations": "host"}], ids=str)
 def test_where_the_device_is_the_host_each_part_counts_once(eight: Path, changes: dict[str, Any]) -> None:
     plan = planned(eight, "cpu", **changes)
@@ -134,6 +142,7 @@ def test_where_the_device_is_the_host_each_part_counts_once(eight: Path, changes
     assert plan.memory.host["cached"] or "host_memory" not in changes
 
 
+@pytest.mark.slow
 def test_an_epoch_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write = config_writer(write_model(tmp_path / "model"), tmp_path)
     assert lema("plan", write(max_length=64), "--profile", "cpu", "--price", "2.5", "--json") == 0
@@ -142,6 +151,7 @@ def test_an_epoch_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert epoch["cost"] == pytest.approx(2.5 * epoch["hours"])
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_where_no_profile_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write = config_writer(write_model(tmp_path / "model"), tmp_path)
     assert lema("plan", write(max_length=64, train_data=None), "--json") == 0
@@ -152,6 +162,7 @@ def test_this_machine_is_measured_where_no_profile_is_named(tmp_path: Path, caps
     assert plan["host_peak"] > plan["device_peak"]
 
 
+@pytest.mark.slow
 def test_lines_are_tab_parted_and_a_terminal_gets_a_table(eight: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(eight)
     show(plan, Console(highlight=False))
@@ -165,6 +176,7 @@ def test_lines_are_tab_parted_and_a_terminal_gets_a_table(eight: Path, capsys: p
     assert any("in all" in line and " of " in line for line in table.splitlines())
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(eight: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name_or_path: {eight}\ndevice: cpu\ngradient_checkpointing: true\nbatch_size: 2\n")
@@ -172,6 +184,7 @@ def test_a_picture_is_drawn(eight: Path, tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_refusals(eight: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name_or_path: {eight}\ndevice: cpu\ngradient_checkpointing: true\nbatch_size: 1\n")

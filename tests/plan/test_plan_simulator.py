@@ -75,6 +75,7 @@ def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
     return demand, Allocation(slots, residents, frozenset(draw(indices)) - residents, tier, saved, saved_on), speeds
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(steps())
 def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tuple[Demand, Allocation, Speeds]) -> None:
@@ -140,6 +141,7 @@ def break_even(machine: Machine, bytes_per_second: float) -> float:
     return 2 * machine.half / (3 * bytes_per_second)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("times", [1.5, 2.0, 4.0])
 @pytest.mark.parametrize("from_disk", [True, False])
 @pytest.mark.parametrize("size", SHAPES)
@@ -298,6 +300,7 @@ def events_recorded() -> Iterator[list[tuple[str, int]]]:
         yield found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -50,6 +50,7 @@ def told(config: LemaConfig, chosen: Any = everything, **changes: Any) -> PhaseN
 SINGLE, HALF = torch.float32, torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "clipped"), [(SINGLE, None), (SINGLE, 1.0), (HALF, 1.0)], ids=str)
 def test_a_real_step_takes_what_was_told(tmp_path: Path, dtype: torch.dtype, clipped: float | None) -> None:
     """Host memory by part, to the byte. What a step makes on the device, within 10%, beside the gradients of one layer
@@ -91,6 +92,7 @@ def peak_of_a_step(model: LemaModel, training: FullTraining) -> int:
     return tally.peak
 
 
+@pytest.mark.slow
 def test_the_device_peak_does_not_grow_with_depth(tmp_path: Path) -> None:
     """But for the inputs of layers, which wait elsewhere where the settings say so."""
     found = []
@@ -115,6 +117,7 @@ def apart() -> Place:
     return Place(Machine("there", 10**10, 10**10, Speeds(1.0, 10.0), 0.0, 0.0), 10**10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipped", [None, 1.0])
 def test_bytes_that_move_are_those_of_a_run(tmp_path: Path, clipped: float | None) -> None:
     short = {"batch_size": 2, "max_length": 16}
@@ -141,6 +144,7 @@ class Downloads(LateDevice):
         return super().download(source, target)
 
 
+@pytest.mark.slow
 def test_what_host_memory_does_not_hold_is_told_to_be_in_files(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model")
     for dtype in ("float32", "bfloat16"):
@@ -179,6 +183,7 @@ def test_operations_on_the_way_down_count_those_of_the_weights(tmp_path: Path) -
     assert trains.backward - frozen.backward == 2 * batch.tokens * matrices
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model")
     for limit, words in (("300KB", "train adapters"), ("500KB", "train fewer weights")):
@@ -193,6 +198,7 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
         told(config_of(directory, tmp_path, dtype="float16"))
 
 
+@pytest.mark.slow
 def test_speeds_give_seconds_and_without_them_there_are_none(tmp_path: Path) -> None:
     config = config_of(write_model(tmp_path / "model"), tmp_path)
     assert told(config).seconds is None

@@ -39,6 +39,7 @@ def hollow(tmp_path: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **c
     return draw_up(LemaConfig(str(directory), device="cpu", **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WIDE)
@@ -99,6 +100,7 @@ def peak_and_flops_of_a_step(config: LemaConfig) -> tuple[int, int]:
     return tally.peak, tally.flops
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_the_matrices_and_of_attention(tmp_path: Path) -> None:
     config = large_config("8B")
     blueprint = hollow(tmp_path, config, lora_target_modules=["q_proj"], lora_rank=1, gradient_checkpointing=True)
@@ -110,6 +112,7 @@ def test_operations_are_those_of_the_matrices_and_of_attention(tmp_path: Path) -
     assert work_of(blueprint, rows=2, length=256).head.flops == 4 * tokens * config.hidden_size * config.vocab_size
 
 
+@pytest.mark.slow
 def test_of_experts_only_those_that_are_active_count(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=96, num_local_experts=8, num_experts_per_tok=2)
@@ -124,6 +127,7 @@ def test_of_experts_only_those_that_are_active_count(tmp_path: Path) -> None:
         assert work.saved_bytes < stacked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["8B", "70B", "405B"])
 def test_large_models_are_told_from_headers(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:
@@ -146,6 +150,7 @@ def bytes_read_by_this_process() -> int:
     return int(counters["rchar"])
 
 
+@pytest.mark.slow
 def test_layers_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
     plain = work_of(hollow(tmp_path / "all", large_config("8B")))
     some = work_of(hollow(tmp_path / "some", large_config("8B"), lora_layers_to_transform=[30, 31]))
@@ -201,6 +206,7 @@ def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) ->
     model.close()
 
 
+@pytest.mark.slow
 def test_activations_count_towards_the_limit_where_the_step_is_given(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model")
     config = settings(directory, tmp_path, device_memory="1300KB", max_length=64)
@@ -212,6 +218,7 @@ def test_activations_count_towards_the_limit_where_the_step_is_given(tmp_path: P
     model.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -242,6 +249,7 @@ def test_boundaries_take_as_many_buffers_as_the_engine_gives_them() -> None:
     assert STAGED == NUM_BUFFERS
 
 
+@pytest.mark.slow
 def test_what_is_stored_quantised_is_counted_small_where_it_waits_and_large_once(tmp_path: Path) -> None:
     plain = write_model(tmp_path / "model", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
     prepare(plain, tmp_path / "int8", quantize="int8")

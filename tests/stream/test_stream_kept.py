@@ -36,6 +36,7 @@ def follow(stream: LayerStream, stored: Stored, order: tuple[int, ...]) -> Strea
     return stream.counters
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     num_layers=st.integers(1, MOST),

@@ -72,6 +72,7 @@ class Caller:
         self.ahead = []
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     course=COURSES,

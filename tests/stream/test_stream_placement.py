@@ -175,6 +175,7 @@ def test_casts_are_laid_out_in_the_order_of_the_names_so_that_runs_of_a_program_
     assert sorted(layer.tensors, key=lambda tensor: tensor.offset) == list(layer.tensors)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("gap", [0, 4, 4092])
 def test_a_tensor_of_many_segments_arrives_whole(tmp_path: Path, direct: bool, gap: int) -> None:

@@ -235,6 +235,7 @@ def open_stream(
     return LayerStream(stored.layers, backend, reader=reader, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     course=COURSES,
@@ -276,6 +277,7 @@ def test_a_lease_holds_its_layer_in_every_process(
     assert len(set(run_ranks(work, board))) == 1
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("poison", [False, True])
 @pytest.mark.parametrize(("depth", "residents", "host_cached"), [(1, (), ()), (2, (1, 4), (0, 3)), (3, (), range(6))])
 @pytest.mark.parametrize("size", [2, 4])

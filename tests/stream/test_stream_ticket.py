@@ -179,6 +179,7 @@ def test_closing_waits_for_what_runs_and_begins_nothing_more(workers: Workers) -
     workers.close()
 
 
+@pytest.mark.slow
 def test_what_a_part_held_goes_with_it(workers: Workers) -> None:
     """Threads that wait for more keep nothing of what they did."""
 
