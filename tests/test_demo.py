@@ -95,10 +95,12 @@ def test_the_loss_falls(finished: Finished) -> None:
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
+@pytest.mark.slow
 def test_peft_makes_of_the_files_what_was_streamed(finished: Finished) -> None:
     assert finished.outcome.logit_difference <= 1e-6
 
 
+@pytest.mark.slow
 def test_it_prints_what_it_measured(finished: Finished) -> None:
     lines = finished.printed.splitlines()
     steps = [line for line in lines if line.startswith("step ") and "tok/s" in line and "read" in line]
@@ -111,11 +113,13 @@ def test_it_prints_what_it_measured(finished: Finished) -> None:
     assert f"PEFT: {finished.outcome.logit_difference:.2e}" in finished.printed
 
 
+@pytest.mark.slow
 def test_it_prints_nothing_a_terminal_would_obey(finished: Finished) -> None:
     assert finished.printed.isascii()
     assert all(character.isprintable() for character in finished.printed.replace("\n", ""))
 
 
+@pytest.mark.slow
 def test_every_file_it_names_is_there(there: Finished) -> None:
     _, _, after = there.printed.partition("Files\n")
     named = [line.split(maxsplit=1) for line in after.partition("What")[0].splitlines()]
@@ -140,6 +144,7 @@ def test_the_commands_it_suggests_work(there: Finished, capsys: pytest.CaptureFi
 # What it leaves behind
 
 
+@pytest.mark.slow
 def test_the_model_is_a_sharded_hub_checkpoint(there: Finished) -> None:
     model = DIRECTORY / "model"
     index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
@@ -156,6 +161,7 @@ def test_the_model_is_a_sharded_hub_checkpoint(there: Finished) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+@pytest.mark.slow
 def test_the_text_names_its_source_and_the_rows_are_without_it(there: Finished) -> None:
     bundled = (files("lema.demo") / "almanac.txt").read_text(encoding="utf-8").splitlines()
     head = [line for line in bundled if line.startswith("#")]
@@ -163,6 +169,7 @@ def test_the_text_names_its_source_and_the_rows_are_without_it(there: Finished) 
     assert (DIRECTORY / "data" / "text.txt").read_text().splitlines() == bundled[len(head) :]
 
 
+@pytest.mark.slow
 def test_only_the_answers_of_the_chats_are_learnt(there: Finished) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY / "model")
     data = prepare_data(DIRECTORY / "data" / "chat.jsonl", tokenizer, max_length=128)
@@ -174,6 +181,7 @@ def test_only_the_answers_of_the_chats_are_learnt(there: Finished) -> None:
         assert tokenizer.decode(row["input_ids"]) == whole
 
 
+@pytest.mark.slow
 def test_the_config_it_wrote_is_the_one_it_trained_with(there: Finished) -> None:
     used = LemaConfig.from_pretrained(DIRECTORY / "adapter").to_dict()
     assert LemaConfig.from_yaml(DIRECTORY / "train.yaml", max_steps=STEPS).to_dict() == used
@@ -192,6 +200,7 @@ def test_the_config_trains_again_to_the_same_losses(there: Finished, capsys: pyt
     assert again[-1] == there.outcome.after.loss
 
 
+@pytest.mark.slow
 def test_the_streamed_model_opened_from_the_files_agrees_with_peft_until_a_weight_changes(there: Finished) -> None:
     with contextlib.closing(LemaModel.from_pretrained(DIRECTORY / "adapter")) as model:
         row = prepare_data([{"text": "The baker works with flour."}], model.tokenizer, max_length=64)
@@ -204,6 +213,7 @@ def test_the_streamed_model_opened_from_the_files_agrees_with_peft_until_a_weigh
 # When it has not shown what it says
 
 
+@pytest.mark.slow
 def test_a_loss_that_did_not_fall_is_an_error(finished: Finished) -> None:
     outcome = finished.outcome
     check(outcome)
@@ -213,6 +223,7 @@ def test_a_loss_that_did_not_fall_is_an_error(finished: Finished) -> None:
         check(replace(outcome, after=replace(outcome.after, loss=float("nan"))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difference", [2 * MOST_DIFFERENCE, float("nan")])
 def test_logits_that_differ_are_an_error(finished: Finished, difference: float) -> None:
     with pytest.raises(LemaError, match=r"PEFT's logits differ") as raised:

@@ -57,6 +57,7 @@ def test_a_read_that_fails_in_one_process_ends_all(directory: Path) -> None:
     assert "the disk is gone" in done.stderr
 
 
+@pytest.mark.slow
 def test_one_process_says_that_it_has_no_parts(directory: Path) -> None:
     with (
         opened("llama", checkpoints_in(directory)["llama"], shard_weights=True) as model,

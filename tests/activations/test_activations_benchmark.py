@@ -57,6 +57,7 @@ def test_every_mode_has_both_kinds_of_rows(rows: dict[tuple[str, bool], dict[str
     assert all(rows["none", on]["ratio"] == 1 for on in (False, True))
 
 
+@pytest.mark.slow
 def test_bytes_moved_are_those_of_a_step(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     for on in (False, True):
         assert rows["none", on]["bytes_out"] == rows["none", on]["bytes_back"] == 0
@@ -67,6 +68,7 @@ def test_bytes_moved_are_those_of_a_step(rows: dict[tuple[str, bool], dict[str, 
     assert rows["true", False]["bytes_out"] > 10 * rows["true", True]["bytes_out"]
 
 
+@pytest.mark.slow
 def test_offloading_lowers_the_peak(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     for on in (False, True):
         assert rows["true", on]["peak_device"] < rows["none", on]["peak_device"]

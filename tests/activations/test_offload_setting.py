@@ -65,6 +65,7 @@ def test_a_mode_says_what_waits_where(
     assert all(place in found.summary() for place in {where.get(boundaries, ""), where.get(saved_on, "")})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WIDE)
 def test_a_step_moves_as_many_bytes_as_were_told(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

@@ -43,6 +43,7 @@ def test_several_processes_give_what_one_gives(found: dict[int, dict[str, Any]],
         assert rank.get("tokens", 0) == 0, rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, Any]], size: int) -> None:
     for case in cases(size):
@@ -62,17 +63,20 @@ def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tokens", "sequence"])
 class TestOfARunWhoseSettingsLeaveMemoryToTheBackend:
+    @pytest.mark.slow
     def test_all_layers_stay_where_they_fit(self, found: dict[int, dict[str, Any]], shared: bool) -> None:
         for rank in looked_at(found, shared):
             assert rank["stays"] > 0
             assert rank["read"][1] == 0
 
+    @pytest.mark.slow
     def test_a_step_takes_what_a_plan_told_without_the_processes(
         self, found: dict[int, dict[str, Any]], shared: bool
     ) -> None:
         for rank in looked_at(found, shared):
             assert 0.9 * rank["peak"] <= rank["told"] <= 1.1 * rank["peak"]
 
+    @pytest.mark.slow
     def test_processes_draw_the_same_text_or_say_why_not(self, found: dict[int, dict[str, Any]], shared: bool) -> None:
         one, other = looked_at(found, shared)
         assert one["refused"] == other["refused"] == ("sequence_parallel" if shared else "")

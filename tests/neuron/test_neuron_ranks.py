@@ -20,7 +20,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "name"), NAMES, ids=[f"{name}-on-{count}" for count, name in NAMES])
 def test_ranks_compute_what_one_process_computes(ranks: Callable[[int], Any], count: int, name: str) -> None:
     for rank, measured in enumerate(ranks(count)[name]):
@@ -30,6 +30,7 @@ def test_ranks_compute_what_one_process_computes(ranks: Callable[[int], Any], co
         assert not far, f"rank {rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_without_the_reduction_whole_factors_get_other_gradients(ranks: Callable[[int], Any], count: int) -> None:
     for measured in ranks(count)["unreduced"]:
