@@ -86,6 +86,7 @@ def test_a_step_moves_as_many_bytes_as_were_told(tmp_path: Path, name: str, dtyp
         assert 0.9 * told <= model.adapter.graphs.counters.bytes_out <= 1.1 * told
 
 
+@pytest.mark.slow
 def test_host_memory_counts_what_waits_there(base: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"gradient_checkpointing": False, "batch_size": 2, "max_length": 32}
     kept, away = (
@@ -114,6 +115,7 @@ def test_what_goes_to_the_disk_passes_through_as_much_memory_as_was_told() -> No
     assert STAGING == graphs.STAGING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, "disk"])
 def test_a_plan_says_where_activations_wait(base: Path, tmp_path: Path, mode: Any) -> None:
     config = settings(base, tmp_path, activation_offloading=mode, gradient_checkpointing=False, max_length=64)
@@ -138,6 +140,7 @@ def test_a_plan_says_where_activations_wait(base: Path, tmp_path: Path, mode: An
     assert plan.to_dict()["allocation"]["saved_on"] == place
 
 
+@pytest.mark.slow
 def test_advice_names_the_setting_that_saves_most(base: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"gradient_checkpointing": False, "batch_size": 4, "max_length": 64}
     for backend, setting in ((CpuBackend(), "disk"), (LateDevice(), "true")):

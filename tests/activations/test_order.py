@@ -44,6 +44,7 @@ def code_under_test(*changes: Change) -> SimpleNamespace:
 CODE = code_under_test()
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 1 << 40))
 def test_b8_every_byte_comes_back_and_every_memory_is_given_back(seed: int) -> None:

@@ -58,6 +58,7 @@ def graphs_of(model: LemaModel) -> GraphsAway:
 # The numbers
 
 
+@pytest.mark.sampled(1)
 @every_mode
 @pytest.mark.parametrize(("name", "dropout"), [("llama", 0.0), ("mixtral", 0.0), ("gpt2", 0.1)])
 def test_a_step_is_the_whole_models_with_its_graphs_away(
@@ -74,6 +75,7 @@ def test_a_step_is_the_whole_models_with_its_graphs_away(
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", [*MODES, "hidden_states"])
 def test_with_recomputation_the_layers_inputs_wait_instead(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, mode: Any
@@ -88,6 +90,7 @@ def test_with_recomputation_the_layers_inputs_wait_instead(
             assert model.adapter.arena.tier == ("disk" if mode == "disk" else "host")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [None, 2, 3])
 @every_mode
 def test_a_step_is_the_whole_models_however_late_copies_come(
@@ -99,6 +102,7 @@ def test_a_step_is_the_whole_models_however_late_copies_come(
             assert_same(streamed_step(model, micro_batches(4, padding=True)), expected)
 
 
+@pytest.mark.sampled(1)
 @every_mode
 def test_a_device_that_computes_in_host_memory_is_no_exception(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, mode: Any
@@ -114,6 +118,7 @@ def test_a_device_that_computes_in_host_memory_is_no_exception(
             assert_same(streamed_step(model, micro_batches(4, padding=True)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_a_run_leaves_the_same_adapter_with_any_mode(tmp_path: Path, recompute: bool) -> None:
     base, rows = write_model(tmp_path / "model"), token_rows(16)
@@ -130,6 +135,7 @@ def test_a_run_leaves_the_same_adapter_with_any_mode(tmp_path: Path, recompute: 
         assert same(run_fit(config, rows, token_rows(3))[1], expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_mode(tmp_path: Path) -> None:
     base, rows = write_model(tmp_path / "model"), token_rows(16)
     options: dict[str, Any] = {"gradient_checkpointing": False, "lora_dropout": 0.1, "lr_scheduler_type": "constant"}
@@ -141,6 +147,7 @@ def test_a_run_goes_on_with_another_mode(tmp_path: Path) -> None:
     assert not same(half, expected), "this test cannot tell runs apart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "unlike"])
 def test_compiled_layers_have_their_graphs_away_too(
     checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alike: bool
@@ -211,6 +218,7 @@ def test_casts_of_weights_are_no_activations(checkpoint_of: CheckpointOf, tmp_pa
     assert moved > 0
 
 
+@pytest.mark.slow
 def test_graphs_that_wait_hold_no_slot_and_little_else(
     checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +266,7 @@ def counted(base: Path, directory: Path, mode: Any, batches: Any) -> Iterator[tu
             assert len(buffers) == num_buffers, "a step takes other buffers than those before it"
 
 
+@pytest.mark.slow
 def test_what_a_step_takes_on_the_device_does_not_grow_with_depth(tmp_path: Path) -> None:
     ids = torch.randint(1, 300, (4, 120), generator=torch.Generator().manual_seed(0))
     batches, peaks = [{"input_ids": ids, "labels": ids}] * 2, dict[Any, list[int]]()
@@ -343,6 +352,7 @@ def test_a_step_that_is_given_up_is_gone_at_once(
             gc.enable()
 
 
+@pytest.mark.slow
 @every_mode
 def test_two_steps_at_once_and_one_that_is_given_up(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, mode: Any

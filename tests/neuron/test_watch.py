@@ -120,6 +120,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_hosts_wait_for_each_other_as_long_as_was_said(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
     done = run_program([str(tmp_path / "late.py"), str(tmp_path / "told")], 2, tmp_path, timeout=100)
