@@ -16,7 +16,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from lema.checkpoint import PREFIX, TRAINER_STATE
 from lema.course import Course
 from lema.errors import AdapterError, ConfigError, DiskError, DiskFull, NonFiniteError, Stopped
-from lema.freespace import say_passed_over
+from lema.freespace import say_passed_over, unsaved
 from lema.mark import Mark
 from lema.metrics import METRICS_NAME, MetricsLog, plot_loss
 from lema.optim import make_schedule
@@ -172,8 +172,7 @@ class Run:
             try:
                 self._save(self._mark.left)
             except DiskFull as error:
-                error.what = f"stopped by {why} after step {step}, which is not saved: {error.what}"
-                raise error from stopped
+                raise unsaved(stopped, error) from stopped
             self._fire("on_save")
         self._fire("on_train_end")
         return stopped

@@ -7,9 +7,9 @@ import os
 import warnings
 from pathlib import Path
 
-from lema.errors import DiskError, DiskFull
+from lema.errors import DiskError, DiskFull, Stopped
 
-__all__ = ["check_room", "free_bytes", "is_full", "not_written", "say_passed_over"]
+__all__ = ["check_room", "free_bytes", "is_full", "not_written", "say_passed_over", "unsaved"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
@@ -80,3 +80,8 @@ def say_passed_over(error: DiskFull, after: str) -> None:
         "and the next is tried when it is due; free some space before the run ends",
         stacklevel=3,
     )
+
+
+def unsaved(stopped: Stopped, error: DiskFull) -> DiskFull:
+    """Return the error of a run that was stopped, and had no room for its checkpoint; raise it `from stopped`."""
+    return DiskFull(f"{stopped.what}, which is not saved: {error.what}", where=error.where, how=error.how)

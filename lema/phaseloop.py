@@ -11,7 +11,7 @@ from typing import Any
 
 from lema.data.mixture import Mixture
 from lema.errors import DiskFull, Stopped
-from lema.freespace import say_passed_over
+from lema.freespace import say_passed_over, unsaved
 from lema.generators import Generators
 from lema.loss import split_batch
 from lema.model import LemaModel
@@ -110,12 +110,16 @@ class Underway:
         """Go back to the end of the last step, save that unless it is saved, and return what ends the run."""
         assert self._mark is not None, "nothing was begun that could be stopped"
         self._mark.put_back(self.model.backend)
+        stopped = self._stop_of(why)
         if self.left is not None or self._saved != self.done:
             self.unlogged = log.unlogged
-            self.save(log)
+            try:
+                self.save(log)
+            except DiskFull as error:
+                raise unsaved(stopped, error) from stopped
             log.fire("on_save")
         log.end()
-        return self._stop_of(why)
+        return stopped
 
     def _stop_of(self, why: str) -> Stopped:
         return Stopped(
@@ -161,24 +165,27 @@ class Underway:
         if ended:
             log.event("phase_end", final_eval_loss=self.eval_loss, best=self.best)
         why = self._stopped(log, stop)
+        if plan.boundaries()[self.index].first_step + self.done == plan.num_steps:
+            why = None  # it has come to its end
         due = bool(ended or log.control.should_save or why)
         if better and self.best is not None:
             self.best["only"] = not due
         if better or due:
             self.unlogged = log.unlogged
-            if self._saves_now(log, best, ends=bool(ended or why)):
+            if self._saves_now(log, best, ends=ended, why=why):
                 log.fire("on_save")
-        if why and plan.boundaries()[self.index].first_step + self.done < plan.num_steps:
+        if why:
             log.end()
             raise self._stop_of(why)
 
-    def _saves_now(self, log: PhaseLog, best: dict[str, Any] | None, *, ends: bool) -> bool:
+    def _saves_now(self, log: PhaseLog, best: dict[str, Any] | None, *, ends: bool, why: str | None) -> bool:
         """Write a checkpoint; return whether it is there. On a full disk the run goes on without, unless it ends.
 
         Args:
             log: of the run.
             best: as it was before this step: the best is one that is on disk.
-            ends: the phase does, or the run.
+            ends: the phase does.
+            why: the run is stopped; None: it is not.
 
         Raises:
             DiskFull: there is no room for the checkpoint that it ends with.
@@ -186,6 +193,9 @@ class Underway:
         try:
             self.save(log)
         except DiskFull as error:
+            if why:
+                stopped = self._stop_of(why)
+                raise unsaved(stopped, error) from stopped
             if ends:
                 raise
             self.best, log.control.should_save = best, False  # the next interval asks again

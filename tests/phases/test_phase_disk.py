@@ -11,7 +11,7 @@ from phaseruns import FULL, LORA, SOURCES, STEP, assert_same, plan_of
 from transformers import TrainerState
 
 from lema import LemaConfig, freespace, phaseloop
-from lema.errors import ConfigError, DiskFull
+from lema.errors import ConfigError, DiskFull, Stopped
 from lema.fingerprint import base_fingerprint
 from lema.manifest import check_manifest
 from lema.phases import run_phases
@@ -70,6 +70,25 @@ def test_without_room_for_the_end_of_a_phase_the_run_fails(
     assert [path.name for path in place.iterdir()] == ["checkpoint-1"]
     with pytest.raises(DiskFull, match="too full for 2"):
         run_phases(config_of("other"), plan_of({**FULL, "tokens": 2 * STEP}), SOURCES)  # nor does it begin
+
+
+@pytest.mark.parametrize("asked", ["stop", "at_layer"])
+def test_stopped_on_a_full_disk_a_run_says_both_and_goes_on_from_the_checkpoint_before(
+    asked: str, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, config, plan = Disk(2, 3), config_of(), plan_of({**LORA, "tokens": 4 * STEP})
+    with monkeypatch.context() as full:
+        full.setattr(freespace, "free_bytes", disk.free)
+        with (
+            pytest.warns(UserWarning, match="no checkpoint after step 2"),
+            pytest.raises(DiskFull, match=r"stopped by a test after step .*, which is not saved: ") as caught,
+        ):
+            run_phases(config, plan, SOURCES, callbacks=[disk], **{asked: lambda: "a test" if disk.now == 3 else None})
+    assert isinstance(caught.value.__cause__, Stopped)
+    place = Path(config.output_dir) / "adapters"
+    assert [path.name for path in place.glob("*checkpoint*")] == ["checkpoint-1"]
+    end = run_phases(config, plan, SOURCES, resume=True)
+    assert_same(end, run_phases(config_of("straight"), plan, SOURCES))
 
 
 def test_one_run_of_phases_writes_to_a_directory(config_of: Callable[..., LemaConfig]) -> None:
