@@ -20,6 +20,7 @@ def _pickles() -> object:
 
 def _tell() -> None:
     if told := pickles.found():  # type: ignore[attr-defined]
+        sys.stdout.flush()
         sys.stderr.write("\n".join(told) + "\n")
         sys.stderr.flush()
         os._exit(UNPICKLED)
