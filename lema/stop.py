@@ -27,7 +27,8 @@ class StopOnSignal:
     """Notes that a run is to stop; give `why` to the run as whom to ask. A second signal ends the process at once.
 
     Use it in a `with` block, at whose end the handlers that were there before are back. A block that `Stopped` ends,
-    or an error that came of it, has done what the file asked for, which is deleted: the run that goes on would stop again.
+    or an error that came of it, has done what the file asked for, which is deleted: the run that goes on would stop
+    again.
 
     Args:
         file: that asks for the end of the run by being there; None: there is none.
