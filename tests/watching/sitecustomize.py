@@ -5,11 +5,12 @@ import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 UNPICKLED = 97
 
 
-def _pickles() -> object:
+def _pickles() -> Any:
     """Import `tests/pickles.py`, whatever the path is, under the name that tests know it by."""
     spec = spec_from_file_location("pickles", Path(__file__).parents[1] / "pickles.py")
     assert spec is not None and spec.loader is not None
@@ -19,7 +20,7 @@ def _pickles() -> object:
 
 
 def _tell() -> None:
-    if told := pickles.found():  # type: ignore[attr-defined]
+    if told := pickles.found():
         sys.stdout.flush()
         sys.stderr.write("\n".join(told) + "\n")
         sys.stderr.flush()
@@ -27,5 +28,5 @@ def _tell() -> None:
 
 
 pickles = _pickles()
-pickles.watch()  # type: ignore[attr-defined]
+pickles.watch()
 atexit.register(_tell)
