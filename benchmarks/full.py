@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
-from lema.fulltraining import FullTraining
-from lema.loss import split_batch
+from lema.engine.loss import split_batch
+from lema.train.full import FullTraining
 
 
 def main() -> None:

@@ -24,8 +24,9 @@ from transformers import LlamaConfig
 
 from lema.config import LemaConfig, MemoryStrategy
 from lema.errors import MemoryLimitError
-from lema.plan.machine import PROFILES, Machine
-from lema.plan.planner import planner_of
+from lema.plan import Machine
+from lema.plan.machine import PROFILES
+from lema.plan.plan import planner_of
 
 TOKENS = 1024
 
@@ -55,7 +56,7 @@ def main() -> None:
 
 def _hollow(directory: Path, shape: Shape) -> Path:
     """Write a model of which only the header is on the disk."""
-    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
     from hollowmodel import write_hollow
 
     config = LlamaConfig(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lema import LemaModel
-from lema.optim import training_bytes
+from lema.engine.optim import training_bytes
+from lema.model.skeleton import find_layers
+from lema.plan.cost import device_parts
 from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
-from lema.skeleton import find_layers
-from lema.stream.cost import device_parts
 
 __all__ = ["predicted_parts"]
 

@@ -30,13 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lema import LemaConfig, LemaModel
+from lema.backend.trace import NO_TRACE, NoTrace, Trace
 from lema.config import MemoryStrategy
-from lema.loss import split_batch
+from lema.engine.loss import split_batch
+from lema.plan import Allocation
+from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.simulator import simulate
-from lema.stream.cost import Allocation, Demand, LayerCost, Speeds
-from lema.stream.lease import LayerStream
+from lema.stream import LayerStream
 from lema.stream.schedule import reads_per_step, training_order
-from lema.trace import NO_TRACE, NoTrace, Trace
 from lema_cpu import CpuBackend
 
 STEP, COMPUTE, READING = "step", "compute", "reading"

@@ -57,7 +57,7 @@ class Case:
         if self.quantize is None:
             write_model(directory, self.shape)
             return
-        from lema.prepare import prepare
+        from lema.convert.prepare import prepare
 
         with tempfile.TemporaryDirectory(dir=directory.parent) as plain:
             write_model(Path(plain), self.shape)
@@ -142,7 +142,7 @@ def _child(what: str, config: Path) -> dict[str, Any]:
 def _plan_and_train(config: Path, rounds: int) -> dict[str, Any]:
     """Plan, then measure and train by turns."""
     from lema.config import LemaConfig
-    from lema.plan.outlook import make_plan
+    from lema.plan import make_plan
 
     plan, planner = make_plan(LemaConfig.from_yaml(config))
     pairs: list[dict[str, float]] = []
@@ -182,7 +182,7 @@ class _Training:
         import torch
 
         from lema import LemaConfig, LemaModel
-        from lema.loss import split_batch
+        from lema.engine.loss import split_batch
 
         self.settings = settings = LemaConfig.from_yaml(config)
         self.model = LemaModel(settings)

@@ -184,8 +184,8 @@ def _child(case: str, source: Path, out: Path) -> dict[str, Any]:
 
 def _prepare(case: str, source: str, out: str) -> dict[str, Any]:
     """Prepare in this process, and say how long it took in how much memory."""
-    from lema.prepare import prepare
-    from lema.weights import GlobalBinaryIndex
+    from lema.convert.prepare import prepare
+    from lema.storage import GlobalBinaryIndex
 
     if case == "experts turned over":
         rules = [

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lema import LemaConfig, LemaModel
-from lema.stream.lease import LayerStream
+from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
 from lema.stream.schedule import forward_order

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lema.config import LemaConfig
+from lema.plan import Allocation, Machine
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.machine import PROFILES, Machine
-from lema.plan.planner import Planner
+from lema.plan.machine import PROFILES
+from lema.plan.plan import Planner
 from lema.plan.step import StepShape, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, measure
-from lema.stream.cost import Allocation
 
 MODELS = ["8B", "70B", "405B"]
 TIMES = [0.5, 1.0, 1.5, 3.0]
@@ -38,7 +38,7 @@ HIDDEN_FROM, AT_MOST = 1.5, 1.05
 
 
 def main() -> None:
-    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
     from hollowmodel import large_config, write_hollow
 
     rows = []

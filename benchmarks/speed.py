@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lema import LemaConfig, LemaModel
-from lema.loss import split_batch
-from lema.stream.lease import LayerStream
+from lema.engine.loss import split_batch
+from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
 from lema.stream.schedule import reads_per_step

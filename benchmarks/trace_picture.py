@@ -99,8 +99,8 @@ def _trace_of_a_small_model(tokens: int, directory: Path | None) -> list[dict[st
     from common import Shape, forget_pages, write_model
 
     from lema import LemaConfig, LemaModel
-    from lema.loss import split_batch
-    from lema.trace import Trace
+    from lema.backend.trace import Trace
+    from lema.engine.loss import split_batch
 
     shape = Shape(hidden=1024, intermediate=2816, layers=12, vocabulary=8000)
     trace = Trace()

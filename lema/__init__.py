@@ -5,18 +5,17 @@
 Names are imported when first used, so `import lema` costs nothing.
 """
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lema.config import LemaConfig, MemoryStrategy
-    from lema.data.sampling import Sampling
+    from lema.convert import prepare_monolithic_safetensors
+    from lema.data import Sampling
     from lema.errors import LemaError
-    from lema.loratrainer import LoRATrainer, LoRATrainState
-    from lema.model import LemaModel
-    from lema.phaseplan import LoRAConfig, LoRATrainerConfig, Phase, PhasePlan
-    from lema.prepare import prepare_monolithic_safetensors
-    from lema.trainer import LemaTrainer
+    from lema.train import LemaModel, LemaTrainer
+    from lema.train.phases import LoRAConfig, LoRATrainer, LoRATrainerConfig, LoRATrainState, Phase, PhasePlan
 
     __version__: str
 
@@ -40,17 +39,17 @@ __all__ = [
 _HOMES = {
     "LemaConfig": "lema.config",
     "LemaError": "lema.errors",
-    "LemaModel": "lema.model",
-    "LemaTrainer": "lema.trainer",
-    "LoRAConfig": "lema.phaseplan",
-    "LoRATrainState": "lema.loratrainer",
-    "LoRATrainer": "lema.loratrainer",
-    "LoRATrainerConfig": "lema.phaseplan",
+    "LemaModel": "lema.train.model",
+    "LemaTrainer": "lema.train.trainer",
+    "LoRAConfig": "lema.train.phases",
+    "LoRATrainState": "lema.train.phases.loratrainer",
+    "LoRATrainer": "lema.train.phases.loratrainer",
+    "LoRATrainerConfig": "lema.train.phases",
     "MemoryStrategy": "lema.config",
-    "Phase": "lema.phaseplan",
-    "PhasePlan": "lema.phaseplan",
+    "Phase": "lema.train.phases",
+    "PhasePlan": "lema.train.phases",
     "Sampling": "lema.data.sampling",
-    "prepare_monolithic_safetensors": "lema.prepare",
+    "prepare_monolithic_safetensors": "lema.convert.prepare",
 }
 
 
@@ -68,6 +67,24 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package whose names are imported when they are first used (PEP 562).
+
+    Importing one module of a folder then costs nothing of the others, some of which import transformers or PEFT.
+
+    Args:
+        package: its full name.
+        homes: every exported name, and the module of the package that defines it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return get, lambda: sorted(homes)
 
 
 def _installed_version() -> str:

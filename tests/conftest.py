@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def pytest_configure() -> None:
     pickles.watch()
-    watching = str(Path(__file__).with_name("watching"))
+    watching = str(Path(__file__).parent / "support" / "watching")
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if watching not in given:  # it is there already in a process that pytest has started
         os.environ["PYTHONPATH"] = os.pathsep.join([watching, *filter(None, given)])

@@ -26,9 +26,9 @@ from lema.backend import (
     SingleProcess,
     Upload,
 )
+from lema.backend.hostmemory import anonymous
+from lema.backend.torchrun import join
 from lema.errors import BackendUnavailable
-from lema.hostmemory import anonymous
-from lema.processes import join
 
 __all__ = ["CpuBackend"]
 

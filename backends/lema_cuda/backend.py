@@ -8,19 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.backend import (
-    BackendOptions,
-    DeviceSlots,
-    Download,
-    MemoryStats,
-    Parallel,
-    Replicas,
-    SingleProcess,
-)
-from lema.processes import join
-from lema.queued.copies import Copies
-from lema.queued.downloads import CopyDown
-from lema.queued.slots import Slots
+from lema.backend import BackendOptions, DeviceSlots, Download, MemoryStats, Parallel, Replicas, SingleProcess
+from lema.backend.queues import Copies
+from lema.backend.slots import CopyDown, Slots
+from lema.backend.torchrun import join
 from lema_cuda.device import choose_device
 from lema_cuda.driver import CudaDriver
 from lema_cuda.hostmemory import HostMemory

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from lema.doctor.finding import Fact, Finding, Level
-from lema.doctor.knownbad import installed_version
-from lema.metrics import human_bytes
+from lema.backend import Fact, Finding, Level
+from lema.backend.findings import installed_version
+from lema.config.units import human_bytes
 from lema_cuda.installeddriver import SECTION, driver, driver_version, system_management
 
 __all__ = ["doctor"]

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lema.backend.hostmemory import anonymous
 from lema.errors import MemoryLimitError
-from lema.hostmemory import anonymous
 
 __all__ = ["Driver", "HostMemory"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lema.doctor.finding import Fact, Finding, Level
+from lema.backend import Fact, Finding, Level
 
 __all__ = ["SECTION", "driver", "driver_version", "system_management"]
 

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from lema.backend import Gathering, Replicas, Upload
-from lema.queued.queues import Event, Queue, Queues
+from lema.backend.queues import Event, Queue, Queues
 
 __all__ = ["QueuedReplicas"]
 
 
 class QueuedReplicas:
-    """`lema.backend.Replicas` whose gathering has a queue of its own.
+    """`lema.backend.protocols.Replicas` whose gathering has a queue of its own.
 
     There it waits for the upload, sends and receives, and gives the uploaded part back, so that compute goes on
     meanwhile.

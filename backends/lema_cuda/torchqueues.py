@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.queued.queues import Event
+from lema.backend.queues import Event
 
 __all__ = ["TorchQueues"]
 

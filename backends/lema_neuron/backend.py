@@ -12,18 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.backend import (
-    BackendOptions,
-    DeviceSlots,
-    Download,
-    MemoryStats,
-    Parallel,
-    Replicas,
-    SingleProcess,
-)
+from lema.backend import BackendOptions, DeviceSlots, Download, MemoryStats, Parallel, Replicas, SingleProcess
+from lema.backend.layout import KvLayout
+from lema.backend.torchrun import join_in_parts
 from lema.errors import BackendUnavailable
-from lema.layout import KvLayout
-from lema.processes import join_in_parts
 from lema_neuron.probe import choose_runtime, look
 from lema_neuron.runtimes import runtime_named
 from lema_neuron.settings import KV_LAYOUT, RUNTIME

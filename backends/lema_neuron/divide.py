@@ -15,10 +15,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lema.backend.layout import KvLayout
 from lema.errors import ConfigError, ModelError
-from lema.layout import KvLayout
-from lema.skeleton import find_layers
-from lema.tpplan import layouts_of_model
+from lema.model.partition import layouts_of_model
+from lema.model.skeleton import find_layers
 from lema_neuron.boundary import SEQUENCE
 from lema_neuron.comm import Comm
 from lema_neuron.gradients import global_norm, mark, part_of, reduce_gradients

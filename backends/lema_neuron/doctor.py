@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lema.doctor.finding import Fact, Finding, Level
-from lema.doctor.knownbad import Pair, Stub, installed_version, known_bad, stubs
+from lema.backend import Fact, Finding, Level
+from lema.backend.findings import Pair, Stub, installed_version, known_bad, stubs
 
 __all__ = ["PAIRS", "STUBS", "doctor"]
 

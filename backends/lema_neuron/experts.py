@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lema.backend.layout import Layout, fused, places, shard
 from lema.errors import ModelError
-from lema.layout import Layout, fused, places, shard
 from lema_neuron.boundary import SEQUENCE, enter
 from lema_neuron.comm import Comm
 from lema_neuron.mappings import reduce_from_group, reduce_scatter_sequence

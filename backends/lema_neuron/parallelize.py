@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lema.backend.layout import KvLayout, Layout
 from lema.errors import ModelError
-from lema.layout import KvLayout, Layout
-from lema.skeleton import find_layers
-from lema.tpplan import layout_at, layouts_of_model
+from lema.model.partition import layout_at, layouts_of_model
+from lema.model.skeleton import find_layers
 from lema_neuron.boundary import SEQUENCE, gather_at_end, scatter_at_start, wrap_block
 from lema_neuron.comm import Comm
 from lema_neuron.experts import EXPERTS, shard_experts

@@ -14,7 +14,7 @@ from typing import Literal
 
 from packaging.version import Version
 
-from lema.doctor.knownbad import installed_version, stubs
+from lema.backend.findings import installed_version, stubs
 from lema.errors import BackendUnavailable
 from lema_neuron.doctor import SECTION, STUBS
 

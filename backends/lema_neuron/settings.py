@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lema.backendsettings import BackendSetting
+from lema.config.backendsettings import BackendSetting
 
 __all__ = ["KV_LAYOUT", "RUNTIME"]
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from lema.layout import Layout, consolidate, places, shard
+from lema.backend.layout import Layout, consolidate, places, shard
 from lema_neuron.comm import Comm
 
 __all__ = ["Part", "along", "in_order", "is_plain", "local_size", "replicated_part", "sharded_part"]

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from lema.backend.torchrun import others_there
 from lema.errors import is_out_of_memory
-from lema.processes import others_there
 from lema_neuron.comm import Comm
 from lema_neuron.standin import StandIn, without_values
 

@@ -2,23 +2,25 @@
 
 For a model of `transformers` or PEFT that is trained as a whole there are contexts that move what autograd saves
 (`get_lora_act_offloading_ctx_manager`, `OffloadActivations`, and for trainers `ActivationOffloadingMixin`). A streamed
-model keeps layers' inputs (`lema.activations.arena`), and moves the rest with the same parts.
+model keeps layers' inputs (`lema.activations.kept`), and moves the rest with the same parts.
 """
 
-from lema.activations.arena import BoundaryArena, StepBoundaries, graph_input
-from lema.activations.manager import (
-    NoOpManager,
-    OffloadActivations,
-    get_lora_act_offloading_ctx_manager,
-)
-from lema.activations.mixin import ActivationOffloadingMixin
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ActivationOffloadingMixin",
-    "BoundaryArena",
-    "NoOpManager",
-    "OffloadActivations",
-    "StepBoundaries",
-    "get_lora_act_offloading_ctx_manager",
-    "graph_input",
-]
+from lema import lazy_exports
+
+if TYPE_CHECKING:
+    from lema.activations.context import NoOpManager, OffloadActivations, get_lora_act_offloading_ctx_manager
+    from lema.activations.mixin import ActivationOffloadingMixin
+
+__all__ = ["ActivationOffloadingMixin", "NoOpManager", "OffloadActivations", "get_lora_act_offloading_ctx_manager"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "ActivationOffloadingMixin": "mixin",
+        "NoOpManager": "context",
+        "OffloadActivations": "context",
+        "get_lora_act_offloading_ctx_manager": "context",
+    },
+)

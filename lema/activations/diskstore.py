@@ -1,4 +1,6 @@
-"""Where activations wait on a disk: written behind the caller's back, read ahead of it, compared with what was written.
+"""Where one piece waits on a disk, and in a buffer at times.
+
+Where activations wait on a disk: written behind the caller's back, read ahead of it, compared with what was written.
 
 Bytes pass through a few buffers in host memory. Such a buffer is kept with what is in it until another piece needs it,
 so what was written last is there when it is wanted first.
@@ -15,15 +17,90 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from lema.activations.diskplace import DiskPlace
-from lema.activations.extents import Extents
-from lema.activations.seams import Place
-from lema.activations.stores import HostPool
-from lema.ahead import as_bytes
+from lema.activations.boundaries import as_bytes
+from lema.activations.hoststore import HostPool
+from lema.activations.protocols import Place
 from lema.errors import DiskError, ReadError
-from lema.offload import OffloadFile, whole_blocks
+from lema.storage.spillfile import Extents, OffloadFile, whole_blocks
 
-__all__ = ["DiskStore"]
+__all__ = ["DiskPlace", "DiskStore"]
+
+
+class DiskPlace:
+    """See `lema.activations.protocols.Place`.
+
+    Attributes:
+        start: where in the file its blocks are.
+        nbytes: of the piece.
+        size: of its blocks.
+        buffer: of that size, with the bytes, if it has one.
+        lent: the buffer is the caller's.
+        expected: the bytes will be wanted soon.
+        was_used: they have been wanted before.
+        num_under_way: transfers that touch the buffer.
+        transfer: the one of the file, if that is under way.
+        reading: that is a read.
+        landed: waits for the copy to the buffer.
+        checksum: of the bytes.
+        failure: why there are none.
+        lost: for ever.
+        dropped: nobody wants them.
+        gone: it has nothing any more.
+    """
+
+    def __init__(self, store: DiskStore, start: int, nbytes: int, buffer: Tensor) -> None:
+        self._store, self.start, self.nbytes, self.size = store, start, nbytes, len(buffer)
+        self.buffer: Tensor | None = buffer
+        self.lent, self.expected, self.was_used, self.reading = True, False, False, False
+        self.num_under_way = 0
+        self.transfer: Future[None] | None = None
+        self.landed: Callable[[], None] | None = None
+        self.checksum: int | None = None
+        self.failure: BaseException | None = None
+        self.lost = self.dropped = self.gone = False
+
+    def fill(self) -> Tensor:
+        """Return where the bytes are to be put."""
+        return self.whole()[: self.nbytes]
+
+    def filled(self, landed: Callable[[], None]) -> None:
+        """Have them written once they have landed."""
+        self._store.write(self, landed)
+
+    def expect(self) -> None:
+        """Start reading them, if there is room. Never blocks."""
+        self._store.expect(self)
+
+    def ready(self) -> bool:
+        """Say whether `memory` would return at once."""
+        reading = self.transfer if self.reading else None
+        return self.buffer is not None and (reading is None or reading.done())
+
+    def memory(self) -> Tensor:
+        """Return them, as soon as they have been read."""
+        return self._store.memory(self)
+
+    def used(self, drained: Callable[[], None]) -> None:
+        """Take back what `memory` returned, to be used again when it has drained."""
+        self._store.used(self, drained)
+
+    def drop(self) -> None:
+        """Let everything of it be given back, as soon as nothing touches it."""
+        self.dropped = True
+        self._store.drop(self)
+
+    def whole(self) -> Tensor:
+        """Return its buffer, uint8 `[size]`."""
+        assert self.buffer is not None, "the buffer of a place was wanted that has none"
+        return self.buffer
+
+    def check(self) -> None:
+        """Raise why there are no bytes; they may be read again, if they were written."""
+        failure = self.failure
+        if not self.lost:
+            self.failure = None
+        if failure is not None:
+            raise failure
 
 
 class _Kind(Enum):
@@ -33,7 +110,7 @@ class _Kind(Enum):
 
 
 class DiskStore:
-    """`lema.activations.seams.Store` in a file. Any thread may call it.
+    """`lema.activations.protocols.Store` in a file. Any thread may call it.
 
     Args:
         file: where the bytes go; closed with this.
@@ -158,7 +235,7 @@ class DiskStore:
             self._lock.release()
 
     def memory(self, place: DiskPlace) -> Tensor:
-        """Return what is, or was, in a place's buffer; see `lema.activations.seams.Place.memory`."""
+        """Return what is, or was, in a place's buffer; see `lema.activations.protocols.Place.memory`."""
         with self._lock:
             self._check()
             place.check()

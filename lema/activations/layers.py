@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from lema.activations.counters import Kept
-from lema.activations.hooks import Hooked, Hooks
-from lema.activations.scope import current
+from lema.activations.hooks import Hooked, Hooks, current
+from lema.activations.protocols import Kept
 
 __all__ = ["LayerInputs", "OnlyLayerInputs", "OnlyLayerValues", "decoder_layers"]
+
 
 INPUT = "hidden_states"
 WRAPPED = "_checkpoint_wrapped_module"  # what a module that checkpoints another calls it

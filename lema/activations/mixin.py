@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from lema.activations.manager import MODES, Mode, get_lora_act_offloading_ctx_manager
+from lema.activations.context import MODES, Mode, get_lora_act_offloading_ctx_manager
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ else:
     Below = object
 
 __all__ = ["ActivationOffloadingMixin"]
+
 
 THEIRS = "maybe_activation_offload_context"  # where TRL's trainers keep a context of their own
 

@@ -22,11 +22,11 @@ from lema.errors import LemaError
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-    from lema.activations.counters import Counters
-    from lema.activations.seams import Carrier, Place
-    from lema.backend import Download, Upload
+    from lema.activations.protocols import Counters, Place
+    from lema.backend import Carrier, Download, Upload
 
 __all__ = ["ALIGNMENT", "Piece", "span_of", "view"]
+
 
 ALIGNMENT = 64  # kernels may take another way where an address is aligned otherwise: it comes back as it was
 

@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lema.activations.moved import Offload, Packed
-from lema.activations.scope import current
-from lema.activations.weights import storages_of
+from lema.activations.hooks import current
+from lema.activations.offload import Offload, Packed
+from lema.activations.policy import storages_of
 from lema.errors import ConfigError, LemaError
 
 if TYPE_CHECKING:
-    from lema.activations.manager import OffloadActivations
+    from lema.activations.context import OffloadActivations
 
 __all__ = ["DEFAULT_ATTENTION_OPS", "offloaded_ops"]
+
 
 # Of the kinds of attention that torch has, those that no torch here knows are passed over.
 DEFAULT_ATTENTION_OPS = (

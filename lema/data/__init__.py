@@ -1,20 +1,23 @@
-"""From files of text, prompts or chats to batches of token ids; nothing heavy is imported until a name is used."""
+"""From files of text, prompts or chats to batches of token ids; each batch is a pure function of seed and step."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lema import lazy_exports
 
 if TYPE_CHECKING:
-    from lema.data.batches import Batch, Batches, collate, share_of
+    from lema.data.batches import Batch, Batches, collate
+    from lema.data.columns import longest_row
     from lema.data.dataset import Counts, TokenDataset
     from lema.data.files import Row, load_rows, read_rows
-    from lema.data.length import longest_row
-    from lema.data.prepare import needs_tokenizer, prepare_data
+    from lema.data.read import needs_tokenizer, prepare_data
+    from lema.data.sampling import Sampling
 
 __all__ = [
     "Batch",
     "Batches",
     "Counts",
     "Row",
+    "Sampling",
     "TokenDataset",
     "collate",
     "load_rows",
@@ -22,30 +25,22 @@ __all__ = [
     "needs_tokenizer",
     "prepare_data",
     "read_rows",
-    "share_of",
 ]
 
-_HOME = {
-    "Batch": "batches",
-    "Batches": "batches",
-    "Counts": "dataset",
-    "Row": "files",
-    "TokenDataset": "dataset",
-    "collate": "batches",
-    "load_rows": "files",
-    "longest_row": "length",
-    "needs_tokenizer": "prepare",
-    "prepare_data": "prepare",
-    "read_rows": "files",
-    "share_of": "batches",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Batch": "batches",
+        "Batches": "batches",
+        "Counts": "dataset",
+        "Row": "files",
+        "Sampling": "sampling",
+        "TokenDataset": "dataset",
+        "collate": "batches",
+        "load_rows": "files",
+        "longest_row": "columns",
+        "needs_tokenizer": "read",
+        "prepare_data": "read",
+        "read_rows": "files",
+    },
+)

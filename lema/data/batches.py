@@ -13,6 +13,7 @@ from lema.errors import DataError
 
 __all__ = ["Batch", "Batches", "collate"]
 
+
 TokenRow = Mapping[str, Sequence[int]]
 
 

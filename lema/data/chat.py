@@ -1,20 +1,109 @@
-"""A chat through the tokenizer's own template, with only the assistant's words learnt."""
+"""A chat template is a program from outside: it runs in a sandbox, and here it is given a bounded time.
+
+`transformers` renders in jinja's sandbox, which keeps a template from files, modules and attributes that lead to them,
+and bounds `range`. It does not bound loops within loops, nor powers: https://jinja.palletsprojects.com/en/stable/sandbox
+says that the caller must. What a product of texts takes in memory is not bounded here either.
+
+Which tokens of a text lie in given stretches of its characters.
+
+A chat through the tokenizer's own template, with only the assistant's words learnt.
+"""
 
 import re
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import jinja2
+
+from lema.config import timelimit
 from lema.data.columns import Chat
 from lema.data.files import Row
-from lema.data.spans import Span, tokenize_spans
-from lema.data.template import check_template, limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["tokenize_chat"]
+__all__ = ["MAX_SECONDS", "Span", "check_template", "limited", "tokenize_chat", "tokenize_spans"]
+
+
+MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
+MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
+
+
+@lru_cache(maxsize=16)
+def check_template(template: str) -> str:
+    """Say what in a template is never needed to write a chat, and could take all time or memory; empty: nothing.
+
+    Only the words of the template are looked at: constants are computed as soon as it is compiled.
+    """
+    try:
+        for line, kind, word in jinja2.Environment(autoescape=True).lex(template):
+            if kind == "operator" and word == "**":
+                return f"line {line} of the chat template raises a number to a power"
+            if kind in ("integer", "float") and float(word.replace("_", "")) > MAX_NUMBER:
+                return f"line {line} of the chat template has the number {word[:20]}"
+    except (jinja2.TemplateError, ValueError):
+        return ""  # it will not compile either, and that is said by whoever compiles it
+    return ""
+
+
+def limited() -> AbstractContextManager[None]:
+    """Let what is inside a `with` block compute for `MAX_SECONDS` of the processor's time.
+
+    Inside, `TemplateError` is raised when it goes on for longer.
+    """
+    seconds = MAX_SECONDS
+    return timelimit.limited(
+        seconds, lambda: jinja2.TemplateError(f"it takes more than {seconds:g} seconds"), file="<template>"
+    )
+
+
+Span: TypeAlias = tuple[int, int]
+
+
+"""First character and the one after the last."""
+
+
+def tokenize_spans(
+    text: str, spans: list[Span], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool
+) -> tuple[list[int], list[bool]]:
+    """The token ids of the text, and for each whether it lies in one of the spans.
+
+    The text is tokenised as a whole, as the model will meet it. A token across the start of a span lies in it (it
+    holds the first characters to learn); one across the end does not (it holds characters which come later).
+    """
+    if not tokenizer.is_fast:
+        return _by_prefixes(text, spans, tokenizer, add_special_tokens)
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
+    inside = [any(start < end <= stop for start, stop in spans) for _, end in encoded["offset_mapping"]]
+    return list(encoded["input_ids"]), inside
+
+
+def _by_prefixes(
+    text: str, spans: list[Span], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
+) -> tuple[list[int], list[bool]]:
+    """Tokenizers written in Python do not know characters: compare with the tokens of the text up to each border."""
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+    ids = encode(text)
+    inside = [False] * len(ids)
+    for start, stop in spans:
+        first = _common(ids, encode(text[:start]))
+        last = len(ids) if stop == len(text) else _common(ids, encode(text[:stop]))
+        inside[first:last] = [True] * (last - first)
+    return ids, inside
+
+
+def _common(ids: list[int], other: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other, strict=False)))
+
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
 _MARK_IT = (
     "mark the assistant's words in the chat template with {% generation %} ... {% endgeneration %}, "
     "or give each answer its own row as prompt + completion"

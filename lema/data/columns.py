@@ -1,4 +1,7 @@
-"""What a row trains on, read off the names of its columns: token ids, a chat, a prompt and its completion, or text."""
+"""What a row trains on, read off the names of its columns: token ids, a chat, a prompt and its completion, or text.
+
+How long a row may be.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,14 +9,22 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lema.data.files import Row
+from lema.errors import ConfigError
 
-__all__ = ["IGNORED", "Chat", "Example", "Kind", "Text", "Tokens", "detect", "num_trained", "parse"]
+__all__ = ["IGNORED", "Chat", "Example", "Kind", "Text", "Tokens", "detect", "longest_row", "num_trained", "parse"]
+
 
 IGNORED = -100
+
+
 """The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""
 
+
 Kind: TypeAlias = tuple[str, ...]
+
+
 """The columns a row is read from. The first entry of `KINDS` whose columns a row has is its kind."""
+
 
 KINDS: tuple[Kind, ...] = (
     ("input_ids", "labels"),
@@ -41,6 +52,7 @@ _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
+
 _ALPACA_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -267,3 +279,27 @@ def _conversations(row: Row) -> list[dict[str, Any]]:
 
 def _tools(row: Row) -> list[Any] | None:
     return _list(row, "tools") if row.values.get("tools") else None
+
+
+DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
+
+
+def longest_row(wanted: int | None, positions: int | None) -> int:
+    """Return the most tokens a row may have.
+
+    Args:
+        wanted: what was asked for; None: as many as usual, or as the model takes where that is less.
+        positions: what the model takes; None: any number.
+
+    Raises:
+        ConfigError: the model takes fewer than asked for.
+    """
+    if positions is None:
+        return wanted or DEFAULT_LENGTH
+    if wanted is not None and wanted > positions:
+        raise ConfigError(
+            f"the model has {positions} positions, fewer than max_length: {wanted}",
+            where="max_length",
+            how=f"set max_length to {positions} or less, or leave it out",
+        )
+    return wanted or min(DEFAULT_LENGTH, positions)

@@ -15,6 +15,7 @@ from lema.errors import DataError
 
 __all__ = ["Columns", "Counts", "TokenDataset"]
 
+
 TokenRow = dict[str, list[int]]
 
 

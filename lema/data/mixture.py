@@ -11,17 +11,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from lema.config.problems import nearest
 from lema.data.batches import Batch, collate, share_of
 from lema.data.columns import IGNORED
 from lema.data.dataset import TokenDataset
-from lema.data.fade import Fade, faded_rates
-from lema.data.interleave import WINDOW, Interleaving
+from lema.data.interleave import WINDOW, Fade, Interleaving, faded_rates
 from lema.data.packed import PackedTokens
 from lema.data.permutation import shuffled_row
-from lema.data.sampling import Sampling, Style, check_rates, rates_of
-from lema.data.start import Start
+from lema.data.sampling import Sampling, Start, Style, check_rates, rates_of
 from lema.errors import ConfigError, DataError
-from lema.problems import nearest
 
 __all__ = ["Draw", "Mixture", "Source"]
 

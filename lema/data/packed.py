@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.errors import ConfigError, DataError, DiskError
-from lema.partial import open_partial
+from lema.storage.atomic import open_partial
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
+
 
 FORMAT, VERSION = "lema packed tokens", 1
 LIMITS = {"uint16": 2**16, "uint32": 2**32}
@@ -28,8 +29,9 @@ SPLITS = ("train", "val")
 CHUNK = 1 << 16  # tokens that are given one by one are written so many at a time
 READ_BYTES = 1 << 20
 AGAIN = "write it again with write_packed, or copy it again"
-
 Item: TypeAlias = int | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
+
+
 """A token, a row of tokens, or a row with `input_ids`."""
 
 

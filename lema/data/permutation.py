@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 __all__ = ["Permutation", "permutation", "shuffled_row"]
 
+
 ROUNDS = 12
 ROUNDS_OF_FEW = 24  # a network of fewer than six bits needs more until all its orders are equally likely
 MASK = 2**64 - 1
@@ -65,6 +66,8 @@ def _mixed(value: int) -> int:
 
 
 permutation = lru_cache(maxsize=256)(Permutation)
+
+
 """`Permutation`, the latest of which are kept: rows asked for one after the other are of few orders."""
 
 

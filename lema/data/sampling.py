@@ -1,16 +1,20 @@
-"""Which data sets a stage of training reads, how often each, and in what form."""
+"""Which data sets a stage of training reads, how often each, and in what form.
+
+Where a stage of training begins with a data set: in an order of its own, or where a stage before has left it.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Strict
 
 from lema.errors import ConfigError
 
-__all__ = ["Sampling", "SamplingError", "Style", "check_rates", "rates_of"]
+__all__ = ["Sampling", "SamplingError", "Start", "Style", "check_rates", "rates_of"]
+
 
 TOLERANCE = 1e-6  # of the sum of the rates; rates like 0.3333333 are meant to sum to 1
 
@@ -106,3 +110,15 @@ def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
         rates = ", ".join(f"{sampling.full_name} {sampling.rate:g}" for sampling in samplings)
         what = f"the rates of a mixture sum to {total:.9g}, not to 1: {rates}"
         raise ConfigError(what, where=where, how="change the rates so that they sum to 1")
+
+
+class Start(NamedTuple):
+    """A place in the order of a data set's rows, of all its epochs.
+
+    Args:
+        stage: of whose order it is.
+        taken: rows that have been given in this order.
+    """
+
+    stage: int
+    taken: int

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from lema.data.chat import tokenize_chat
+from lema.data.chat import tokenize_chat, tokenize_spans
 from lema.data.columns import IGNORED, Chat, Kind, Text, Tokens, num_trained, parse
 from lema.data.files import Row
-from lema.data.spans import tokenize_spans
 from lema.errors import DataError
 
 if TYPE_CHECKING:

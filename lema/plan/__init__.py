@@ -1,1 +1,16 @@
-"""What a run will need and how fast it will be, told before it starts; no weights are read for it."""
+"""What memory is spent on and how long a step takes, told before a run starts; no weights are read for it."""
+
+from typing import TYPE_CHECKING
+
+from lema import lazy_exports
+
+if TYPE_CHECKING:
+    from lema.plan.cost import Allocation
+    from lema.plan.machine import Machine
+    from lema.plan.plan import Plan, make_plan
+
+__all__ = ["Allocation", "Machine", "Plan", "make_plan"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"Allocation": "cost", "Machine": "machine", "Plan": "plan", "make_plan": "plan"}
+)

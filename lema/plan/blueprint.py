@@ -12,18 +12,19 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel, SingleProcess, load
 from lema.config import LemaConfig
-from lema.held import held_records
-from lema.hostrows import host_rows_name
-from lema.hub import own_weights, resolve_model
-from lema.lora import configured_lora, inject_lora_params
-from lema.names import checkpoint_dtype, match_names, target_dtypes
-from lema.optim import training_bytes
-from lema.outside import StoredTensors, layer_bytes, place_outside
-from lema.plan.weightbytes import TrainedBytes, trained_bytes
-from lema.skeleton import find_layers, meta_model, read_config
+from lema.engine.optim import training_bytes
+from lema.lora import inject_lora_params
+from lema.lora.attach import configured_lora
+from lema.model import meta_model, read_config
+from lema.model.outer_weights import StoredTensors, host_rows_name, layer_bytes, place_outside
+from lema.model.partition import held_records
+from lema.model.skeleton import find_layers
+from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
+from lema.plan.trainable_bytes import TrainedBytes, trained_bytes
+from lema.storage import GlobalBinaryIndex, resolve_model
+from lema.storage.hub import own_weights
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
-from lema.weights import GlobalBinaryIndex
 
 __all__ = ["Blueprint", "draw_up"]
 

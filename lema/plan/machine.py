@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass
 
 from lema.errors import ConfigError
-from lema.stream.cost import Speeds
+from lema.plan.cost import Speeds
 
 __all__ = ["PROFILES", "Machine", "profile"]
+
 
 GB, GIB = 10**9, 2**30
 

@@ -8,22 +8,24 @@ from dataclasses import dataclass, replace
 import psutil
 from transformers import PreTrainedModel
 
-from lema.config import LemaConfig, parse_memory
-from lema.controlgroups import memory_left
+from lema.backend.hostmemory import memory_left
+from lema.config import LemaConfig
+from lema.config.units import parse_memory
 from lema.errors import MemoryLimitError, ModelError
-from lema.opened import open_backend
+from lema.model.partition import open_backend
 from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
 from lema.plan.blueprint import Blueprint, draw_up
+from lema.plan.cost import Allocation, Demand, Speeds, device_parts, fetches, host_parts, saved_elsewhere
 from lema.plan.machine import Machine
-from lema.plan.probe import probe
+from lema.plan.measure import probe
 from lema.plan.simulator import simulate
 from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, step_shape, untimed
-from lema.plan.weightbytes import TrainedBytes, host_training
+from lema.plan.trainable_bytes import TrainedBytes, host_training
 from lema.plan.workload import MicroBatch, Workload, measure
-from lema.stream.cost import Allocation, Demand, Speeds, device_parts, fetches, host_parts, saved_elsewhere
 from lema.stream.schedule import fetched, training_order
 
 __all__ = ["Moved", "PhaseNeeds", "Place", "place_of", "plan_phase"]
+
 
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
 

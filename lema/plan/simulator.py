@@ -9,10 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from lema.plan.clock import Clock
-from lema.plan.disk import VirtualReader
-from lema.plan.virtual import VirtualDevice
-from lema.stream.cost import (
+from lema.plan.cost import (
     STAGED,
     Allocation,
     Demand,
@@ -23,11 +20,13 @@ from lema.stream.cost import (
     host_parts,
     saved_elsewhere,
 )
-from lema.stream.lease import LayerStream
+from lema.plan.virtual import Clock, VirtualDevice, VirtualReader
+from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.schedule import training_order
 
 __all__ = ["Simulated", "layers_like", "simulate"]
+
 
 AHEAD = STAGED - 1  # layers whose activations are on their way while one is in use
 STEPS = 3  # the first begins with nothing read; the last is what a run is made of
@@ -132,7 +131,7 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
 
 
 class _Run:
-    """Steps one after the other, as `lema.streamed` and the trainer make them."""
+    """Steps one after the other, as `lema.engine.streamed` and the trainer make them."""
 
     def __init__(self, demand: Demand, allocation: Allocation, stream: LayerStream, device: VirtualDevice) -> None:
         self.demand, self.allocation, self.stream, self.device = demand, allocation, stream, device

@@ -1,20 +1,41 @@
-"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds."""
+"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds.
+
+What micro-batches of many rows take, told from what those of one and of two take.
+
+How long one pass over the training data takes, and what it costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedTokenizerBase
+
 from lema.config import LemaConfig
-from lema.data import longest_row, share_of
-from lema.padding import padding_of
+from lema.data import longest_row, needs_tokenizer, prepare_data
+from lema.data.batches import share_of
+from lema.engine.padding import padding_of
+from lema.plan.blueprint import Blueprint
+from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
-from lema.plan.weightbytes import TrainedBytes
-from lema.plan.workload import MicroBatch, Workload
-from lema.stream.cost import Demand, LayerCost
+from lema.plan.trainable_bytes import TrainedBytes
+from lema.plan.workload import HeadWork, LayerWork, MicroBatch, Workload
+from lema.storage.modelfiles import load_tokenizer
 from lema.stream.placement import LayerBytes
 
-__all__ = ["StepShape", "Timings", "by_arithmetic", "demand_of", "step_shape", "untimed"]
+__all__ = [
+    "Epoch",
+    "StepShape",
+    "Timings",
+    "by_arithmetic",
+    "demand_of",
+    "epoch_of",
+    "of_rows",
+    "step_shape",
+    "untimed",
+]
 
 
 @dataclass(frozen=True)
@@ -196,3 +217,101 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
         turn=0.0 if timings is None else times * timings.head,
         rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
     )
+
+
+def of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
+    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head.
+
+    Args:
+        one: of one row.
+        two: of two, as long.
+        rows: of the micro-batch.
+        rows_at_once: that the head's logits exist for; a micro-batch of more has no more of them.
+    """
+    return replace(
+        one,
+        works=tuple(_layer(first, second, rows) for first, second in zip(one.works, two.works, strict=True)),
+        head=_head(one.head, two.head, min(rows, rows_at_once)),
+        hidden_bytes=_grown(one.hidden_bytes, two.hidden_bytes, rows),
+        call_bytes=_grown(one.call_bytes, two.call_bytes, rows),
+        prelude_bytes=_grown(one.prelude_bytes, two.prelude_bytes, rows),
+    )
+
+
+def _layer(one: LayerWork, two: LayerWork, rows: int) -> LayerWork:
+    return replace(
+        one,
+        saved_bytes=_grown(one.saved_bytes, two.saved_bytes, rows),
+        working_bytes=_grown(one.working_bytes, two.working_bytes, rows),
+        forward_bytes=_grown(one.forward_bytes, two.forward_bytes, rows),
+    )
+
+
+def _head(one: HeadWork, two: HeadWork, rows: int) -> HeadWork:
+    return replace(one, working_bytes=_grown(one.working_bytes, two.working_bytes, rows))
+
+
+def _grown(one: int, two: int, rows: int) -> int:
+    return one + (rows - 1) * (two - one)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over the training data.
+
+    Attributes:
+        rows: of the data.
+        tokens: of them.
+        steps: optimizer steps.
+        hours: they take.
+        cost: at the price given; None: none was.
+    """
+
+    rows: int
+    tokens: int
+    steps: int
+    hours: float
+    cost: float | None
+
+
+def epoch_of(
+    config: LemaConfig,
+    blueprint: Blueprint,
+    shape: StepShape,
+    price: float | None,
+    step_seconds: Callable[[float], float],
+    *,
+    trust_remote_code: bool = False,
+) -> Epoch | None:
+    """Read the training data as training would, and say how long an epoch takes; None: the settings name no data.
+
+    Args:
+        config: of the run.
+        blueprint: its model.
+        shape: of a full step.
+        price: of an hour.
+        step_seconds: given the part of a full step's tokens that a step has, returns its seconds.
+        trust_remote_code: as in `LemaModel`.
+
+    Raises:
+        DataError: the data is missing or malformed.
+    """
+    if not config.train_data:
+        return None
+    data = prepare_data(
+        config.train_data,
+        _tokenizer(blueprint, trust_remote_code) if needs_tokenizer(config.train_data) else None,
+        max_length=shape.micro_batch.length,
+        overlong=config.overlong,
+        vocab_size=blueprint.vocabulary or None,
+    )
+    rows, tokens = data.counts.rows, data.counts.tokens
+    steps = math.ceil(rows / shape.num_rows)
+    part = tokens / (rows * shape.micro_batch.length)
+    hours = steps * step_seconds(part) / 3600
+    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours)
+
+
+def _tokenizer(blueprint: Blueprint, trusted: bool) -> PreTrainedTokenizerBase:
+    how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
+    return load_tokenizer(blueprint.directory, trusted=trusted, how=how)

@@ -1,14 +1,18 @@
-"""A link and a device that only keep time: what `LayerStream` runs on when it is simulated.
+"""Virtual time: a clock that only waiting moves, lines that do one thing after the other, what a buffer holds when.
+
+A link and a device that only keep time: what `LayerStream` runs on when it is simulated.
 
 Each does one thing after the other, at a given speed. Nothing sleeps and no byte has memory: buffers are on `meta`, and
 only the training thread's clock moves, when it waits. Whoever uses a buffer too early is told so.
+
+A disk that only keeps time: the reader that `LayerStream` has when it is simulated.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +20,64 @@ import torch
 from torch import Tensor
 
 from lema.backend import Alone, DeviceSlots, Download, Downloaded, MemoryStats, SingleProcess, Upload
-from lema.plan.clock import BufferState, Clock, Line, ScheduleError
-from lema.stream.cost import Speeds
+from lema.plan.cost import Speeds
 from lema.stream.placement import LayerBytes
+from lema.stream.reader import LayerReader
+from lema.stream.workers import Ticket
 
-__all__ = ["Stalls", "VirtualDevice"]
+__all__ = ["BufferState", "Clock", "Line", "ScheduleError", "Stalls", "VirtualDevice", "VirtualReader"]
+
+
+class ScheduleError(Exception):
+    """The schedule broke a promise: a buffer was used before it was filled, or refilled while it was in use."""
+
+
+class Clock:
+    """Seconds since the beginning, as the training thread sees them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def wait_until(self, moment: float) -> None:
+        """Let time pass, if the moment is not past."""
+        self.now = max(self.now, moment)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Let another thread wait in the `with` block: afterwards it is as late as it was before."""
+        before = self.now
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+class Line:
+    """Work that is done one piece after the other, as the disk and the link do it."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed, self.free, self.busy = speed, 0.0, 0.0
+
+    def do(self, nbytes: int, not_before: float) -> tuple[float, float]:
+        """Queue a transfer; return when it begins and ends."""
+        start = max(self.free, not_before)
+        length = nbytes / self.speed
+        self.free, self.busy = start + length, self.busy + length
+        return start, self.free
+
+
+@dataclass
+class BufferState:
+    """What is known of one buffer: which layer is in it, from when on, and until when it is in use."""
+
+    content: LayerBytes | None = None
+    filled: float = 0.0
+    in_use: float = 0.0  # until then something copies from it, or computes with it
+    leased: bool = False
 
 
 @dataclass
@@ -228,3 +285,53 @@ class _Alias:
 
     def drained(self) -> None:
         self.device.clock.wait_until(self.device.memory_of(self.source).in_use)
+
+
+class VirtualReader(LayerReader):
+    """A reader whose reads take as long as the disk needs.
+
+    Args:
+        device: whose host buffers it fills.
+    """
+
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__(threads=1)
+        self._on = device
+
+    def submit(
+        self,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None = None,
+        *,
+        name: str = "weights",  # noqa: ARG002 - as in LayerReader
+    ) -> Ticket:
+        """Queue the read of a layer."""
+        device, known = self._on, self._on.memory_of(buffer)
+        with device.clock.elsewhere():
+            if before is not None:
+                before()
+            begin = device.clock.now
+        if known.leased:
+            raise ScheduleError("a buffer was refilled while its layer was on lease")
+        start, done = device.disk.do(layer.read_bytes, begin)
+        if start < known.in_use:
+            raise ScheduleError("a buffer was refilled while it was copied or computed with")
+        known.content, known.filled = layer, done
+        self.bytes_read += layer.read_bytes
+        return _Read(device.clock, done)
+
+
+class _Read(Ticket):
+    def __init__(self, clock: Clock, end: float) -> None:
+        super().__init__([])
+        self._clock, self._end = clock, end
+
+    def done(self) -> bool:
+        return self._clock.now >= self._end
+
+    def wait(self) -> None:
+        self._clock.wait_until(self._end)
+
+    def settle(self) -> None:
+        self._clock.wait_until(self._end)

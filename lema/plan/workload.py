@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 
 from lema.backend import Parallel, load
 from lema.errors import LemaError, ModelError
-from lema.flow import tensors_in
-from lema.layercall import LayerCall
-from lema.plan.tally import Tally
-from lema.split import Split
+from lema.model import Split
+from lema.model.capture import LayerCall, tensors_in
+from lema.plan.meter import Tally
 from lema.stream.placement import LayerBytes
 
 __all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "kinds_of", "measure", "without_values"]
+
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -287,7 +287,7 @@ def _layer_work(
 
 
 def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
-    """Run one chunk, cut as `lema.loss` cuts it, and take as many as there are; `beside` bytes are there meanwhile."""
+    """Run one chunk, cut as `lema.engine.loss` cuts it, and take as many as there are; `beside` bytes are there."""
     rows, length = hidden.shape[:2]
     block = (min(rows, max(1, chunk_tokens // length)), min(length, chunk_tokens))
     leaf = torch.empty_like(hidden[: block[0], : block[1]]).requires_grad_()
@@ -326,7 +326,7 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _in_layers(model: PreTrainedModel) -> Mapping[str, nn.Parameter]:
-    from lema.skeleton import find_layers
+    from lema.model.skeleton import find_layers
 
     return dict(find_layers(model)[1].named_parameters())
 

@@ -5,11 +5,16 @@ modulo a page: then one read of whole pages, past the page cache, puts every ten
 are views of the slot. A tensor whose bytes cannot be used in place (another dtype than the model's, an offset that its
 dtype cannot be viewed at, or pieces that do not follow each other) is read aside and cast into its place. A quantised
 parameter has its stored tensors in the slot, and a place in a second buffer, which it is expanded into.
+
+A layer cut into equal parts, one for each process: what of its bytes a process reads, keeps and uploads.
+
+The parts of all processes, one behind the other, are the layer's slot as `lema.stream.placement` lays it out, with some
+padding at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.partrecord import PartRecord
-from lema.quantized.records import QuantizedRecord, Stored
-from lema.weights import TensorRecord
+from lema.storage.header import TensorRecord
+from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.slices import PartRecord
 
-__all__ = ["DTYPES", "PAGE", "Expansion", "LayerBytes", "Placed", "Run", "extent", "moved", "place", "view", "views"]
+__all__ = [
+    "DTYPES",
+    "PAGE",
+    "Expansion",
+    "LayerBytes",
+    "Placed",
+    "Run",
+    "extent",
+    "moved",
+    "part_bytes",
+    "part_of",
+    "place",
+    "view",
+    "views",
+]
+
 
 PAGE = 4096
 CACHE_LINE = 64  # what memory for a tensor of its own begins at, and kernels are fastest at
@@ -224,3 +244,39 @@ def _consecutive(
 
 def _round_up(nbytes: int, to: int = PAGE) -> int:
     return -(-nbytes // to) * to
+
+
+def part_bytes(nbytes: int, size: int) -> int:
+    """Return the bytes of each of `size` parts of a slot of `nbytes`: whole pages, so that reads stay aligned."""
+    return -(-nbytes // (size * PAGE)) * PAGE
+
+
+def part_of(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
+    """Return process `rank`'s part of a layer: bytes to read into a slot of their own, tensors only once whole.
+
+    What lies beyond the layer's end, in the last parts, is read by nobody and looked at by nobody.
+    """
+    nbytes = part_bytes(layer.nbytes, size)
+    begin, end = rank * nbytes, (rank + 1) * nbytes
+    return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes)
+
+
+def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[Run]:
+    for run in layer.runs:
+        first, last = max(run.slot_offset, begin), min(run.slot_offset + run.nbytes, end)
+        if first < last:
+            yield Run(run.file, run.offset + first - run.slot_offset, last - first, first - begin)
+
+
+def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
+    """Cut tensors that are cast between elements: they begin at a page, and a page holds whole elements."""
+    for cast in layer.casts:
+        record, placed = cast.record, cast.placed
+        assert isinstance(record, TensorRecord), "a layer is cut in one way only"
+        first, last = max(placed.offset, begin), min(placed.offset + placed.nbytes, end)
+        if first >= last:
+            continue
+        skipped, count = (first - placed.offset) // placed.dtype.itemsize, (last - first) // placed.dtype.itemsize
+        width = record.nbytes // placed.shape.numel()  # of one element on disk
+        stored = replace(record, offset=record.offset + skipped * width, nbytes=count * width, shape=(count,))
+        yield Cast(stored, replace(placed, offset=first - begin, shape=torch.Size((count,))))

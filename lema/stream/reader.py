@@ -16,15 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ReadError
-from lema.header import TensorRecord
-from lema.partrecord import PartRecord, pieces_of
-from lema.stream.baseguard import BaseGuard
+from lema.storage.header import TensorRecord
+from lema.storage.slices import PartRecord, pieces_of
 from lema.stream.placement import DTYPES, PAGE, Cast, LayerBytes
-from lema.stream.ticket import Ticket, Workers
-from lema.trace import NO_TRACE, NoTrace
+from lema.stream.weightcheck import BaseGuard
+from lema.stream.workers import Ticket, Workers
 
-__all__ = ["LayerReader", "Ticket"]
+__all__ = ["LayerReader"]
+
 
 SEGMENT = 16 << 20  # bytes of one read: a few fill any disk's queue, and between two of them there is little to do
 

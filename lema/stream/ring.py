@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from lema.backend import Backend, Upload
+from lema.backend.trace import NoTrace
 from lema.stream.counters import RunningCounters
-from lema.stream.order import Order, place_to_refill
 from lema.stream.placement import LayerBytes
-from lema.stream.places import DeviceSlot, HostBuffer
 from lema.stream.reader import LayerReader
-from lema.trace import NoTrace
+from lema.stream.schedule import Order, place_to_refill
+from lema.stream.slots import DeviceSlot, HostBuffer
 
 __all__ = ["LayerRing"]
 

@@ -41,7 +41,7 @@ class BackendContract(CopyPromises):
     def test_it_is_a_backend(self) -> None:
         """It has every member of the protocol, a name, and a device that tensors live on."""
         with closing(self.backend()) as backend:
-            assert isinstance(backend, Backend), f"{backend!r} lacks members of lema.backend.Backend"
+            assert isinstance(backend, Backend), f"{backend!r} lacks members of lema.backend.protocols.Backend"
             assert isinstance(backend.name, str) and backend.name, "a backend has a name"
             assert isinstance(backend.device, torch.device)
             assert torch.ones(2, device=backend.device).device.type == backend.device.type

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lema.backend import Backend, Download, Upload
-from lema.hostmemory import anonymous
+from lema.backend.hostmemory import anonymous
 from lema.stream.placement import PAGE
 
 __all__ = ["SLOT", "CopyPromises", "read", "source_of"]
@@ -19,7 +19,7 @@ SLOT = 4 * PAGE
 
 
 class CopyPromises:
-    """Tests of `host_buffer`, `device_slots` and `download`; see `lema.testing.BackendContract`."""
+    """Tests of `host_buffer`, `device_slots` and `download`; see `lema.testing.contract.BackendContract`."""
 
     busy_matmuls: ClassVar[int] = 4
 

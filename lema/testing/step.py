@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lema.backend import Backend
 from lema.config import LemaConfig
-from lema.lora import lora_config
-from lema.loss import trained_tokens
-from lema.model import LemaModel
-from lema.prepare import prepare_directory
+from lema.convert import prepare_directory
+from lema.engine.loss import trained_tokens
+from lema.lora.attach import lora_config
+from lema.train import LemaModel
 
 __all__ = ["publish", "steps_of_both"]
 

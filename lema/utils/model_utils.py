@@ -1,5 +1,5 @@
 """`from lema.utils.model_utils import prepare_monolithic_safetensors`, as users of earlier versions write it."""
 
-from lema.prepare import prepare_monolithic_safetensors
+from lema.convert import prepare_monolithic_safetensors
 
 __all__ = ["prepare_monolithic_safetensors"]

@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from lema.activations import get_lora_act_offloading_ctx_manager
-from lema.activations.byvalue import ByValue
-from lema.activations.counters import Kept
+from lema.activations.lazy import ByValue
+from lema.activations.protocols import Kept
 from lema.errors import ConfigError
 
 BLOCKS, ROWS, WIDTH = 8, 6, 16

@@ -21,14 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lema.activations.diskplace import DiskPlace
-from lema.activations.diskstore import DiskStore
-from lema.activations.extents import Extents
-from lema.activations.stores import HostPool
-from lema.blockfile import BLOCK
+from lema.activations.diskstore import DiskPlace, DiskStore
+from lema.activations.hoststore import HostPool
+from lema.backend.hostmemory import anonymous
 from lema.errors import DiskError, ReadError
-from lema.hostmemory import anonymous
-from lema.offload import OffloadFile
+from lema.storage.directio import BLOCK
+from lema.storage.spillfile import Extents, OffloadFile
 
 HOW = "free some space"
 SHARED = Path("/dev/shm")
@@ -778,9 +776,9 @@ from pathlib import Path
 if {named} and hasattr(os, "O_TMPFILE"):
     del os.O_TMPFILE
 from lema.activations.diskstore import DiskStore
-from lema.activations.stores import HostPool
-from lema.hostmemory import anonymous
-from lema.offload import OffloadFile
+from lema.activations.hoststore import HostPool
+from lema.backend.hostmemory import anonymous
+from lema.storage.spillfile import OffloadFile
 store = DiskStore(OffloadFile(Path(sys.argv[1]), "activations", "x"), HostPool(anonymous, 1 << 20))
 places = [store.place(100_000) for _ in range(30)]
 for place in places:

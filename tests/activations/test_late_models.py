@@ -14,7 +14,8 @@ from offloadmodels import assert_same, checkpointed, step, tiny_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lema.activations import OffloadActivations, manager
+from lema.activations import OffloadActivations
+from lema.activations import context as manager
 
 SEEDS = (None, 1, 2)  # None: everything as late as can be
 

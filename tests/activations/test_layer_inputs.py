@@ -24,10 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lema.activations.counters import Kept
+from lema.activations.hooks import Scope, Sites, entered
 from lema.activations.layers import LayerInputs, OnlyLayerInputs, decoder_layers
-from lema.activations.scope import Scope, entered
-from lema.activations.sites import Sites
+from lema.activations.protocols import Kept
 
 NAMES = ["llama", "gpt2", "mixtral"]
 WIDTH = 8

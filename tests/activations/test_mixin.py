@@ -16,9 +16,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from lema.activations import scope
-from lema.activations.mixin import ActivationOffloadingMixin
-from lema.activations.streams import AtOnce
+from lema.activations import ActivationOffloadingMixin
+from lema.activations import hooks as scope
+from lema.backend.torchstreams import AtOnce
 from lema.errors import ConfigError
 
 VOCABULARY, TOKENS, LAYERS, STEPS = 64, 16, 3, 3
@@ -411,7 +411,7 @@ def test_options_reach_the_context(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_file_is_where_the_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    import lema.activations.manager as manager
+    import lema.activations.context as manager
 
     class Noted(manager.OffloadFile):
         def __init__(self, directory: Path, *args: Any) -> None:

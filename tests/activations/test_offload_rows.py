@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema.activations import NoOpManager, OffloadActivations, get_lora_act_offloading_ctx_manager
-from lema.activations.choice import Everything
-from lema.activations.counters import Kept
-from lema.activations.weights import Weights
+from lema.activations.policy import Everything, Weights
+from lema.activations.protocols import Kept
 from lema.errors import ConfigError, LemaError
 
 STATE = 2 * 24 * HIDDEN * 4  # bytes of a hidden state

@@ -11,16 +11,15 @@ from parity import streamed_step
 from smallrun import logged, opened, run_fit, settings, token_rows, write_model
 
 from lema import LemaConfig, LemaModel
-from lema.activations import graphs
+from lema.activations import kept as graphs
+from lema.cli.tables import rows
+from lema.engine.oom import Shortage
 from lema.errors import MemoryLimitError
-from lema.metrics import read_metrics
-from lema.outofmemory import Shortage
+from lema.plan.cost import STAGING, host_parts, saved_elsewhere
 from lema.plan.machine import PROFILES
-from lema.plan.outlook import plan_with
-from lema.plan.planner import planner_of
-from lema.plan.show import rows
+from lema.plan.plan import plan_with, planner_of
 from lema.plan.step import step_shape
-from lema.stream.cost import STAGING, host_parts, saved_elsewhere
+from lema.train.metrics import read_metrics
 from lema_cpu import CpuBackend
 
 LENGTH = 96

@@ -1,7 +1,7 @@
 """Nothing is read before it is there, and nothing is overwritten while it is copied: on every course events allow.
 
-The order is that of `lema.activations` and `lema.queued` themselves, on queues that take any course. Take away one of
-the lines that see to it, and some course goes wrong.
+The order is that of `lema.activations` and `lema.backend.queues` themselves, on queues that take any course. Take away
+one of the lines that see to it, and some course goes wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadscenario import Course
 
-import lema.activations.moved
+import lema.activations.offload
 import lema.activations.pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:there is no room for")  # some courses have none
@@ -28,7 +28,7 @@ Change = tuple[str, str, str]  # the module, a text that is in it once, and what
 def code_under_test(*changes: Change) -> SimpleNamespace:
     """Return `Offload`, the text of its modules changed."""
     found: dict[str, object] = {}
-    for module in (lema.activations.pieces, lema.activations.moved):
+    for module in (lema.activations.pieces, lema.activations.offload):
         name = module.__name__.rpartition(".")[2]
         source = Path(str(module.__file__)).read_text()
         for _, old, new in [change for change in changes if change[0] == name]:

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from lema.activations.counters import Kept
+from lema.activations import OffloadActivations
+from lema.activations.hooks import Scope, current, entered
+from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.layers import OnlyLayerInputs
-from lema.activations.manager import OffloadActivations
-from lema.activations.moved import Offload
-from lema.activations.scope import Scope, current, entered
+from lema.activations.offload import Offload
+from lema.activations.protocols import Kept
 from lema.activations.selected import DEFAULT_ATTENTION_OPS, offloaded_ops
-from lema.activations.stores import HostPool, HostStore
-from lema.activations.streams import AtOnce
+from lema.backend.torchstreams import AtOnce
 from lema.errors import ConfigError, LemaError
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -17,9 +17,7 @@ from tiny import ARCHITECTURES, micro_batches
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from lema.activations.hooks import Hooked, Hooks
-from lema.activations.scope import Scope, current, entered
-from lema.activations.sites import Sites, output_head, wrapped
+from lema.activations.hooks import Hooked, Hooks, Scope, Sites, current, entered, output_head, wrapped
 from lema.errors import ConfigError
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lema.activations import stores
-from lema.activations.seams import Place
-from lema.activations.stores import HostPool, HostStore, TieredStore, floor_bytes
-from lema.blockfile import BLOCK
-from lema.hostmemory import anonymous
+from lema.activations import hoststore as stores
+from lema.activations.hoststore import HostPool, HostStore, TieredStore, floor_bytes
+from lema.activations.protocols import Place
+from lema.backend.hostmemory import anonymous
+from lema.storage.directio import BLOCK
 
 
 def plenty() -> int:

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema import LemaConfig, LemaModel
-from lema.activations.counters import Kept
-from lema.activations.graphs import GraphsAway
+from lema.activations.kept import GraphsAway
 from lema.activations.pieces import Piece
+from lema.activations.protocols import Kept
 from lema.backend import Backend
+from lema.engine.recompute import Graph
 from lema.errors import DiskError
-from lema.plan.tally import Tally
-from lema.recompute import Graph
-from lema.stream.places import DeviceSlot
+from lema.plan.meter import Tally
+from lema.stream.slots import DeviceSlot
 from lema_cpu import CpuBackend
 
 CheckpointOf = Callable[..., Checkpoint]
@@ -152,7 +152,7 @@ def test_a_run_goes_on_with_another_mode(tmp_path: Path) -> None:
 def test_compiled_layers_have_their_graphs_away_too(
     checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    monkeypatch.setattr("lema.compiled.COMPILER", "aot_eager")  # what it makes is bitwise what runs without it
+    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")  # what it makes is bitwise what runs without it
     torch.compiler.reset()
     batches, outcomes = micro_batches(3, lengths=(12, 12, 12) if alike else (12, 9, 14)), []
     for mode in (False, True):

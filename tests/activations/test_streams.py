@@ -17,13 +17,11 @@ from queuefakes import FakeDevice, FakeEvent
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lema.activations import streams
-from lema.activations.seams import Carrier
-from lema.activations.streams import AtOnce, Streams, carrier_for
-from lema.backend import Backend, DeviceSlots, Download
-from lema.queued.copies import Copies
-from lema.queued.downloads import CopyDown
-from lema.queued.slots import Slots
+from lema.backend import Backend, Carrier, DeviceSlots, Download
+from lema.backend import torchstreams as streams
+from lema.backend.queues import Copies
+from lema.backend.slots import CopyDown, Slots
+from lema.backend.torchstreams import AtOnce, Streams, carrier_for
 from lema.testing.copies import CopyPromises
 from lema_cpu import CpuBackend
 

@@ -9,7 +9,8 @@ from installed import installed, installed_project
 from transformers import LlamaConfig, PreTrainedConfig
 
 from lema.backend import Backend, available, load
-from lema.cli import app, run
+from lema.cli.app import app
+from lema.cli.exitcodes import run
 from lema.errors import BackendUnavailable
 from lema.testing import BackendContract
 
@@ -68,7 +69,7 @@ def test_available_backends_are_listed_and_so_is_what_others_lack() -> None:
     assert listed["unplugged"].reason == "no board is plugged in"
     assert "a_library_nobody_has" in (listed["unlinked"].reason or "")
     assert "Filled" in (listed["renamed"].reason or "")
-    assert "does not implement lema.backend.Backend" in (listed["hollow"].reason or "")
+    assert "does not implement lema.backend.protocols.Backend" in (listed["hollow"].reason or "")
 
 
 @pytest.mark.usefixtures("toy", "broken")

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lema.data import Batches, collate, prepare_data, share_of
+from lema.data import Batches, collate, prepare_data
+from lema.data.batches import share_of
 from lema.errors import DataError
 
 LENGTHS = [3, 5, 2, 7, 4, 4, 6, 2, 9, 3, 8]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from lema.data import Row
 from lema.data.columns import Chat, Text, Tokens, detect, parse
-from lema.data.files import Row
 from lema.errors import DataError
 
 USER = {"role": "user", "content": "hi"}

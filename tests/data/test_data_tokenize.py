@@ -4,8 +4,8 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from lema.data import Row, TokenDataset, prepare_data
+from lema.data.chat import tokenize_spans
 from lema.data.columns import detect
-from lema.data.spans import tokenize_spans
 from lema.data.tokenize import tokenize_row
 from lema.errors import DataError
 

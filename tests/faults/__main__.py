@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def main(arguments: list[str]) -> int:
     """Make the faults asked for; return 1 if any ended otherwise than it must."""
-    sys.path[:0] = [str(TESTS)]  # as pytest has it
+    sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # as pytest has it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import pickles

@@ -116,13 +116,11 @@ def _tries(setting: str, level: Level, random: Random) -> Iterator[tuple[str, An
 
 
 def _levels() -> Iterator[Level]:
-    from lema.backendsettings import backend_settings
     from lema.config import LemaConfig
-    from lema.data.sampling import Sampling
-    from lema.phaseplan import PhasePlan
-    from lema.phaseplan.adapters import LoRAConfig
-    from lema.phaseplan.phase import Phase
-    from lema.phaseplan.samples import FadeConfig
+    from lema.config.backendsettings import backend_settings
+    from lema.data import Sampling
+    from lema.train.phases import LoRAConfig, Phase, PhasePlan
+    from lema.train.phases.derived import FadeConfig
 
     yield Level("settings", tuple(LemaConfig.model_fields)[1:])
     yield Level("settings of backends", tuple(backend_settings()))
@@ -153,7 +151,7 @@ def _refused(file: Path, level: Level, key: str, value: Any, near: str) -> str |
     """What is wrong with how a setting was refused; None: nothing. A misspelt one must lead to `near`."""
     from lema.config import LemaConfig
     from lema.errors import ConfigError
-    from lema.phasefile import read_phase_file
+    from lema.train.phases.file import read_phase_file
 
     document: Any = {"model_name_or_path": "m"} if level.path is None else deepcopy(PHASES)
     holder = document

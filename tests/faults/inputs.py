@@ -33,12 +33,15 @@ from transformers.utils import logging
 from faults.mutations import mutate, mutate_bytes
 from faults.outcome import Outcome
 from faults.patience import TooLong, patience
-from lema.adapter import CONFIG, WEIGHTS, load_weights, read_settings
 from lema.errors import LemaError
-from lema.lora import configured_lora, inject_lora_params
-from lema.names import map_names, match_names
-from lema.skeleton import find_layers, meta_model, read_config
-from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex
+from lema.lora import inject_lora_params
+from lema.lora.attach import configured_lora
+from lema.lora.files import CONFIG, WEIGHTS, load_weights, read_settings
+from lema.model import meta_model, read_config
+from lema.model.skeleton import find_layers
+from lema.model.weight_names import map_names, match_names
+from lema.storage import GlobalBinaryIndex
+from lema.storage.index import INDEX_NAME, SINGLE_NAME
 
 __all__ = ["KINDS", "run"]
 

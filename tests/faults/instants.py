@@ -100,7 +100,7 @@ def _case(made: ShortRun, straight: Path, before: Path, instant: int, *, flushed
 def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: bool) -> int:
     """Resume, and be killed at the instant of that number of the save, or note all of them."""
     from faults.diskseam import DiskSeam
-    from lema.trainer import LemaTrainer
+    from lema.train import LemaTrainer
 
     watched, seen = False, []
     note = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # before the seam is there

@@ -86,9 +86,9 @@ def _spoilt(made: ShortRun, wrong: Wrong) -> int:
     """Train with what is wrong in the model's weights or in its third step."""
     import torch
 
-    from lema.split import Split
-    from lema.streamed import StreamedModel
-    from lema.trainer import LemaTrainer
+    from lema.engine import StreamedModel
+    from lema.model import Split
+    from lema.train import LemaTrainer
 
     if wrong.what == "weights":
         model = made.place / "spoilt"

@@ -23,16 +23,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from faults.outcome import Outcome
 from faults.patience import TooLong, patience
 from faults.words import word_tokenizer
-from lema.adapter import CONFIG, WEIGHTS, read_safetensors, read_settings
-from lema.adapterbase import BASE_NAME, check_base
-from lema.companions import load_generation_config, load_tokenizer
-from lema.config import CONFIG_NAME
+from lema.config.lemaconfig import CONFIG_NAME
+from lema.convert.tensors import copy_companions
 from lema.data import prepare_data
 from lema.errors import LemaError
-from lema.names import match_names
-from lema.rewrite import copy_companions
-from lema.skeleton import meta_model, read_config
-from lema.weights import INDEX_NAME, SINGLE_NAME, GlobalBinaryIndex
+from lema.lora.base import BASE_NAME, check_base
+from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, read_settings
+from lema.model import meta_model, read_config
+from lema.model.weight_names import match_names
+from lema.storage import GlobalBinaryIndex
+from lema.storage.index import INDEX_NAME, SINGLE_NAME
+from lema.storage.modelfiles import load_generation_config, load_tokenizer
 
 __all__ = ["FORMS", "run"]
 

@@ -46,8 +46,8 @@ class ShortRun:
 
     def train(self, name: str, *, resume: bool = False, **changes: Any) -> int:
         """Run `lema train` in this process, as the command line does; return the exit code."""
-        from lema.cli import app
-        from lema.exits import run as run_command
+        from lema.cli.app import app
+        from lema.cli.exitcodes import run as run_command
 
         sys.modules["matplotlib"] = None  # type: ignore[assignment]  # a picture takes longer than a step
         given = {
@@ -98,7 +98,7 @@ class ShortRun:
             return self.out(name)
 
         def work() -> int:
-            from lema.trainer import LemaTrainer
+            from lema.train import LemaTrainer
 
             save = LemaTrainer.save_step
 
@@ -191,7 +191,7 @@ def same_adapter(one: Path, other: Path) -> bool:
 
 def curve(out: Path) -> list[tuple[Any, ...]]:
     """Return what a run measured, by step, but for times."""
-    from lema.metrics import METRICS_NAME, read_metrics
+    from lema.train.metrics import METRICS_NAME, read_metrics
 
     rows = read_metrics(out / METRICS_NAME)
     kept = [(row["step"], *((key, row[key]) for key in MEASURED if key in row)) for row in rows if "step" in row]
@@ -214,7 +214,7 @@ def checkpoint_steps(out: Path) -> list[int]:
 def damaged(out: Path) -> str:
     """Say which checkpoint is not what was saved; nothing where each is."""
     from lema.errors import LemaError
-    from lema.manifest import check_manifest
+    from lema.storage.manifest import check_manifest
 
     for step in checkpoint_steps(out):
         try:

@@ -67,8 +67,8 @@ def _case(made: ShortRun, straight: Path, kind: str, draw: random.Random, whole:
 
 def _marked(made: ShortRun, name: str, options: dict[str, Any]) -> int:
     """Train, and mark what is under way and how many steps have been taken."""
-    from lema.fit import Run
-    from lema.trainer import LemaTrainer
+    from lema.train import LemaTrainer
+    from lema.train.loop import Run
 
     marks = made.marks
 

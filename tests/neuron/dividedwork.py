@@ -18,17 +18,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
+from lema.backend.collectives import first_alone
+from lema.convert.prepare import prepare
+from lema.engine.loss import split_batch
 from lema.errors import ConfigError
-from lema.held import layout_of, whole_tensor
-from lema.loss import split_batch
-from lema.opened import planned_parallel
+from lema.model.partition import layout_of, planned_parallel, whole_tensor
+from lema.plan import Allocation
 from lema.plan.blueprint import draw_up
+from lema.plan.cost import device_parts
+from lema.plan.meter import Tally
 from lema.plan.step import demand_of, step_shape
-from lema.plan.tally import Tally
 from lema.plan.workload import measure
-from lema.prepare import prepare
-from lema.replicate import first_alone
-from lema.stream.cost import Allocation, device_parts
 
 LAYERS, ROWS, LENGTH, STEPS = 8, 4, 16, 5
 SHAPE: dict[str, Any] = {

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from lema.backendsettings import backend_settings
-from lema.cli import app
+from lema.cli.app import app
 from lema.config import LemaConfig
+from lema.config.backendsettings import backend_settings
 from lema_neuron.environment import COMPILER, UNSET
 from lema_neuron.probe import INSTALL
 from lema_neuron.settings import KV_LAYOUT, RUNTIME

@@ -13,13 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from lema import LemaConfig, LemaModel
-from lema.cli import app, run
+from lema.cli.app import app
+from lema.cli.exitcodes import run
 from lema.errors import ConfigError
+from lema.plan import Allocation
 from lema.plan.allocate import allocate, allocated
 from lema.plan.blueprint import Blueprint
+from lema.plan.cost import Demand, LayerCost, Speeds, device_parts
 from lema.plan.machine import profile
-from lema.plan.planner import planner_of
-from lema.stream.cost import Allocation, Demand, LayerCost, Speeds, device_parts
+from lema.plan.plan import planner_of
 from lema_neuron.standin import StandIn
 from lema_neuron.watch import Watch
 

@@ -19,8 +19,8 @@ from xladoubles import SEED, FakeXla
 import lema_neuron.backend as neuron
 from lema import LemaModel
 from lema.backend import Backend, BackendOptions
+from lema.backend.torchrun import Joined
 from lema.errors import BackendUnavailable, ConfigError
-from lema.processes import Joined
 from lema.stream.placement import PAGE, LayerBytes, Placed, Run, extent, moved, views
 from lema.testing import BackendContract
 from lema_neuron.compiles import Compiles

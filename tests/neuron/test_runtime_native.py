@@ -14,8 +14,8 @@ from latedevice import LateDevice
 
 import lema_neuron.backend as neuron
 from lema.backend import Alone, Backend, BackendOptions
+from lema.backend.torchrun import Joined
 from lema.errors import BackendUnavailable
-from lema.processes import Joined
 from lema.testing.copies import CopyPromises
 from lema_neuron.runtimes import native, nativedevice, runtime_named
 

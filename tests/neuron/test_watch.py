@@ -104,7 +104,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from lema.errors import LemaError
-from lema.processes import join_in_parts
+from lema.backend.torchrun import join_in_parts
 
 replicas = join_in_parts("gloo", 1, timedelta(seconds=1)).replicas
 told = Path(sys.argv[1])

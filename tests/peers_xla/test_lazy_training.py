@@ -33,7 +33,12 @@ APART = {"rows padded in every other step": 1e-4, HALF: float("inf")}
 
 def done(work: str, root: Path, **settings: Any) -> dict[str, Any]:
     """Return what a process of its own has found."""
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(HERE.parent), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PJRT_DEVICE": "CPU",
+        "PYTHONPATH": str(HERE.parent / "support"),
+        "HF_HUB_OFFLINE": "1",
+    }
     line = [sys.executable, "-W", "ignore", str(HERE / "xlawork.py"), work, str(root), json.dumps(settings)]
     ended = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -14,12 +14,12 @@ from rich.console import Console
 from smallrun import write_model
 
 from lema import LemaConfig
-from lema.cli import app
+from lema.cli.app import app
+from lema.cli.tables import rows, show
 from lema.errors import MemoryLimitError
+from lema.plan import Plan, make_plan
 from lema.plan.machine import PROFILES, profile
-from lema.plan.outlook import Plan, make_plan, plan_with
-from lema.plan.planner import Planner, planner_of
-from lema.plan.show import rows, show
+from lema.plan.plan import Planner, plan_with, planner_of
 from lema.plan.step import by_arithmetic, step_shape
 from lema.stream.reader import LayerReader
 

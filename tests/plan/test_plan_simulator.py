@@ -13,13 +13,8 @@ from smallrun import settings as run_settings
 from smallrun import write_model
 
 from lema import LemaModel
-from lema.plan.clock import Clock, ScheduleError
-from lema.plan.disk import VirtualReader
-from lema.plan.machine import PROFILES, Machine
-from lema.plan.simulator import STEPS, layers_like, simulate
-from lema.plan.virtual import VirtualDevice
-from lema.stream.cost import (
-    Allocation,
+from lema.plan import Allocation, Machine
+from lema.plan.cost import (
     Demand,
     LayerCost,
     Speeds,
@@ -30,7 +25,10 @@ from lema.stream.cost import (
     saved_elsewhere,
     seconds,
 )
-from lema.stream.lease import LayerStream
+from lema.plan.machine import PROFILES
+from lema.plan.simulator import STEPS, layers_like, simulate
+from lema.plan.virtual import Clock, ScheduleError, VirtualDevice, VirtualReader
+from lema.stream import LayerStream
 from lema.stream.ring import LayerRing
 
 settings.register_profile("untimed", deadline=None)

@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 from lema import LemaConfig, LemaModel
 from lema.backend import Backend, Download
 from lema.errors import ConfigError, MemoryLimitError
-from lema.fulltraining import FullTraining
+from lema.plan import Machine
 from lema.plan.blueprint import draw_up
-from lema.plan.machine import Machine, profile
+from lema.plan.cost import Speeds
+from lema.plan.machine import profile
+from lema.plan.meter import Tally
 from lema.plan.phase import PhaseNeeds, Place, place_of, plan_phase
-from lema.plan.tally import Tally
 from lema.plan.workload import MicroBatch, measure
-from lema.stream.cost import Speeds
+from lema.train.full import FullTraining
 
 LENGTH, ROWS, MICRO = 64, 4, 2
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176}

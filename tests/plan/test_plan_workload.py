@@ -10,16 +10,17 @@ from smallrun import settings, write_model
 from transformers import MixtralConfig
 
 from lema import LemaConfig, LemaModel
-from lema.boundaries import NUM_BUFFERS
+from lema.activations.boundaries import NUM_BUFFERS
+from lema.convert.prepare import prepare
 from lema.errors import ConfigError, ModelError
+from lema.plan import Allocation
 from lema.plan.allocate import allocate
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.planner import planner_of
+from lema.plan.cost import STAGED, device_parts
+from lema.plan.meter import Tally
+from lema.plan.plan import planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
-from lema.plan.tally import Tally
 from lema.plan.workload import MicroBatch, Workload, measure
-from lema.prepare import prepare
-from lema.stream.cost import STAGED, Allocation, device_parts
 from lema.stream.reader import LayerReader
 
 LENGTH = 96

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lema.backend import DeviceSlots, Upload
 from lema.errors import ReadError
-from lema.stream.lease import LayerStream
+from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.schedule import forward_order
 from lema_cpu import CpuBackend

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_fakes import LateBackend, RecordingReader, SteppedReader, Stored, same, write_layers
 
-from lema.stream.lease import LayerStream, StreamCounters
+from lema.stream import LayerStream, StreamCounters
 from lema.stream.schedule import (
     fetched,
     fetched_per_step,

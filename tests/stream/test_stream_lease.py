@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_fakes import LateBackend, RecordingReader, SteppedReader, Stored, same, write_layers
 
-from lema.stream.lease import LayerStream
+from lema.stream import LayerStream
 from lema.stream.placement import PAGE
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import fetched, forward_order, training_order

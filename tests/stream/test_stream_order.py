@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lema.stream.order import Order, place_to_refill
+from lema.stream.schedule import Order, place_to_refill
 
 LAYER = st.integers(0, 7)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from stream_fakes import raw_bytes
 from torch import Tensor
 
+from lema.storage.header import TensorRecord
 from lema.stream.placement import DTYPES, PAGE, LayerBytes, place, views
 from lema.stream.reader import SEGMENT, LayerReader
-from lema.weights import TensorRecord
 from lema_cpu import CpuBackend
 
 FLOATS = ("F64", "F32", "F16", "BF16")

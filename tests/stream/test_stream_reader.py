@@ -11,9 +11,9 @@ import torch
 from stream_fakes import Stored, same, write_layers
 
 from lema.errors import DiskError, ReadError
+from lema.storage.header import TensorRecord
 from lema.stream.placement import PAGE, LayerBytes, place, views
 from lema.stream.reader import LayerReader
-from lema.weights import TensorRecord
 from lema_cpu import CpuBackend
 
 RUBBISH = 0xC3

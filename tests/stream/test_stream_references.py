@@ -13,7 +13,7 @@ from stream_fakes import Stored, write_layers
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lema.stream.lease import LayerStream, Lease
+from lema.stream import LayerStream, Lease
 from lema.stream.placement import PAGE
 from lema_cpu import CpuBackend
 

@@ -18,14 +18,14 @@ from stream_fakes import STORED, RecordingReader, SteppedReader, Stored, raw_byt
 from torch import Tensor
 
 from lema.backend import Alone, Gathering, Upload
+from lema.backend.hostmemory import anonymous
 from lema.errors import ReadError
-from lema.hostmemory import anonymous
-from lema.stream.lease import LayerStream, StreamCounters
-from lema.stream.parts import part_bytes, part_of
-from lema.stream.placement import PAGE, place, views
-from lema.stream.reader import LayerReader, Ticket
+from lema.storage.header import TensorRecord
+from lema.stream import LayerStream, StreamCounters
+from lema.stream.placement import PAGE, part_bytes, part_of, place, views
+from lema.stream.reader import LayerReader
 from lema.stream.schedule import fetched, training_order
-from lema.weights import TensorRecord
+from lema.stream.workers import Ticket
 from lema_cpu import CpuBackend
 
 NUM_LAYERS = 6
@@ -434,7 +434,7 @@ def test_the_processes_of_a_machine_keep_one_copy(stored: Stored, poison: bool) 
         return read, places
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lema.stream.fill.read_only", lambda _: None)  # other threads here have the same mapping
+        patch.setattr("lema.stream.preload.read_only", lambda _: None)  # other threads here have the same mapping
         (read, places), (others, other_places) = run_ranks(work, Board(size), machine=machine)
     assert places == other_places and len(machine) == 1
     assert all(place % PAGE == 0 for place in places.values())

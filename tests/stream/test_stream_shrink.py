@@ -11,7 +11,7 @@ from stream_fakes import LateBackend, SteppedReader, Stored, same, write_layers
 from torch import Tensor
 
 from lema.backend import Backend, DeviceSlots
-from lema.stream.lease import LayerStream
+from lema.stream import LayerStream
 from lema.stream.schedule import training_order
 from lema_cpu import CpuBackend
 

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from lema.stream.ticket import Ticket, Workers
+from lema.stream.workers import Ticket, Workers
 
 MANY = 40
 
@@ -198,7 +198,7 @@ def test_what_a_part_held_goes_with_it(workers: Workers) -> None:
 def test_a_process_that_forgets_to_close_ends_when_its_parts_have_ended() -> None:
     script = """
 import atexit, threading
-from lema.stream.ticket import Ticket, Workers
+from lema.stream.workers import Ticket, Workers
 begun, free = threading.Event(), threading.Event()
 def part():
     begun.set()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lema.backend.layout import Layout, embedding
 from lema.errors import ConfigError
-from lema.layout import Layout, embedding
 from lema_neuron.comm import Comm, comm_of
 from lema_neuron.layers.partition import Initial, attribute, partitioned, refuse
 from lema_neuron.mappings import gather_from_group, reduce_from_group, reduce_scatter_sequence

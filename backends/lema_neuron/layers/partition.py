@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lema.backend.layout import Layout, shard
 from lema.errors import ConfigError
-from lema.layout import Layout, shard
 from lema_neuron.comm import Comm
 from lema_neuron.shares import local_size
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lema.backend.layout import KvLayout, Layout, kv, query
 from lema.errors import ConfigError
-from lema.layout import KvLayout, Layout, kv, query
 from lema_neuron.comm import Comm, comm_of
 from lema_neuron.layers.partition import Initial, as_linear, attribute, partitioned, refuse, sequence_dim
 from lema_neuron.mappings import copy_to_group, gather_from_group, gather_sequence

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lema.backend.layout import Layout
 from lema.errors import ModelError
-from lema.layout import Layout
 from lema_neuron.comm import Comm, comm_of
 from lema_neuron.layers.embedding import vocabulary
 from lema_neuron.layers.linear import blocks

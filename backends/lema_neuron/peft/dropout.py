@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from lema.layout import Layout, shard
+from lema.backend.layout import Layout, shard
 from lema_neuron.comm import Comm
 from lema_neuron.shares import along
 

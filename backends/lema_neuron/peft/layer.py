@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lema.layout import column
+from lema.backend.layout import column
 from lema_neuron.layers import ColumnParallelLinear, RowParallelLinear
 from lema_neuron.layers.partition import sequence_dim
 from lema_neuron.peft.base import Base, describe

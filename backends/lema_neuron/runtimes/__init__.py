@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import Protocol
 
 from lema.backend import BackendOptions, Replicas
-from lema.layout import KvLayout
-from lema.processes import Joined
+from lema.backend.layout import KvLayout
+from lema.backend.torchrun import Joined
 from lema_neuron.comm import Comm
 from lema_neuron.probe import Runtime
 from lema_neuron.runtimes.computing import Computing

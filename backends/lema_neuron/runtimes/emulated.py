@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lema.backend import Alone, BackendOptions, Replicas
-from lema.layout import KvLayout
-from lema.processes import Joined
+from lema.backend.layout import KvLayout
+from lema.backend.torchrun import Joined
 from lema_cpu import CpuBackend
 from lema_neuron.comm import C10dComm, Comm
 from lema_neuron.runtimes.computing import Computing

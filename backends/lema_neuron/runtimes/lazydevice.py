@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lema.backend import Download, Downloaded, MemoryStats, Upload
+from lema.backend.hostmemory import anonymous
 from lema.errors import ConfigError
-from lema.hostmemory import anonymous
 from lema_neuron.compiles import Compiles
 
 __all__ = ["LazyDevice"]

@@ -13,7 +13,7 @@ __all__ = ["LazyReplicas"]
 
 
 class LazyReplicas:
-    """`lema.backend.Replicas` whose tensors go through collectives of the graph, all else from host to host.
+    """`lema.backend.protocols.Replicas` whose tensors go through collectives of the graph, all else from host to host.
 
     Args:
         replicas: the processes, as their hosts reach each other.

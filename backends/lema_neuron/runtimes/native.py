@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lema.backend import BackendOptions, Replicas
+from lema.backend.layout import KvLayout
+from lema.backend.torchrun import Joined
 from lema.errors import BackendUnavailable
-from lema.layout import KvLayout
-from lema.processes import Joined
 from lema_neuron.comm import C10dComm, Comm
 from lema_neuron.environment import set_variables
 from lema_neuron.runtimes.computing import Computing

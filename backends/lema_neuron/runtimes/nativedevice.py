@@ -1,7 +1,7 @@
 """One NeuronCore as a device of torch: copies in streams of their own, ordered by events.
 
-The order is that of `lema.queued`, through torch's streams and events as `lema.activations.streams` lends them. Host
-memory is ordinary: there is nothing to lock, the runtime copies from any.
+The order is that of `lema.backend.queues`, through torch's streams and events as `lema.backend.torchstreams` lends
+them. Host memory is ordinary: there is nothing to lock, the runtime copies from any.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.activations.streams import Streams
 from lema.backend import DeviceSlots, Download, MemoryStats
-from lema.hostmemory import anonymous
+from lema.backend.hostmemory import anonymous
+from lema.backend.torchstreams import Streams
 
 __all__ = ["NativeDevice"]
 

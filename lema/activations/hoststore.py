@@ -1,0 +1,263 @@
+"""Where activations wait in host memory, and where the rest goes when that is full."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+from torch import Tensor
+
+from lema.activations.protocols import Place, Store
+from lema.backend.hostmemory import memory_left
+from lema.storage.spillfile import whole_blocks
+
+__all__ = ["HostPool", "HostStore", "TieredStore", "floor_bytes"]
+
+
+FLOOR_PART, FLOOR_BYTES = 20, 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
+
+
+def floor_bytes() -> int:
+    """Return how much of the machine's memory must remain when a buffer has been taken."""
+    return max(int(psutil.virtual_memory().total) // FLOOR_PART, FLOOR_BYTES)
+
+
+class HostPool:
+    """Host buffers, handed out, given back and used again. Any thread may call it.
+
+    A buffer is used again for the size it was made for; where a new one would make the pool larger than what was ever
+    in use at once, also for half of that and more. So batches of all lengths do not add up.
+
+    Args:
+        allocate: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own.
+        limit: bytes of all buffers, free and in use; None: as many as the machine has.
+        available: returns the bytes of memory that can still be had; None: the machine and the control groups say it.
+
+    Attributes:
+        allocated: how many buffers were made.
+        reused: how often one was handed out again.
+        peak_bytes: the most that all buffers ever had.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], Tensor],
+        limit: int | None = None,
+        available: Callable[[], int] | None = None,
+    ) -> None:
+        self._allocate, self.limit = allocate, limit
+        self._available = available or _available
+        self._floor = floor_bytes()
+        self._lock = threading.Lock()
+        # A garbage collector gives back in the middle of anything: what it calls takes no lock.
+        self._returned: deque[tuple[int, bool]] = deque()
+        self._out: dict[int, tuple[Tensor, int]] = {}  # by address, with the bytes that were asked for
+        self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
+        self._held = self._wanted = self._most_wanted = 0
+        self.allocated = self.reused = self.peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all buffers, free and in use."""
+        with self._lock:
+            self._sort()
+            return self._held
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of the buffers that are in use."""
+        with self._lock:
+            self._sort()
+            return sum(len(buffer) for buffer, _ in self._out.values())
+
+    def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
+        """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
+
+        Args:
+            nbytes: how many; at least one.
+            must: take room all the same where there is none. It is given back to the system, not to the pool.
+        """
+        assert nbytes > 0, "a buffer of no bytes was asked for"
+        size = whole_blocks(nbytes)
+        with self._lock:
+            self._sort()
+            buffer = self._again(size)
+            if buffer is None:
+                buffer = self._new(size)
+            if buffer is None:
+                buffer = self._again(min((other for other in self._free if size < other <= 2 * size), default=size))
+            while buffer is None and self._free:
+                self._let_go()
+                buffer = self._new(size)
+            if buffer is None and must:
+                buffer = self._made(size)
+            if buffer is None:
+                return None
+            self._out[buffer.data_ptr()] = buffer, size
+            self._wanted += size
+            self._most_wanted = max(self._most_wanted, self._wanted)
+            return buffer[:nbytes]
+
+    def give(self, buffer: Tensor) -> None:
+        """Give back what `take` returned. A garbage collector may call it."""
+        self._returned.append((buffer.data_ptr(), True))
+
+    def forget(self, buffer: Tensor) -> None:
+        """Give back what `take` returned, and what may still be written into or read: it is not used again."""
+        self._returned.append((buffer.data_ptr(), False))
+
+    def clear(self) -> None:
+        """Let go of the buffers that are free."""
+        with self._lock:
+            self._sort()
+            while self._free:
+                self._let_go()
+
+    def _sort(self) -> None:
+        """Put what was given back where it can be found."""
+        while self._returned:
+            address, again = self._returned.popleft()
+            assert address in self._out, "a buffer was given back twice, or is not of this pool"
+            buffer, wanted = self._out.pop(address)
+            self._wanted -= wanted
+            size = len(buffer)
+            if again and (self.limit is None or self._held <= self.limit):
+                same = self._free.pop(size, deque())
+                same.append(buffer)
+                self._free[size] = same  # the last of all sizes to be let go
+            else:
+                self._held -= size
+
+    def _again(self, size: int) -> Tensor | None:
+        """Return a free buffer of exactly this size."""
+        if size not in self._free:
+            return None
+        same = self._free[size]
+        buffer = same.pop()
+        if not same:
+            del self._free[size]
+        self.reused += 1
+        return buffer
+
+    def _new(self, size: int) -> Tensor | None:
+        """Return a new buffer, if there is room for one beside those that there are."""
+        if self._free and self._held + size > max(self._most_wanted, self._wanted + size):
+            return None
+        if self.limit is not None and self._held + size > self.limit:
+            return None
+        if self._available() - size < self._floor:
+            return None
+        return self._made(size)
+
+    def _made(self, size: int) -> Tensor:
+        buffer = self._allocate(size)
+        self._held += size
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        self.allocated += 1
+        return buffer
+
+    def _let_go(self) -> None:
+        """Let go of a free buffer, of the size that was not given back for the longest time."""
+        size = next(iter(self._free))
+        same = self._free[size]
+        same.popleft()
+        if not same:
+            del self._free[size]
+        self._held -= size
+
+
+class HostStore:
+    """`lema.activations.protocols.Store` in host memory.
+
+    A buffer is used again for the next piece while the copy from there may still be under way: whoever drops a place
+    must have made compute wait for that copy, which the next copy to the buffer comes after.
+
+    Args:
+        pool: of the buffers.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+
+    def place(self, nbytes: int) -> Place | None:
+        """Return room for `nbytes`; None: there is none."""
+        buffer = self.pool.take(nbytes)
+        return None if buffer is None else _HostPlace(self.pool, buffer)
+
+    def settle(self) -> None:
+        """Nothing goes to a disk."""
+
+    def close(self) -> None:
+        """Give back all that nothing waits in."""
+        self.pool.clear()
+
+
+class _HostPlace:
+    def __init__(self, pool: HostPool, buffer: Tensor) -> None:
+        self._pool, self._buffer = pool, [buffer]
+
+    def fill(self) -> Tensor:
+        return self.memory()
+
+    def filled(self, landed: Callable[[], None]) -> None:
+        """The copy back comes after the copy here, in whatever queue."""
+
+    def expect(self) -> None:
+        """The bytes are in host memory."""
+
+    def ready(self) -> bool:
+        return True
+
+    def memory(self) -> Tensor:
+        assert self._buffer, "a place was used that had been dropped"
+        return self._buffer[0]
+
+    def used(self, drained: Callable[[], None]) -> None:
+        """The bytes stay here."""
+
+    def drop(self) -> None:
+        with suppress(IndexError):  # it was dropped before, perhaps by another thread
+            self._pool.give(self._buffer.pop())
+
+
+class TieredStore:
+    """Host memory first; what has no room there goes to the disk.
+
+    Args:
+        host: where there is room as long as there is.
+        disk: where the rest goes.
+    """
+
+    def __init__(self, host: HostStore, disk: Store) -> None:
+        self.host, self.disk = host, disk
+
+    def place(self, nbytes: int) -> Place | None:
+        """Return room for `nbytes`; None: there is none anywhere.
+
+        Raises:
+            DiskError: the disk has no room either, or something could not be written.
+        """
+        place = self.host.place(nbytes)
+        return self.disk.place(nbytes) if place is None else place
+
+    def settle(self) -> None:
+        """Wait for what is on its way to the disk.
+
+        Raises:
+            DiskError: something could not be written.
+        """
+        self.disk.settle()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.host.close()
+        self.disk.close()
+
+
+def _available() -> int:
+    """Return the bytes that the machine can still give this process, and its control groups, if they are limited."""
+    available, left = int(psutil.virtual_memory().available), memory_left()
+    return available if left is None else min(available, left)

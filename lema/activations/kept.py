@@ -1,0 +1,302 @@
+"""Graphs that wait for their backward with what they hold off the device: in host memory, or on disk.
+
+Each micro-batch's graph through each layer is one order of pieces. The backward takes the graphs in turn, the top
+layer's first, and while one is differentiated the copies of the next begin.
+
+Boundary activations: each micro-batch's input to each layer, kept from the forward to the backward.
+
+Kept one by one they would lie in the heap between the short-lived tensors of their layers, and the holes those leave
+behind would grow with the depth of the model. They lie in memory, or a file, that serves every step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lema.activations.boundaries import Key, Tier, TierName, make_tier
+from lema.activations.diskstore import DiskStore
+from lema.activations.hoststore import HostPool, HostStore
+from lema.activations.offload import CastWeight, Line, Offload, Packed
+from lema.activations.policy import Everything, Weights
+from lema.activations.protocols import Counters, Kept, Store
+from lema.backend import Carrier
+from lema.backend.trace import NO_TRACE, NoTrace
+from lema.storage.spillfile import OffloadFile
+
+__all__ = ["STAGING", "BoundaryArena", "GraphsAway", "StepBoundaries", "StepGraphs", "graph_input"]
+
+
+STASH = 5  # pieces that leave while compute goes on, and that come back ahead of it
+STAGING = 256 * 2**20  # bytes of host memory through which things go to the disk and come back
+
+
+class GraphsAway:
+    """Where what the graphs of a model's steps hold waits.
+
+    Args:
+        model: whose parameters and buffers stay.
+        carrier: of the device.
+        tier: "host" or "disk".
+        directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
+        at_once: hold nothing on the device for a copy's sake, and begin no copy before it is wanted.
+        staging: bytes of host memory through which things go to the disk.
+        trace: records what is written and read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        carrier: Carrier,
+        tier: TierName,
+        directory: Path | None = None,
+        *,
+        at_once: bool = False,
+        staging: int = STAGING,
+        trace: NoTrace = NO_TRACE,
+    ) -> None:
+        assert tier in ("host", "disk"), f"graphs do not go away to the {tier}"
+        self.tier = tier
+        self._weights, self._carrier, self._trace = Weights(model), carrier, trace
+        self._directory = directory or Path(tempfile.gettempdir())
+        self._at_once, self._staging = at_once, staging
+        self._held: set[int] = set()  # storages that the graph now built may hold as they are
+        self._offload: Offload | None = None
+        self._counters = Counters()  # once it is closed
+
+    @property
+    def counters(self) -> Counters:
+        """What was moved so far."""
+        return self._counters if self._offload is None else self._offload.counters
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that wait for a backward."""
+        return 0 if self._offload is None else self._offload.live_bytes
+
+    def step(self) -> StepGraphs:
+        """Return what takes the graphs of one step.
+
+        Raises:
+            DiskError: no file can be made.
+        """
+        if self._offload is None:
+            choice = Everything(self._weights, self._is_here, held=self._held)
+            ahead = 1 if self._at_once else STASH
+            self._offload = Offload(
+                choice, self._store(), lambda _: self._carrier, stash=ahead, fetch=not self._at_once
+            )
+        self._weights.refresh()
+        return StepGraphs(self._offload, self._held)
+
+    def close(self) -> None:
+        """Give the memory back, or the disk space."""
+        if self._offload is not None:
+            self._counters = self._offload.counters
+            self._offload.close()
+        self._offload = None
+
+    def _store(self) -> Store:
+        pool = HostPool(self._carrier.host_buffer, self._staging if self.tier == "disk" else None)
+        if self.tier == "host":
+            return HostStore(pool)
+        file = OffloadFile(
+            self._directory,
+            "activations",
+            "free some space, set offload_dir to a directory on another disk, or use gradient_checkpointing: true",
+            self._trace,
+        )
+        return DiskStore(file, pool)
+
+    def _is_here(self, kind: str) -> bool:
+        return kind == self._carrier.device.type
+
+
+class StepGraphs:
+    """The graphs of one step; see `GraphsAway.step`."""
+
+    def __init__(self, offload: Offload, held: set[int]) -> None:
+        self._offload, self._held = offload, held
+        self._lines: dict[tuple[int, int], Line] = {}
+
+    def keep(self, layer: int, index: int, held: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
+        """Return what packs tensors of the graph of micro-batch `index` through `layer`, which is built next.
+
+        Args:
+            layer: its number.
+            index: of the micro-batch.
+            held: tensors that somebody holds until the backward: they stay.
+        """
+        self._held.clear()
+        self._held.update(tensor.untyped_storage()._cdata for tensor in held)
+        line = self._lines[layer, index] = self._offload.line()
+        return partial(self._pack, line=line)
+
+    def _pack(self, tensor: Tensor, line: Line) -> Packed:
+        if (cast := CastWeight.of(tensor)) is None:
+            return self._offload.pack(tensor, line)
+        counters = self._offload.counters
+        counters.seen += 1
+        counters.kept[Kept.CAST] += 1
+        return cast
+
+    def turn(self) -> None:
+        """Every graph is built: hold nothing of them on the device, for what comes next needs the room."""
+        self._held.clear()
+        self._offload.let_go()
+
+    def expect(self, layer: int, index: int = 0) -> None:
+        """Begin to bring back what a graph holds; one that there is not is the end."""
+        if (line := self._lines.get((layer, index))) is not None:
+            self._offload.expect(line)
+
+    def expect_after(self, layer: int, index: int) -> None:
+        """Begin to bring back what the graph holds that is differentiated after this one."""
+        following = (layer, index + 1)
+        self.expect(*(following if following in self._lines else (layer - 1, 0)))
+
+
+class BoundaryArena:
+    """Where the boundary activations of a model's steps wait.
+
+    Args:
+        backend: the device.
+        tier: "device", "host" or "disk".
+        directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
+        trace: records when boundaries are kept, and waited for.
+    """
+
+    def __init__(
+        self,
+        backend: Carrier,
+        tier: TierName = "device",
+        directory: Path | None = None,
+        trace: NoTrace = NO_TRACE,
+    ) -> None:
+        self._backend, self.tier, self._trace = backend, tier, trace
+        self._directory = directory or Path(tempfile.gettempdir())
+        self._kept_in: Tier | None = None
+        self._away = Counters()
+        self._step: weakref.ref[StepBoundaries] | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of memory that boundaries have; those on their way to a layer not counted."""
+        return 0 if self._kept_in is None else self._kept_in.memory_bytes
+
+    @property
+    def bytes_away(self) -> int:
+        """The bytes of boundaries that have left the device so far."""
+        return 0 if self.tier == "device" else self._away.bytes_out
+
+    def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> StepBoundaries:
+        """Return where the boundaries of one step go.
+
+        The memory of the step before is used again, unless that step still waits for its backward.
+
+        Args:
+            hidden: the hidden states before the first layer that keeps any, `[batch, sequence, hidden]` per
+                micro-batch. Those of later layers may look otherwise; then more room is made on the way.
+            layers: which layers keep their inputs.
+
+        Raises:
+            DiskError: the disk has no room for them.
+        """
+        before = None if self._step is None else self._step()
+        if self._kept_in is None or (before is not None and not before.done):
+            self._kept_in = make_tier(self.tier, self._backend, self._directory, self._trace)
+        step = StepBoundaries(self._kept_in, hidden, layers, self._trace, self._away)
+        self._step = weakref.ref(step)
+        return step
+
+    def close(self) -> None:
+        """Give the memory back, or the disk space."""
+        if self._kept_in is not None:
+            self._kept_in.close()
+        self._kept_in = None
+
+
+class StepBoundaries:
+    """The boundary activations of one step; see `BoundaryArena.step`."""
+
+    def __init__(
+        self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace, counters: Counters
+    ) -> None:
+        self._tier, self._trace, self._counters = tier, trace, counters
+        self._to_come = self._to_fetch = len(layers) * len(hidden)
+        self._likes: dict[Key, Tensor] = {}
+        tier.begin([_like(state) for state in hidden] * len(layers))
+
+    @property
+    def done(self) -> bool:
+        """Whether every boundary has been fetched."""
+        return self._to_fetch == 0
+
+    def keep(self, layer: int, index: int, state: Tensor) -> Tensor:
+        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with.
+
+        That has the strides the copy has, so that the recomputation rounds as the forward did.
+
+        Raises:
+            DiskError: this or an earlier boundary could not be written.
+        """
+        like = _like(state)
+        given = state.detach() if like.stride() == state.stride() else state.detach().clone()
+        self._to_come -= 1
+        assert self._to_come >= 0, "more boundaries came than the step was begun with"
+        with self._trace.span("boundaries", f"keep layer {layer}"):
+            self._tier.keep((layer, index), given, like, self._to_come)
+        self._likes[layer, index] = like
+        self._counters.bytes_out += like.nbytes
+        if self._to_come == 0:
+            self._tier.turn(sorted(self._likes.items(), key=lambda item: (-item[0][0], item[0][1])))
+            self._likes.clear()
+        return given
+
+    @contextmanager
+    def kept(self, layer: int, index: int) -> Iterator[Tensor]:
+        """Yield what was kept, on the device, for the length of a `with` block.
+
+        The top layer's come first, each layer's in the order of the micro-batches; each comes once.
+
+        Raises:
+            ReadError: it could not be read; DiskError: it could not be written.
+        """
+        with closing(self._tier.fetched((layer, index))) as fetched:
+            with self._trace.span("boundaries", f"fetch layer {layer}"):
+                boundary = next(fetched)
+            yield boundary
+            self._to_fetch -= 1
+            next(fetched, None)
+
+
+def graph_input(anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:
+    """Return a layer's input as its graph sees it: the graph holds nothing of `state`, its gradient goes to
+    `found[index]`, and autograd refuses to have it written into. `anchor` requires grad."""
+    given: Tensor = _GraphInput.apply(anchor, state, found, index)  # type: ignore[no-untyped-call] # torch's is
+    return given
+
+
+class _GraphInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:  # noqa: ARG004 - autograd looks at it
+        ctx.found, ctx.index = found, index
+        return state.view_as(state)  # a view made here is what autograd guards
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        (ctx.found[ctx.index],) = gradients
+        return None, None, None, None
+
+
+def _like(state: Tensor) -> Tensor:
+    """Return what a copy of `state` looks like: dtype, shape and, where it has no holes, strides."""
+    return torch.empty_like(state, device="meta", requires_grad=False)

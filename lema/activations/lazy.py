@@ -1,0 +1,153 @@
+"""Offloading on a lazy device, which runs what was computed later, in graphs, and whose tensors have no memory to show.
+
+There nothing is known of storages, views or streams, and looking at a tensor in the midst of a layer would cut the
+graph in two. So only inputs of layers are moved, whole, and each where the graph is cut anyway: between two layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet, ref
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lema.activations.offload import Packed, Stayed
+from lema.activations.protocols import Choice, Counters
+
+__all__ = ["ByValue", "ValueLine"]
+
+
+class ByValue:
+    """Moves what a choice says to host memory, as values. To be used as `lema.activations.offload.Offload` is.
+
+    Args:
+        choice: what to move; it must not look at a tensor's memory.
+        sync: run what was computed so far. It is called where a value leaves and, in the backward, where it is wanted:
+            so that the device never holds more than what is computed from one to the next.
+        ahead: values that are brought back ahead of the backward.
+    """
+
+    def __init__(self, choice: Choice, *, sync: Callable[[], None], ahead: int = 1) -> None:
+        self._choice, self._sync, self._ahead = choice, sync, ahead
+        self.counters = Counters()
+        self._values: WeakSet[_Value] = WeakSet()
+        self._known: Any = WeakTensorKeyDictionary()  # by tensor: its version then, and a reference to the value
+        self._line = ValueLine()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that wait for a backward."""
+        return sum(value.nbytes for value in list(self._values))
+
+    def line(self) -> ValueLine:
+        """Return a new order; values that are packed without any go by the newest."""
+        self._line = ValueLine()
+        return self._line
+
+    def pack(self, tensor: Tensor, line: ValueLine | None = None) -> Packed:
+        """Return what a graph is to keep in the place of `tensor`."""
+        self.counters.seen += 1
+        if (why := self._choice.why_kept(tensor)) is not None:
+            self.counters.kept[why] += 1
+            return Stayed(tensor)
+        self.counters.moved += 1
+        return _Away(self, self._value_of(tensor), line or self._line)
+
+    def expect(self, line: ValueLine) -> None:
+        """Begin to bring back what was packed last, as its backward comes soon."""
+        self.bring_ahead(line, len(line.values))
+
+    def let_go(self) -> None:
+        """Hold nothing on the device any more: a forward is over, or a backward was given up."""
+        for value in list(self._values):
+            value.back, value.reached = None, False
+
+    def close(self) -> None:
+        """Hold nothing on the device any more."""
+        self.let_go()
+
+    def bring(self, value: _Value) -> Tensor:
+        """Return a value on its device. Where it is wanted for the first time, what comes before it is run."""
+        if not value.reached:
+            self._sync()
+            value.reached = True
+        return self._back(value)
+
+    def bring_ahead(self, line: ValueLine, position: int) -> None:
+        """Begin to bring back what left before what stands at `position`."""
+        for found in reversed(line.values[max(0, position - self._ahead) : position]):
+            value = found()
+            if value is not None and value.waiting:
+                value.back = self._back(value)
+
+    def _back(self, value: _Value) -> Tensor:
+        if value.back is not None:
+            return value.back
+        self.counters.copies_back += 1
+        self.counters.bytes_back += value.nbytes
+        return value.host.to(value.device)
+
+    def _value_of(self, tensor: Tensor) -> _Value:
+        version, found = self._known.get(tensor, (None, None))
+        value = None if found is None or version != tensor._version else found()
+        if value is None:
+            source = tensor.detach()
+            self._sync()
+            value = _Value(source)
+            self._known[tensor] = tensor._version, ref(value)
+            self._values.add(value)
+            self.counters.copies_out += 1
+            self.counters.bytes_out += value.nbytes
+        return value
+
+
+class ValueLine:
+    """The values of one graph in the order in which they left; they are wanted back last first."""
+
+    def __init__(self) -> None:
+        self.values: list[ref[_Value]] = []
+
+    def add(self, value: _Value) -> int:
+        """Add a value, if it is not the last already; return where it stands."""
+        if not self.values or self.values[-1]() is not value:
+            self.values.append(ref(value))
+        return len(self.values) - 1
+
+
+class _Value:
+    """A tensor in host memory.
+
+    Attributes:
+        waiting: what graphs keep of it and have not asked for yet; until they have, what came back stays.
+        back: what came back.
+        reached: one of them has asked, and others are waiting.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self.device, self.nbytes = source.device, source.numel() * source.element_size()
+        self.host = source.to("cpu")
+        self.waiting: WeakSet[_Away] = WeakSet()
+        self.back: Tensor | None = None
+        self.reached = False
+
+
+class _Away:
+    """What a graph keeps in the place of a tensor that was moved."""
+
+    def __init__(self, offload: ByValue, value: _Value, line: ValueLine) -> None:
+        self._offload, self._value, self._line = offload, value, line
+        self._place = line.add(value)
+        value.waiting.add(self)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor. Those that share a value share what came back; a graph asked again brings it again."""
+        offload, value = self._offload, self._value
+        offload.counters.restored += 1
+        tensor = offload.bring(value)
+        value.waiting.discard(self)
+        value.reached = bool(value.waiting)
+        value.back = tensor if value.reached else None
+        offload.bring_ahead(self._line, self._place)
+        return tensor

@@ -1,0 +1,378 @@
+"""What autograd saves for the backward, moved off the device and brought back: the core of offloading.
+
+What to move, where to, and how are parts that are given to it (`lema.activations.protocols`). It remembers nothing that
+a graph does not hold: what is packed into a graph owns its piece, and with the graph everything goes. So a graph may be
+kept, differentiated twice, dropped half way, or live beside others.
+
+Casts of weights, as autocast makes them of adapters: kept as what they were made of, and made again.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+
+from lema.activations.pieces import Piece, span_of, view
+from lema.activations.policy import WeightView
+from lema.activations.protocols import Choice, Counters, Kept, Store
+from lema.backend import Carrier
+from lema.errors import ModelError
+
+__all__ = ["CastWeight", "Line", "Offload", "Packed"]
+
+
+NO_BACKWARD = -1  # the number of the backward where none runs
+
+OVERWRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "a tensor {shape} of {dtype} is at version {now}, and was saved at version {then}"
+)
+
+
+class Packed(Protocol):
+    """What a graph keeps in the place of a tensor."""
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, on its device, as it was saved.
+
+        Raises:
+            RuntimeError: it was written into since it was saved.
+        """
+
+
+class Stayed:
+    """A tensor that stays where it is. Under hooks autograd does not look whether it was written into; this does."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Not the tensor itself: an operation that keeps what it made would hold itself, for ever.
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def unpack(self) -> Tensor:
+        """Return it."""
+        check_version(self._tensor._version, self._version, self._tensor.shape, self._tensor.dtype)
+        return self._tensor
+
+
+class Line:
+    """The pieces of one graph in the order in which they left; they are wanted back last first."""
+
+    def __init__(self) -> None:
+        self.pieces: list[ref[Piece]] = []
+
+    def add(self, piece: Piece) -> int:
+        """Add a piece, if it is not the last already; return where it stands."""
+        while self.pieces and self.pieces[-1]() is None:
+            self.pieces.pop()
+        if not self.pieces or self.pieces[-1]() is not piece:
+            self.pieces.append(ref(piece))
+        return len(self.pieces) - 1
+
+
+class Moved:
+    """A tensor whose piece left the device."""
+
+    __slots__ = ("_dtype", "_first", "_line", "_offload", "_piece", "_place", "_round", "_shape", "_stride")
+
+    def __init__(self, offload: Offload, piece: Piece, line: Line, tensor: Tensor) -> None:
+        self._offload, self._piece, self._line = offload, piece, line
+        self._place, self._round = line.add(piece), piece.round
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._first = int(tensor.storage_offset()) * tensor.element_size()
+        piece.alive += 1
+
+    def unpack(self) -> Tensor:
+        """Return the tensor: a view of the source where that is still there, else of what came back."""
+        with self._offload.alone():
+            return self._unpacked()
+
+    def _unpacked(self) -> Tensor:
+        offload, piece = self._offload, self._piece
+        offload.counters.restored += 1
+        check_version(piece.version_copied, piece.version, self._shape, self._dtype)
+        if (source := piece.source) is not None:
+            offload.counters.early += 1
+            tensor = self._view(source, self._first)
+        else:
+            offload.bring(piece)
+            memory = piece.memory()
+            tensor = self._view(memory, int(memory.storage_offset()) + self._first - piece.start)
+            self._ask()
+        offload.fetch_ahead(self._line, self._place)
+        return tensor
+
+    def _view(self, within: Tensor, first: int) -> Tensor:
+        storage, device = within.untyped_storage(), within.device
+        return view(storage, device, first, dtype=self._dtype, shape=self._shape, stride=self._stride)
+
+    def _ask(self) -> None:
+        """Be asked for, this time that the piece is here; the last to be asked for lets it go."""
+        piece = self._piece
+        if self._round != piece.round:
+            self._round = piece.round
+            piece.wanted -= 1
+        if piece.wanted == 0:
+            piece.spent = torch._C._current_graph_task_id()
+            piece.forget()
+
+    def __del__(self) -> None:
+        self._offload.lost(self._piece, self._round)
+
+
+class Offload:
+    """Moves what a choice says to a store, through carriers.
+
+    Args:
+        choice: what to move.
+        store: where to.
+        carrier: how, for each device.
+        stash: pieces that are held on the device, at most, while they leave; as many are fetched ahead of a backward.
+        fetch: begin copies to the device ahead of a backward; otherwise only reads from a disk.
+        certify: keep what is moved on the device too, and compare every byte that comes back.
+
+    Raises:
+        ValueError: `stash` is less than 1.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        store: Store,
+        carrier: Callable[[torch.device], Carrier],
+        *,
+        stash: int = 5,
+        fetch: bool = True,
+        certify: bool = False,
+    ) -> None:
+        if stash < 1:
+            raise ValueError(f"max_fwd_stash_size must be at least 1, not {stash}")
+        self._choice, self._store, self._carrier = choice, store, carrier
+        self._stash_size, self._fetch, self._certify = stash, fetch, certify
+        self.counters = Counters()
+        self._lock = threading.Lock()  # a graph may be differentiated in one thread, and dropped in another
+        self._lost: deque[tuple[Piece, int]] = deque()
+        self._carriers: dict[torch.device, Carrier] = {}
+        self._pieces: dict[tuple[int, int], list[Piece]] = {}  # alive, by storage and version
+        self._stash: deque[ref[Piece]] = deque()
+        self._back: dict[int, WeakSet[Piece]] = {}  # pieces that came back, by backward
+        self._line = Line()
+        self._full = False
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that wait for a backward."""
+        with self.alone():
+            return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+
+    @property
+    def live_pieces(self) -> int:
+        """How many pieces wait for a backward."""
+        with self.alone():
+            return sum(len(pieces) for pieces in self._pieces.values())
+
+    def line(self) -> Line:
+        """Return a new order; pieces that are packed without any go by the newest."""
+        self._line = Line()
+        return self._line
+
+    def pack(self, tensor: Tensor, line: Line | None = None) -> Packed:
+        """Return what a graph is to keep in the place of `tensor`.
+
+        Args:
+            tensor: what autograd saves.
+            line: the order it belongs to; None: the newest.
+
+        Raises:
+            DiskError: this or something before it could not be written.
+        """
+        with self.alone():
+            self.counters.seen += 1
+            why = self._choice.why_kept(tensor)
+            if why is None and (piece := self._piece_of(tensor)) is not None:
+                self.counters.moved += 1
+                return Moved(self, piece, line or self._line, tensor)
+            self.counters.kept[why or Kept.FULL] += 1
+            if why is Kept.WEIGHT and (reference := WeightView.of(tensor)) is not None:
+                return reference
+            return Stayed(tensor)
+
+    def expect(self, line: Line) -> None:
+        """Begin to bring back what was packed last, as its backward comes soon."""
+        with self.alone():
+            self.fetch_ahead(line, len(line.pieces))
+
+    def let_go(self) -> None:
+        """Hold nothing on the device any more: a forward is over, or a backward was given up."""
+        with self.alone():
+            while self._stash:
+                if (piece := self._stash.popleft()()) is not None:
+                    piece.release()
+            for backward in list(self._back):
+                self._forget(backward)
+
+    def close(self) -> None:
+        """Give back where things wait. What still waits is lost."""
+        self.let_go()
+        self._store.close()
+
+    def bring(self, piece: Piece) -> None:
+        """Bring a piece back, until it has been used or the backward that runs is over."""
+        if not piece.here:
+            piece.fetch()
+            if self._certify:
+                piece.compare()
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._back:
+            self._back[backward] = WeakSet()
+            if backward != NO_BACKWARD:
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
+        self._back[backward].add(piece)
+
+    def fetch_ahead(self, line: Line, position: int) -> None:
+        """Begin to bring back what left before what stands at `position`: it is wanted next."""
+        backward, to_fetch = torch._C._current_graph_task_id(), self._stash_size
+        while position > 0 and to_fetch > 0:
+            position -= 1
+            piece = line.pieces[position]() if position < len(line.pieces) else None
+            if piece is None or piece.source is not None or piece.spent == backward:
+                continue
+            to_fetch -= 1
+            if not piece.here and piece.expect(fetch=self._fetch):
+                self.bring(piece)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other thread in, and no graph that goes meanwhile take a piece away, in a `with` block."""
+        with self._lock:
+            self._sweep()
+            yield
+            self._sweep()
+
+    def lost(self, piece: Piece, came: int) -> None:
+        """Know that a packed tensor has gone, which was last asked for when its piece came back for the `came`th time.
+
+        A garbage collector calls this in the middle of anything, also in a thread that another waits for: nothing is
+        waited for here.
+        """
+        self._lost.append((piece, came))
+        while self._lost and self._lock.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._lock.release()
+
+    def _sweep(self) -> None:
+        while self._lost:
+            piece, came = self._lost.popleft()
+            piece.alive -= 1
+            if piece.alive == 0:
+                self._drop(piece)
+            elif came != piece.round:
+                piece.wanted -= 1
+                if piece.wanted == 0:
+                    piece.forget()
+
+    def _drop(self, piece: Piece) -> None:
+        """Give back the room of a piece that nobody wants any more."""
+        others = self._pieces[piece.key]
+        others.remove(piece)
+        if not others:
+            del self._pieces[piece.key]
+        piece.gone()
+
+    def _piece_of(self, tensor: Tensor) -> Piece | None:
+        """Return the piece that `tensor` lies in, new if need be; None: there is no room for it."""
+        start, nbytes = span_of(tensor)
+        pieces = self._pieces.get((tensor.untyped_storage()._cdata, tensor._version), [])
+        for piece in pieces:
+            if piece.covers(start, nbytes):
+                return piece
+        place = self._store.place(nbytes)
+        if place is None:
+            self._say_full(nbytes)
+            return None
+        device = tensor.device
+        if device not in self._carriers:
+            self._carriers[device] = self._carrier(device)
+        while len(self._stash) >= self._stash_size:
+            if (oldest := self._stash.popleft()()) is not None:
+                oldest.release()
+        try:
+            piece = Piece(tensor, start, nbytes, place, self._carriers[device], self.counters)
+        except BaseException:
+            place.drop()
+            raise
+        if self._certify:
+            piece.certify()
+        self._pieces.setdefault(piece.key, []).append(piece)
+        self._stash.append(ref(piece))
+        return piece
+
+    def _end_backward(self, backward: int) -> None:
+        """Let go of what came back for it and is still wanted, by an unused branch or a graph that is kept."""
+        with self.alone():
+            self._forget(backward)
+
+    def _forget(self, backward: int) -> None:
+        for piece in list(self._back.pop(backward, ())):
+            piece.forget()
+
+    def _say_full(self, nbytes: int) -> None:
+        if not self._full:
+            self._full = True
+            warnings.warn(
+                f"there is no room for {nbytes:,} bytes of activations in host memory: they stay on the device; "
+                "make room, or give a directory on a disk for the rest",
+                stacklevel=2,
+            )
+
+
+def check_version(now: int, then: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise what autograd raises where a tensor was written into since it was saved."""
+    if now != then:
+        raise RuntimeError(OVERWRITTEN.format(shape=list(shape), dtype=dtype, now=now, then=then))
+
+
+CAST = "ToCopyBackward0"  # what autograd calls it
+
+
+class CastWeight:
+    """A cast of a parameter, or a view of one: the parameter alone is held."""
+
+    __slots__ = ("_dtype", "_first", "_parameter", "_shape", "_stride", "_version")
+
+    def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
+        self._parameter, self._version, self._dtype = parameter, parameter._version, view.dtype
+        self._shape, self._stride, self._first = view.shape, view.stride(), view.storage_offset()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> CastWeight | None:
+        """Return what stands for `tensor`; None: it is no cast of a parameter."""
+        whole = tensor if tensor._base is None else tensor._base
+        made_by = whole.grad_fn
+        if made_by is None or made_by.name() != CAST:
+            return None
+        parameter = getattr(made_by.next_functions[0][0], "variable", None)
+        if not isinstance(parameter, nn.Parameter) or whole.dtype != tensor.dtype:
+            return None
+        alike = (whole.shape, whole.stride(), whole.storage_offset()) == (parameter.shape, parameter.stride(), 0)
+        return cls(parameter, tensor) if alike and whole.device == parameter.device else None
+
+    def unpack(self) -> Tensor:
+        """Make it again.
+
+        Raises:
+            ModelError: the parameter was written into since.
+        """
+        if self._parameter._version != self._version:
+            raise ModelError("a parameter was written into between a forward and its backward")
+        return self._parameter.detach().to(self._dtype).as_strided(self._shape, self._stride, self._first)

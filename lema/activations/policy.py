@@ -1,0 +1,212 @@
+"""Which of the tensors that autograd saves are weights: parameters, views of them, and casts that autocast made.
+
+A linear layer saves `W.t()`, which is no parameter but a view of one. Weights are on the device anyway, or come back to
+it by themselves, so they are never moved; a view is kept as a reference, so that it pins nothing of a weight whose
+memory is taken away after the forward and put back for the backward.
+
+What to move: everything that autograd saves on the device, but for weights, small things, and what is used soon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lema.activations.hooks import current
+from lema.activations.protocols import Choice, Kept
+
+if TYPE_CHECKING:
+    from lema.activations.hooks import Scope
+
+__all__ = ["Everything", "WeightView", "Weights", "is_weight_view", "storages_of"]
+
+
+class WeightView:
+    """A view of a parameter, found again in whatever memory the parameter has when it is asked for."""
+
+    __slots__ = ("_first", "_laid", "_parameter", "_shape", "_stride", "_version")
+
+    def __init__(self, parameter: Tensor, view: Tensor) -> None:
+        self._parameter, self._version, self._laid = parameter, parameter._version, _laid(parameter)
+        self._shape, self._stride = view.shape, view.stride()
+        self._first = view.storage_offset() - parameter.storage_offset()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> WeightView | None:
+        """Return the reference that stands for `tensor`; None: it is no plain view of a parameter."""
+        parameter = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        plain = isinstance(parameter, nn.Parameter) and type(tensor) in (Tensor, nn.Parameter)
+        if not plain or parameter is None or parameter.dtype != tensor.dtype or not _shares(parameter, tensor):
+            return None
+        return cls(parameter, tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the view.
+
+        Raises:
+            RuntimeError: the parameter was written into, or laid out otherwise, since it was saved.
+        """
+        parameter = self._parameter
+        if parameter._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a parameter {list(parameter.shape)} is at version {parameter._version}, not {self._version}"
+            )
+        if _laid(parameter) != self._laid:
+            raise RuntimeError(
+                f"a parameter that the backward needs was {self._laid} in the forward, and is {_laid(parameter)}"
+            )
+        first = parameter.storage_offset() + self._first
+        return parameter.detach().as_strided(self._shape, self._stride, first)
+
+
+class Weights:
+    """The weights of a model.
+
+    Args:
+        model: whose parameters and buffers they are; None: none are known beforehand, and those are told that are
+            parameters or views of one.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = None if model is None else ref(model)
+        self._storages: dict[int, ref[Tensor]] = {}
+        self._casts: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
+
+    def refresh(self) -> None:
+        """Look again where the weights are: whoever moves them may have."""
+        self._storages.clear()
+        model = None if self._model is None else self._model()
+        if model is not None:
+            for weight in (*model.parameters(), *model.buffers()):
+                self._storages.update((key, ref(weight)) for key in storages_of(weight))
+
+    def holds(self, tensor: Tensor, scope: Scope | None = None) -> bool:
+        """Return whether `tensor` is a weight, or shares its memory with one.
+
+        Args:
+            tensor: what is asked about.
+            scope: which modules are being run: what they compute with may have been put there for the moment.
+        """
+        if is_weight_view(tensor):
+            return True
+        for key in storages_of(tensor):
+            known = self._storages.get(key)
+            weight = None if known is None else known()
+            if weight is not None and key in storages_of(weight):  # else the address is somebody else's by now
+                return True
+            running = () if scope is None or not scope.modules else _of(scope.modules[-1][0])
+            if any(key in storages_of(one) for one in running):
+                return True
+        return False
+
+    def casts(self, tensor: Tensor, scope: Scope | None) -> bool:
+        """Return whether `tensor` is, or is a view of, a weight of the innermost module, cast by autocast.
+
+        What looks like one is compared with the weight where it first occurs: nothing else tells them from activations
+        of the same shape. A mistake later, where the same module saves something else in the same place, would leave
+        an activation on the device, and change no number.
+        """
+        if scope is None or not scope.modules:
+            return False  # whether autocast is on cannot be asked here: it is off while an operation runs
+        module, saved = scope.modules[-1]
+        whole = tensor if tensor._base is None else tensor._base
+        likes = [one for one in _of(module) if one.shape == whole.shape and one.dtype != whole.dtype]
+        if not likes:
+            return False
+        learnt = self._casts.setdefault(module, {})
+        key = (saved[0], tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if key not in learnt:
+            learnt[key] = any(torch.equal(one.detach().to(whole.dtype), whole.detach()) for one in likes)
+        return learnt[key]
+
+
+def is_weight_view(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a parameter, a buffer, or a view of one."""
+    if isinstance(tensor, (nn.Parameter, nn.Buffer)):
+        return True
+    return isinstance(tensor._base, (nn.Parameter, nn.Buffer))
+
+
+def storages_of(tensor: Tensor) -> list[int]:
+    """Return the storages that `tensor` lies in: one, or of a tensor made of others, theirs."""
+    if is_traceable_wrapper_subclass(made := cast(Any, tensor)):
+        names, _ = made.__tensor_flatten__()
+        return [key for name in names for key in storages_of(getattr(tensor, name))]
+    if tensor.layout != torch.strided:
+        return []
+    return [tensor.untyped_storage()._cdata]
+
+
+def _of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers that a module has itself, whatever they are at the moment."""
+    for own in (module._parameters, module._buffers):
+        for weight in own.values():
+            if weight is not None:
+                yield weight
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _laid(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+class Everything:
+    """Everything that is worth moving.
+
+    Args:
+        weights: what never is.
+        on: says of a device type whether tensors there are to be moved.
+        min_bytes: smaller tensors stay.
+        but: what it leaves to be moved, this may keep all the same.
+        held: storages (`_cdata`) that others hold until the backward; asked for at every tensor.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        on: Callable[[str], bool],
+        *,
+        min_bytes: int = 1024,
+        but: Choice | None = None,
+        held: Collection[int] = (),
+    ) -> None:
+        self._weights, self._on, self._min_bytes, self._but, self._held = weights, on, min_bytes, but, held
+
+    def why_kept(self, tensor: Tensor) -> Kept | None:
+        """Return why `tensor` stays where it is; None: it is to be moved."""
+        scope = current()
+        if scope is not None and scope.modules:
+            scope.modules[-1][1][0] += 1
+        if torch._C._current_graph_task_id() != -1:
+            return Kept.BACKWARD  # a recomputation: what it saves is used at once
+        if self._weights.holds(tensor, scope):
+            return Kept.WEIGHT
+        if not self._on(tensor.device.type):
+            return Kept.ELSEWHERE
+        if scope is not None and scope.excluded:
+            return Kept.EXCLUDED
+        if scope is not None and scope.past_head:
+            return Kept.LOSS
+        if type(tensor) not in PLAIN:
+            return Kept.QUANTIZED
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return Kept.LAYOUT
+        if tensor.nbytes < self._min_bytes:
+            return Kept.SMALL
+        if self._weights.casts(tensor, scope):
+            return Kept.CAST
+        if self._held and tensor.untyped_storage()._cdata in self._held:
+            return Kept.HELD
+        return None if self._but is None else self._but.why_kept(tensor)

@@ -1,0 +1,130 @@
+"""What offloading did: tensors seen, moved and brought back, those that stayed and why, bytes each way.
+
+The parts that offloading is put together from: what to move, where to, and how.
+
+A backend (`lema.backend.Backend`) is a `Carrier` as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Choice", "Counters", "Kept", "Place", "Store"]
+
+
+class Kept(StrEnum):
+    """Why a tensor that autograd saves stays where it is."""
+
+    ELSEWHERE = "not on the device"
+    SMALL = "smaller than min_offload_size"
+    WEIGHT = "a weight, or a view of one"
+    CAST = "a weight, cast by autocast"
+    QUANTIZED = "of a quantised or other special class"
+    LAYOUT = "sparse, nested, or lazily conjugated"
+    EXCLUDED = "in an excluded module"
+    LOSS = "of the output head or the loss"
+    BACKWARD = "saved while a backward runs"
+    HELD = "held by others until the backward"
+    UNCHOSEN = "not of the kind that this mode moves"
+    FULL = "no room for it"
+
+
+@dataclass
+class Counters:
+    """Counted from the beginning, or since `reset`.
+
+    Attributes:
+        seen: tensors that autograd saved.
+        moved: of these, those that wait elsewhere; several that share memory are moved together.
+        restored: how often one was asked for and had been moved.
+        kept: those that stayed, by reason.
+        copies_out: pieces of memory that were copied away.
+        copies_back: pieces of memory that were copied back.
+        bytes_out: of these, in bytes.
+        bytes_back: likewise.
+        early: tensors asked for while their memory was still on the device, so that nothing was copied.
+    """
+
+    seen: int = 0
+    moved: int = 0
+    restored: int = 0
+    kept: Counter[Kept] = field(default_factory=Counter)
+    copies_out: int = 0
+    copies_back: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
+    early: int = 0
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.__init__()  # type: ignore[misc] # every field at its default
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them as plain JSON types."""
+        plain = {name: value for name, value in vars(self).items() if name != "kept"}
+        return {**plain, "kept": {reason.value: count for reason, count in self.kept.items()}}
+
+
+class Choice(Protocol):
+    """What to move."""
+
+    def why_kept(self, tensor: Tensor) -> Kept | None:
+        """Return why a tensor that autograd is about to save stays where it is; None: it is to be moved."""
+
+
+class Place(Protocol):
+    """Where the bytes of one piece of device memory wait. Its methods are called from one thread at a time, `drop`
+    excepted, which any thread may call at any time, a garbage collector among them."""
+
+    def fill(self) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory, to be filled; called once, first."""
+
+    def filled(self, landed: Callable[[], None]) -> None:
+        """Take what `fill` returned: a copy to it is on its way; `landed` blocks, in any thread, until it is there."""
+
+    def expect(self) -> None:
+        """Start bringing the bytes to host memory, if they are elsewhere and there is room. Never blocks."""
+
+    def ready(self) -> bool:
+        """Say whether `memory` would return at once."""
+
+    def memory(self) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory that holds the bytes, or that a copy to it is on its way to.
+
+        It blocks until they have been read, where they are elsewhere. What was returned stays until `used`.
+
+        Raises:
+            DiskError, ReadError: they could not be written, or read, or are not what was written.
+        """
+
+    def used(self, drained: Callable[[], None]) -> None:
+        """Take back what `memory` returned: a copy from there has been queued; `drained` blocks until it has ended.
+
+        `memory` may be asked for again.
+        """
+
+    def drop(self) -> None:
+        """Nobody wants the bytes any more. May be called twice, and in any state."""
+
+
+class Store(Protocol):
+    """Where to."""
+
+    def place(self, nbytes: int) -> Place | None:
+        """Return room for `nbytes`; None: there is none."""
+
+    def settle(self) -> None:
+        """Wait for what is on its way to the disk.
+
+        Raises:
+            DiskError: something could not be written.
+        """
+
+    def close(self) -> None:
+        """Give everything back."""

@@ -1,0 +1,69 @@
+"""The seam: what a device and a group of processes must offer, and what the core asks while it waits for them."""
+
+from typing import TYPE_CHECKING
+
+from lema import lazy_exports
+
+if TYPE_CHECKING:
+    from lema.backend.findings import Fact, Finding, Level
+    from lema.backend.protocols import (
+        Backend,
+        BackendOptions,
+        Carrier,
+        DeviceSlots,
+        Download,
+        Gathering,
+        MemoryStats,
+        Parallel,
+        Replicas,
+        Upload,
+    )
+    from lema.backend.registry import BackendInfo, available, load
+    from lema.backend.single import Alone, Downloaded, SingleProcess
+
+__all__ = [
+    "Alone",
+    "Backend",
+    "BackendInfo",
+    "BackendOptions",
+    "Carrier",
+    "DeviceSlots",
+    "Download",
+    "Downloaded",
+    "Fact",
+    "Finding",
+    "Gathering",
+    "Level",
+    "MemoryStats",
+    "Parallel",
+    "Replicas",
+    "SingleProcess",
+    "Upload",
+    "available",
+    "load",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Alone": "single",
+        "Backend": "protocols",
+        "BackendInfo": "registry",
+        "BackendOptions": "protocols",
+        "Carrier": "protocols",
+        "DeviceSlots": "protocols",
+        "Download": "protocols",
+        "Downloaded": "single",
+        "Fact": "findings",
+        "Finding": "findings",
+        "Gathering": "protocols",
+        "Level": "findings",
+        "MemoryStats": "protocols",
+        "Parallel": "protocols",
+        "Replicas": "protocols",
+        "SingleProcess": "single",
+        "Upload": "protocols",
+        "available": "registry",
+        "load": "registry",
+    },
+)

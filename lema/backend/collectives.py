@@ -1,0 +1,90 @@
+"""What processes that train copies of one adapter tell each other: gradients once per step, and a few numbers.
+
+Each works on its share of a batch, with the loss divided by the tokens of all; so the sum of their gradients is that of
+one process with the whole batch, but for the order of the additions (https://arxiv.org/abs/2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lema.backend.protocols import Replicas
+from lema.errors import ConfigError, LemaError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["check_alike", "first_alone", "sum_gradients"]
+
+
+def sum_gradients(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
+    """Add up every parameter's gradient over all processes, in one message for each dtype.
+
+    A parameter that has none in some process counts there as zeros; one that has none in any keeps none, so that the
+    optimizer leaves it alone as it would in one process.
+    """
+    if replicas.size == 1:
+        return
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        _sum(replicas, [parameter for parameter in parameters if parameter.dtype == dtype])
+
+
+def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
+    import torch
+
+    there = [parameter.grad is not None for parameter in parameters]
+    flags = torch.tensor(there, dtype=parameters[0].dtype).to(parameters[0].device, non_blocking=True)
+    parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
+    for parameter in parameters:
+        parameter.grad = None  # before the sum is there, that the two do not add up
+    del parts
+    replicas.sum(flat)
+    sums = flat.split([*(parameter.numel() for parameter in parameters), len(flags)])
+    anywhere = there
+    if not all(there):  # who has a gradient knows that there is one; only who has none must ask the device
+        anywhere = [mine or count > 0 for mine, count in zip(there, sums[-1].tolist(), strict=True)]
+    for parameter, summed, wanted in zip(parameters, sums[:-1], anywhere, strict=True):
+        if wanted:
+            parameter.grad = summed.view_as(parameter)
+
+
+def first_alone(replicas: Replicas, work: Callable[[], None]) -> None:
+    """Have the first process do what is done once; return in all of them when it is done.
+
+    Raises:
+        LemaError: it failed; in every process.
+    """
+    failure: LemaError | None = None
+    if replicas.first:
+        try:
+            work()
+        except LemaError as error:
+            failure = error
+    failed, *_ = replicas.everyone(failure and (type(failure), failure.what, failure.where, failure.how))
+    if failure is not None:
+        raise failure
+    if failed is not None:
+        kind, what, where, how = failed
+        raise kind(what, where=where, how=how)
+
+
+def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:
+    """Make sure that all processes train the same thing.
+
+    Args:
+        replicas: the processes.
+        about: what must be equal, by the names that a user knows it by; plain data.
+
+    Raises:
+        ConfigError: something differs; in every process.
+    """
+    first, *others = replicas.everyone(dict(about))
+    for rank, other in enumerate(others, 1):
+        if differing := sorted(name for name in first if first[name] != other.get(name)):
+            raise ConfigError(
+                f"the processes do not train the same thing: {', '.join(differing)} differ",
+                where=f"rank {rank}, compared with rank 0",
+                how="start every process with the same config, data and code",
+            )

@@ -1,0 +1,207 @@
+"""One thing that was looked at: how it stands, in one sentence, and how to mend it.
+
+Versions that are known not to go together, and packages that only look like what they are named after.
+
+Tables of these are data; what is here compares them with what is installed. Nothing is imported for it: importing is
+what goes wrong with such packages. Every entry says where it is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+__all__ = ["PAIRS", "Fact", "Finding", "Level", "Pair", "Stub", "installed_version", "known_bad", "stubs"]
+
+
+Fact = str | int | float | bool | None
+
+
+class Level(StrEnum):
+    """How a finding stands, from good to bad."""
+
+    OK = "ok"
+    NOTE = "note"  # worth knowing; nothing is wrong
+    WARNING = "warning"  # something will not work, or be slower than it could be
+    PROBLEM = "problem"  # LEMA cannot run
+
+    @property
+    def rank(self) -> int:
+        """0 for the best."""
+        return list(Level).index(self)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        section: what it belongs to; of a backend's own findings the backend's name.
+        name: what was looked at; `section.name` is the same on every machine.
+        level: how it stands.
+        what: one sentence.
+        how: how to mend it; empty where nothing needs mending.
+        source: where that is published; empty where it was seen here.
+        facts: what was measured: name, with its unit where it has one -> plain value; bytes and bytes per second are
+            numbers.
+    """
+
+    section: str
+    name: str
+    level: Level
+    what: str
+    how: str = ""
+    source: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What a script asks for it by."""
+        return f"{self.section}.{self.name}".replace(" ", "_")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data: the same keys for every finding."""
+        return {
+            "key": self.key,
+            "section": self.section,
+            "name": self.name,
+            "level": self.level.value,
+            "what": self.what,
+            "how": self.how,
+            "source": self.source,
+            "facts": dict(self.facts),
+        }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two requirements that must not both be met.
+
+    Attributes:
+        one: such as `"a>=2"`.
+        other: such as `"b<1.5"`.
+        level: how bad it is.
+        what: what goes wrong, as the end of a sentence that begins with the two packages.
+        how: how to mend it.
+        source: where it is published.
+    """
+
+    one: str
+    other: str
+    level: Level
+    what: str
+    how: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A package that is there to keep a name, and fails when it is imported.
+
+    Attributes:
+        name: of the distribution.
+        version: that is known to be one.
+        module: that it installs.
+        mark: what the module says of itself.
+        what: what it is, as the end of a sentence that begins with the package.
+        how: how to mend it.
+        source: where it is published.
+    """
+
+    name: str
+    version: str
+    module: str
+    mark: str
+    what: str
+    how: str
+    source: str
+
+
+PAIRS = (
+    Pair(
+        "torchao>=0.18",
+        "torch<2.11",
+        Level.WARNING,
+        "torchao leaves out the kernels it has compiled: int8 and fp8 models are slower, if they run",
+        'pip install "torch>=2.11"',
+        "https://github.com/pytorch/ao/releases/tag/v0.18.0",
+    ),
+    Pair(
+        "peft>=0.21",
+        "torchao<0.16",
+        Level.PROBLEM,
+        "peft refuses to put an adapter on any layer",
+        'pip install "torchao>=0.18", or pip uninstall torchao',
+        "https://github.com/daydreamlive/DEMON/pull/325",
+    ),
+)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None: it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:
+    """Find the pairs that are installed."""
+    for pair in pairs:
+        one, other = _met(pair.one), _met(pair.other)
+        if one is not None and other is not None:
+            yield Finding(
+                section,
+                f"{Requirement(pair.one).name} and {Requirement(pair.other).name}",
+                pair.level,
+                f"{one} with {other}: {pair.what}.",
+                pair.how,
+                pair.source,
+                {"one": one, "other": other},
+            )
+
+
+def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
+    """Find the stubs that are installed, by their version or by what their module says."""
+    for stub in table:
+        found = installed_version(stub.name)
+        if found is not None and (found == stub.version or stub.mark in _source(stub.module)):
+            yield Finding(
+                section,
+                stub.name,
+                Level.WARNING,
+                f"{stub.name} {found} {stub.what}.",
+                stub.how,
+                stub.source,
+                {"installed": found, "stub": True},
+            )
+
+
+def _met(requirement: str) -> str | None:
+    """Return the package with its version if it meets the requirement."""
+    wanted = Requirement(requirement)
+    found = installed_version(wanted.name)
+    try:
+        met = found is not None and wanted.specifier.contains(found, prereleases=True)
+    except InvalidVersion:
+        return None
+    return f"{wanted.name} {found}" if met else None
+
+
+def _source(module: str) -> str:
+    """Return the text of a module that is not imported; empty where it has none."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return ""
+    return Path(spec.origin).read_text(encoding="utf-8", errors="replace")

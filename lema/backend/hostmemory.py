@@ -1,0 +1,106 @@
+"""Host memory by the page: untouched, at a page boundary, in huge pages where the system has them.
+
+The limits that the system sets to this process and others together: its control groups, of either version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["HUGE_PAGE", "UNLIMITED", "anonymous", "groups", "mapped", "memory_left", "memory_limit", "read_only"]
+
+
+HUGE_PAGE = 2 << 20
+
+
+def anonymous(nbytes: int) -> Tensor:
+    """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) memory of this process alone.
+
+    In huge pages, as far as whole ones go: a disk fills them in fewer, larger requests, at a fraction of the work.
+    """
+    import torch
+
+    huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
+    room = max(nbytes, 1) + (HUGE_PAGE if huge else 0)  # addresses, not memory: what is never touched takes none
+    private = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else it is shared memory
+    start = -torch.frombuffer(private, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
+    if huge:
+        with suppress(OSError):  # a system without them has pages all the same
+            private.madvise(mmap.MADV_HUGEPAGE, start, huge)
+    return torch.frombuffer(private, dtype=torch.uint8, count=max(nbytes, 1), offset=start)[:nbytes]
+
+
+def mapped(descriptor: int, nbytes: int) -> Tensor:
+    """Return uint8 `[nbytes]`, page-aligned: the first bytes of a file, as every process sees and changes them."""
+    import torch
+
+    shared = mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED)
+    return torch.frombuffer(shared, dtype=torch.uint8)[:nbytes]
+
+
+def read_only(memory: Tensor) -> None:
+    """Let whoever writes to `memory`, whole pages of this process, be ended by the system (SIGSEGV); reads go on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+ROOT = Path("/")
+UNLIMITED = 1 << 60  # groups of the first version say a number near 2 ** 63 when they mean none
+
+
+def groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the directories of the control groups that this process is in, from its own up to the root."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
+            own = top / path.lstrip("/")
+            # In a container the path is that of the host, and what is mounted is the container's own group.
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(top) and group.is_dir())
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Return the bytes that this process's control groups may have; None: as many as there are."""
+    return min((limit for _, limit in _limits(root)), default=None)
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Return the bytes that this process's control groups may still take; None: as many as there are.
+
+    What they have of files in memory is counted as free: the system drops it for whoever needs the room.
+    """
+    return min((limit - _used(group) for group, limit in _limits(root)), default=None)
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, int]]:
+    for group in groups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # not there, or "max"
+                if (limit := int((group / name).read_text())) < UNLIMITED:
+                    yield group, limit
+
+
+def _used(group: Path) -> int:
+    """Return the bytes that a group has, those of files excepted."""
+    used = 0
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        with suppress(OSError, ValueError):
+            used = int((group / name).read_text())
+    with suppress(OSError, ValueError):
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = int(stat.get("total_cache", stat.get("file", 0)))
+        # Memory that processes share is counted among files, and is not dropped.
+        used -= files - int(stat.get("total_shmem", stat.get("shmem", 0)))
+    return max(used, 0)

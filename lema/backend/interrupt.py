@@ -1,0 +1,126 @@
+"""Whether a run is to stop, asked before each layer and each micro-batch; and how several processes agree on it.
+
+A step of a streamed model may take minutes, so it is not waited for: a pass through the layers is given up in its
+midst, and nothing of it is left. What cannot be given up halfway is done to its end first: an optimizer's step, a save.
+
+Where processes meet within a pass, one alone cannot leave it: the others would wait for ever. Which process may leave
+where is said by `Leaving`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from lema.backend.protocols import Replicas
+from lema.backend.single import Alone
+
+__all__ = ["NEVER", "Leaving", "Polled", "Stop", "StopRequested", "agreed"]
+
+
+Stop = Callable[[], str | None]
+
+
+"""Returns why a run is to stop; None: it goes on."""
+
+
+Leaving = Literal["alone", "as a copy", "together"]
+
+
+"""Who leaves a pass at once: a process on its own, those that hold one copy of the model together, or all there are.
+
+Processes that meet at most after a pass leave it alone, before a layer or a micro-batch. Those that compute layers
+together ask each other before each lease, and so do all where each layer is put together from parts of all.
+"""
+
+
+class StopRequested(BaseException):
+    """What is under way is given up, because the run is to stop.
+
+    No error: it goes past whatever handles errors, to the loop of the run, which turns it into `lema.errors.Stopped`.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Polled:
+    """Asks, within `opened` blocks, whether a run is to stop.
+
+    Args:
+        stop: whom to ask; None: nobody.
+        replicas: the processes, all of which have made one of these, or none.
+        leaving: who leaves a pass at once.
+    """
+
+    def __init__(self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "alone") -> None:
+        self._stop, self._leaving = stop, leaving
+        self._replicas = replicas or Alone()
+        self._open = self._polls = False
+
+    def poll(self) -> None:
+        """Ask, where this process may leave on its own.
+
+        Raises:
+            StopRequested: the run is to stop.
+        """
+        if self._polls and self._stop is not None and (why := self._stop()) is not None:
+            raise StopRequested(why)
+
+    def at_lease(self) -> None:
+        """Ask before a lease: as `poll`, or those together that leave at once.
+
+        Raises:
+            StopRequested: the run is to stop; in every process that leaves with this one.
+        """
+        if self._polls:
+            self.poll()
+        elif self._open:
+            assert self._stop is not None, "nobody is asked"
+            ask = self._replicas.everyone if self._leaving == "together" else self._replicas.of_copy
+            if (why := _first(ask(self._stop()))) is not None:
+                raise StopRequested(why)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let what is done in a `with` block be given up; at its end, all processes give up what one has given up.
+
+        Raises:
+            StopRequested: it was given up; in every process.
+        """
+        if self._stop is None:
+            yield
+            return
+        why: str | None = None
+        self._open, self._polls = True, self._leaving == "alone"
+        try:
+            yield
+        except StopRequested as request:
+            why = request.why
+        finally:
+            self.close()
+        if (why := agreed(self._replicas, why)) is not None:
+            raise StopRequested(why)
+
+    def close(self) -> None:
+        """Have what is left of an `opened` block done to its end."""
+        self._open = self._polls = False
+
+
+def agreed(replicas: Replicas, why: str | None) -> str | None:
+    """Return why any of the processes wants to stop, the same in all of them; each calls this. None: none does."""
+    if replicas.num_processes == 1:
+        return why
+    return _first(replicas.everyone(why))
+
+
+def _first(given: Iterable[str | None]) -> str | None:
+    return next((one for one in given if one is not None), None)
+
+
+NEVER = Polled(None)
+
+
+"""Of a run that nobody stops."""

@@ -1,0 +1,303 @@
+"""The processes that train one adapter together, as the core sees them, and the one process that is alone.
+
+The seam: what a device must offer for the core to stream on it, and how a backend is found.
+
+Backends are entry points of the group `lema.backends`; a third party adds one without touching this project. The
+protocols state intent, not mechanism: *compute queued after `wait` sees the bytes*, *refilled only after the compute
+queued so far*. How a device keeps those promises (streams, events, nothing at all) is its own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from lema.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = [
+    "Backend",
+    "BackendOptions",
+    "Carrier",
+    "DeviceSlots",
+    "Download",
+    "Gathering",
+    "MemoryStats",
+    "Parallel",
+    "Replicas",
+    "Upload",
+]
+
+
+class Gathering(Protocol):
+    """One layer on its way from the replicas that each hold a part of it."""
+
+    def wait(self) -> None:
+        """Compute queued after this call sees the whole; the uploaded part has been released."""
+
+
+class Replicas(Protocol):
+    """The processes that train copies of one adapter, each on its share of every batch (data parallelism).
+
+    Every process makes the same calls in the same order. Where several processes hold one copy together
+    (`lema.backend.Parallel`), the replicas of a process are those that hold the same part as it.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all."""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process's place among those of this machine."""
+
+    @property
+    def local_size(self) -> int:
+        """How many of the processes run on this machine."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one, of all there are, that writes and reports."""
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are in all."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor on the device over all processes, in place; queued like compute. All get the same bits."""
+
+    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+        """Start to put an uploaded part of every process, all of one size, one after the other into `whole`.
+
+        `whole`, uint8 `[size * part]` on the device, is overwritten only after the compute queued so far; the part is
+        released once it has been sent.
+        """
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every process's value, in rank order: plain data, through the hosts; no device is waited for."""
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Likewise, of all processes, also those that hold other parts of a copy; the first one's is first."""
+
+    def of_copy(self, value: Any) -> list[Any]:
+        """Likewise, of the processes that hold one copy together with this one."""
+
+    def shared_memory(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of zeroed host memory at a page boundary that all processes of this machine share."""
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a user may say about a device.
+
+    Attributes:
+        page_locked: lock host memory that the device copies from; None: as much as the system allows.
+        tensor_parallel_size: processes that hold one copy of the model together; None: as the backend is made for.
+        sequence_parallel: between attention and MLP each of these holds its part of the sequence only.
+        settings: what only this backend has, by name (`lema.config.backendsettings`).
+    """
+
+    page_locked: bool | None = None
+    tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse_parts(self, name: str) -> None:
+        """Refuse to divide layers, for a backend that gives each process the whole of them.
+
+        Raises:
+            ConfigError: the user asks for it.
+        """
+        for setting in ("tensor_parallel_size", "sequence_parallel"):
+            if getattr(self, setting) not in (None, False, 1):
+                raise ConfigError(
+                    f"the {name} backend gives each process whole layers",
+                    where=setting,
+                    how="leave it out: several processes train on parts of each batch; shard_weights divides reading",
+                )
+
+
+DEFAULTS = BackendOptions()
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes of the device's memory: in use by this process, the most ever in use by it, and the device's total.
+
+    `shared`: the device computes in host memory, so that a host buffer is a slot, and nothing is uploaded.
+    """
+
+    used: int
+    peak: int
+    total: int
+    shared: bool = False
+
+
+class Upload(Protocol):
+    """One layer's bytes on their way into a device slot."""
+
+    def wait(self) -> Tensor:
+        """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the uploaded bytes.
+
+        It may be called again after `release`, and the slot released again, until something else is uploaded to these
+        slots: until then the bytes are still there. What an earlier `wait` returned is not used any more.
+        """
+
+    def release(self) -> None:
+        """Give the slot back; it is refilled only after the compute queued so far has finished."""
+
+    def drained(self) -> None:
+        """Block until the source may be overwritten.
+
+        Called from a reader thread, and from the training thread only of a copy that has long ended; more than once at
+        times, and before `release` too.
+        """
+
+
+class DeviceSlots(Protocol):
+    """A ring of equal slots on the device; `upload` takes the next free one.
+
+    The core asks for rings of one slot each, and so chooses which to refill.
+    """
+
+    def upload(self, source: Tensor) -> Upload:
+        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot. It may be dropped meanwhile.
+
+        Slots are released in any order, and an upload nobody waited for may be released too.
+        """
+
+
+class Download(Protocol):
+    """One tensor on its way from the device to host memory."""
+
+    def release(self) -> None:
+        """Let the source go: compute queued after this call may overwrite it, or its memory if it is freed."""
+
+    def landed(self) -> None:
+        """Block until the bytes are in host memory. Any thread may call it, more than once."""
+
+
+class Parallel(Protocol):
+    """How layers lie over a tensor-parallel group. Every process of it makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+
+    def shard(self, layer: nn.Module) -> None:
+        """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them.
+
+        Each parameter that is divided has an attribute `parallel_layout` afterwards (`lema.backend.layout`), by which
+        the core knows what of a stored tensor this rank reads, and how to put adapters together.
+
+        Args:
+            layer: the model, or one layer where the backend needs to know no more.
+        """
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum over the group the gradients of which each rank has formed a part only."""
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients of the group, on the device: what several ranks hold alike counts once."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in rank order."""
+
+    def enter_layers(self, hidden: Tensor) -> Tensor:
+        """Return what of a hidden state `[batch, sequence, hidden]` this rank gives its first layer; differentiable."""
+
+    def leave_layers(self, hidden: Tensor) -> Tensor:
+        """Return the whole hidden state of what this rank's last layer has made; differentiable."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One device, as the core sees it.
+
+    The constructor takes the device string and `BackendOptions`, and joins the process group, if any.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the entry point."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where adapters, boundary activations and resident tensors live."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """The tensor-parallel group this process belongs to."""
+
+    @property
+    def replicas(self) -> Replicas:
+        """The data-parallel group this process belongs to."""
+
+    def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory at a page boundary, page-locked where that helps, of exact size.
+
+        Args:
+            nbytes: how many.
+            memory: take this memory, at a page boundary and of that size, instead of new; locked until it is dropped.
+        """
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return a ring of `count` slots of `nbytes` bytes."""
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far.
+
+        They have one shape, dtype and strides. Until `release`, the source stays as it is; both may be dropped
+        meanwhile. What is uploaded from `target` after this call is what it brings; nobody need wait in between.
+        """
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Return the context in which a layer with weights of `dtype` is computed."""
+
+    def rng_state(self) -> Tensor:
+        """Return the state of the generator that dropout on this device draws from."""
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Put back a state that `rng_state` returned."""
+
+    def end_step(self) -> None:
+        """Mark the end of an optimizer step (lazy devices run their graph here)."""
+
+    def synchronize(self) -> None:
+        """Block until all queued work is done."""
+
+    def memory(self) -> MemoryStats:
+        """Return the device's memory, in bytes."""
+
+    def close(self) -> None:
+        """Give back what the constructor took."""
+
+
+class Carrier(Protocol):
+    """How bytes get from one device to host memory and back; the promises are those of `lema.backend.Backend`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Whose memory it carries from and to."""
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory of its own, at a page boundary."""
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return `count` slots of `nbytes` bytes on the device."""
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far."""

@@ -1,0 +1,133 @@
+""""""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from lema.backend.protocols import DEFAULTS, Backend, BackendOptions, Parallel
+from lema.backend.single import SingleProcess
+from lema.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BackendInfo", "available", "has_addresses", "kept_unasked", "load", "planned"]
+
+
+GROUP = "lema.backends"
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One installed backend: its name, the package it comes from, and why it cannot run here (None: it can)."""
+
+    name: str
+    source: str
+    reason: str | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the backend can run on this machine."""
+        return self.reason is None
+
+
+def has_addresses(device: torch.device) -> bool:
+    """Return whether a tensor's memory can be pointed at: not on a lazy device, whose memory is its runtime's."""
+    import torch
+
+    one = torch.empty(1, dtype=torch.uint8, device=device)
+    return one.is_meta or one.data_ptr() != 0
+
+
+def kept_unasked(backend: Backend | str) -> float:
+    """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
+
+    A backend for which that is the usual way has an attribute `keeps` that says so.
+
+    Args:
+        backend: one that is open, or what the settings name it by.
+
+    Raises:
+        BackendUnavailable: as `load`.
+    """
+    return float(getattr(_factory(backend)[0] if isinstance(backend, str) else backend, "keeps", 0.0))
+
+
+def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
+    """Return how a backend would have layers lie over processes; none has to be there, and no device.
+
+    A backend that divides layers has a function `planned` that takes the options.
+
+    Raises:
+        BackendUnavailable: as `load`.
+        ConfigError: it cannot do what the options ask for.
+    """
+    factory, name = _factory(device)
+    divided: Callable[[BackendOptions], Parallel] | None = getattr(factory, "planned", None)
+    if divided is None:
+        options.refuse_parts(name)
+        return SingleProcess()
+    return divided(options)
+
+
+def available() -> list[BackendInfo]:
+    """Open every installed backend once and say which can run here."""
+    found = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        reason = None
+        try:
+            _open(point, point.name).close()
+        except BackendUnavailable as error:
+            reason = error.what
+        found.append(BackendInfo(point.name, point.value, reason))
+    return found
+
+
+def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
+    """Open the backend that `device` names, and no other.
+
+    Args:
+        device: the backend's name, with a device number after a colon where it has several: `"name"`, `"name:1"`.
+        options: what the user says about it.
+
+    Raises:
+        BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.
+    """
+    return _open(_point(device), device, options)
+
+
+def _point(device: str) -> EntryPoint:
+    name = device.partition(":")[0]
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        raise BackendUnavailable(
+            f"no backend named {name!r} is installed",
+            where=f"device: {device}",
+            how=f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them",
+        )
+    return points[name]
+
+
+def _factory(device: str | EntryPoint) -> tuple[Any, str]:
+    """Import what opens a backend; return it, and its name."""
+    point = _point(device) if isinstance(device, str) else device
+    try:
+        return point.load(), point.name
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
+        raise BackendUnavailable(
+            f"backend {point.name!r} cannot be imported: {error}", where=point.value, how="install what it needs"
+        ) from error
+
+
+def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:
+    backend = _factory(point)[0](device, options)
+    if not isinstance(backend, Backend):
+        raise BackendUnavailable(
+            f"backend {point.name!r} does not implement lema.backend.protocols.Backend",
+            where=point.value,
+            how="lema.testing has the contract it must pass",
+        )
+    return backend

@@ -1,0 +1,148 @@
+"""Slots on the device, each guarded by two events: filled, and free.
+
+The queue of uploads overwrites a slot after it is free; compute reads it after it is filled. No thread waits but one
+that asks for a source to be drained.
+
+Tensors on their way from the device to host memory, behind the compute that makes them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lema.backend.queues import Copies, Event, Queue
+
+__all__ = ["CopyDown", "SlotUpload", "Slots"]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory on the device.
+
+    Attributes:
+        memory: uint8 `[nbytes]`.
+        free: when nothing queued so far needs the bytes any more.
+        filled: when the last upload to it is done; None: there was none.
+        uploads: how many there were.
+    """
+
+    memory: Tensor
+    free: Event
+    filled: Event | None = None
+    uploads: int = 0
+
+
+class Slots:
+    """A ring of slots: `lema.backend.DeviceSlots` on a device that works through queues.
+
+    Args:
+        copies: what carries bytes to them.
+        memory: uint8 tensors on the device, one per slot, just allocated on the queue that computes.
+    """
+
+    def __init__(self, copies: Copies, memory: Sequence[Tensor]) -> None:
+        self._copies = copies
+        compute = copies.queues.compute
+        # Whoever had the memory before may have let it go while work that uses it was still queued.
+        free = compute.record()
+        slots = [_Slot(piece, free) for piece in memory]
+        self._free = deque(slots)
+        # The allocator hands the memory to whatever is queued next on the queue it was allocated on, and knows nothing
+        # of other queues.
+        weakref.finalize(self, _let_go, compute, slots).atexit = False
+
+    def upload(self, source: Tensor) -> SlotUpload:
+        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into the slot that was free first."""
+        assert self._free, "more uploads are held than there are slots"
+        slot = self._free.popleft()
+        before = [slot.free] if slot.filled is None else [slot.free, slot.filled]  # nobody need have waited for that
+        slot.filled = self._copies.upload(slot.memory[: len(source)], source, before)
+        slot.uploads += 1
+        return SlotUpload(self, slot, slot.filled, len(source))
+
+    def take_back(self, slot: _Slot) -> None:
+        """Lease a slot again that was released and not refilled."""
+        self._free.remove(slot)
+        self._copies.queues.compute.wait(slot.free)  # the next release shall be after the last, on whatever queue
+
+    def give_back(self, slot: _Slot) -> None:
+        """Have a slot refilled after the compute queued so far."""
+        slot.free = self._copies.queues.compute.record()
+        self._free.append(slot)
+
+    def await_filled(self, filled: Event) -> None:
+        """Let compute queued from now on begin after `filled`."""
+        self._copies.queues.compute.wait(filled)
+
+
+class SlotUpload:
+    """`lema.backend.Upload` into one of `Slots`."""
+
+    def __init__(self, slots: Slots, slot: _Slot, filled: Event, nbytes: int) -> None:
+        self._slots, self._slot, self._filled, self._nbytes = slots, slot, filled, nbytes
+        self._number = slot.uploads
+        self._released = False
+
+    def wait(self) -> Tensor:
+        """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the bytes. The caller goes on."""
+        if self._released:
+            assert self._slot.uploads == self._number, "a slot was asked for that something else was uploaded to"
+            self._slots.take_back(self._slot)
+            self._released = False
+        self._slots.await_filled(self._filled)
+        return self._slot.memory[: self._nbytes]
+
+    def release(self) -> None:
+        """Give the slot back; it is refilled after the compute queued so far."""
+        assert not self._released, "a slot was released twice"
+        self._released = True
+        self._slots.give_back(self._slot)
+
+    def drained(self) -> None:
+        """Block the calling thread until the source was copied."""
+        self._filled.wait()
+
+
+def _let_go(compute: Queue, slots: Sequence[_Slot]) -> None:
+    """Let the next use of the slots' memory begin after what still touches it, in whatever queue."""
+    for slot in slots:
+        compute.wait(slot.free)  # it may have been released on another queue
+        if slot.filled is not None:
+            compute.wait(slot.filled)
+
+
+class CopyDown:
+    """`lema.backend.Download` on a device that works through queues.
+
+    Args:
+        copies: what carries the bytes.
+        source: a tensor on the device. It is held until `release`, so that its memory is not used again meanwhile.
+        target: a tensor in host memory, of the same shape, dtype and strides.
+    """
+
+    def __init__(self, copies: Copies, source: Tensor, target: Tensor) -> None:
+        source = source.detach()
+        self._queues = copies.queues
+        self._landed = copies.download(target, source)
+        # Where this is dropped without `release`, the memory goes back to its allocator all the same.
+        self._forgotten = weakref.finalize(self, _after_download, copies.queues.compute, self._landed, source)
+        self._forgotten.atexit = False
+
+    def release(self) -> None:
+        """Let compute that is queued from now on begin after the copy; the caller goes on at once."""
+        if self._forgotten.alive:
+            self._queues.compute.wait(self._landed)
+            self._forgotten.detach()  # from here on the memory may be used again
+
+    def landed(self) -> None:
+        """Block the calling thread, which may be any, until the bytes are in host memory."""
+        self._landed.wait()
+
+
+def _after_download(compute: Queue, landed: Event, source: Tensor) -> None:  # noqa: ARG001 - held until this has been called
+    compute.wait(landed)

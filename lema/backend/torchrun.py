@@ -1,0 +1,260 @@
+"""The processes that `torchrun` started, as one group that trains on parts of each batch.
+
+For backends: which library carries what between devices is theirs to say. Small things go from host to host, past the
+devices, so that asking for them waits for no device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.backend.hostmemory import mapped
+from lema.backend.protocols import Gathering, Replicas, Upload
+from lema.backend.single import Alone
+from lema.errors import BackendUnavailable, ConfigError, LemaError
+
+__all__ = ["Joined", "ProcessGroup", "gather_objects", "join", "join_in_parts", "local_processes", "others_there"]
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that `torchrun` sets
+PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the others wait
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process among those that `torchrun` started.
+
+    Attributes:
+        replicas: those that hold the same part of a copy as this one: all, where each process holds a whole copy.
+        parts: of the processes that hold one copy together, the group between devices; None: there is one.
+        part_hosts: the group between their hosts.
+        leave: leaves them all again.
+    """
+
+    replicas: Replicas
+    parts: Any
+    part_hosts: Any
+    leave: Callable[[], None]
+
+
+def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
+    """Join the processes that `torchrun` started, each with a whole copy; return them, and what leaves them again.
+
+    Args:
+        carrier: what `torch.distributed` calls the library that carries tensors between the devices.
+
+    Raises:
+        BackendUnavailable: the variables that `torchrun` sets are there in part, or the others cannot be reached.
+    """
+    joined = join_in_parts(carrier, 1)
+    return joined.replicas, joined.leave
+
+
+def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENCE) -> Joined:
+    """Join the processes that `torchrun` started, so many of which hold one copy together.
+
+    Those of one copy have ranks that follow each other, so that they are on one machine where they can be.
+
+    Args:
+        carrier: what `torch.distributed` calls the library that carries tensors between the devices.
+        parts: how many hold one copy; None: all.
+        patience: how long a process is waited for.
+
+    Raises:
+        BackendUnavailable: as `join`.
+        ConfigError: the processes cannot be divided into such groups.
+    """
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if "WORLD_SIZE" not in given or given["WORLD_SIZE"] == "1":
+        _divide(1, parts)
+        return Joined(Alone(), None, None, lambda: None)
+    if missing := [name for name in VARIABLES if not given.get(name, "").isdigit()]:
+        raise BackendUnavailable(
+            f"{', '.join(missing)} should be numbers, as torchrun sets them",
+            where="environment",
+            how="start the processes with torchrun, or unset WORLD_SIZE",
+        )
+    rank, size, local_rank, local_size = (int(given[name]) for name in VARIABLES)
+    parts = _divide(size, parts)
+    import torch.distributed as dist
+
+    mine = not dist.is_initialized()
+    try:
+        if mine:
+            dist.init_process_group(carrier, timeout=patience)
+        hosts = dist.new_group(backend="gloo", timeout=patience)
+        groups = _groups(rank, size, parts, patience) if parts > 1 else (None, hosts, None, None)
+    except (RuntimeError, ValueError) as error:  # of torch.distributed: DistError is a RuntimeError
+        raise BackendUnavailable(
+            f"the {size} processes do not find each other: {error}",
+            where=f"rank {rank}",
+            how="check MASTER_ADDR and MASTER_PORT, and that every process was started",
+        ) from error
+
+    def leave() -> None:
+        if mine and dist.is_initialized():
+            dist.destroy_process_group()
+
+    replicas = ProcessGroup(
+        rank // parts,
+        size // parts,
+        local_rank // parts,
+        max(local_size // parts, 1),
+        groups[1],
+        device_group=groups[0],
+        all_hosts=hosts,
+        copy_hosts=groups[3],
+        first=rank == 0,
+    )
+    return Joined(replicas, groups[2], groups[3], leave)
+
+
+def local_processes() -> int | None:
+    """Return how many processes `torchrun` started on this machine; None: it started none."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdigit() else None
+
+
+def _divide(size: int, parts: int | None) -> int:
+    """Return how many processes hold one copy together."""
+    if parts is None:
+        return size
+    if size % parts:
+        raise ConfigError(
+            f"{size} process{'' if size == 1 else 'es'} cannot be divided into groups of {parts}",
+            where=f"tensor_parallel_size: {parts}",
+            how=f"start a multiple of {parts} processes: torchrun --nproc_per_node {parts} -m lema train ...",
+        )
+    return parts
+
+
+def _groups(rank: int, size: int, parts: int, patience: timedelta) -> tuple[Any, Any, Any, Any]:
+    """Make every group of the grid, in the same order in each process; return this one's, of devices and of hosts."""
+    import torch.distributed as dist
+
+    own: list[Any] = []
+    of_replicas = [range(part, size, parts) for part in range(parts)]
+    of_copies = [range(start, start + parts) for start in range(0, size, parts)]
+    for rows in (of_replicas, of_copies):
+        devices = [dist.new_group(list(row), timeout=patience) for row in rows]
+        hosts = [dist.new_group(list(row), timeout=patience, backend="gloo") for row in rows]
+        place = next(number for number, row in enumerate(rows) if rank in row)
+        own += [devices[place], hosts[place]]
+    return own[0], own[1], own[2], own[3]
+
+
+class ProcessGroup:
+    """`lema.backend.protocols.Replicas` over `torch.distributed`.
+
+    Args:
+        rank: of this process.
+        size: how many there are.
+        local_rank: of this process among those of this machine.
+        local_size: how many there are of those.
+        hosts: a group whose tensors are in host memory.
+        device_group: one whose tensors are on the devices; None: that of all processes.
+        all_hosts: a group of all processes, likewise in host memory; None: `hosts` is one.
+        copy_hosts: one of those that hold one copy together, likewise; None: this process holds a copy alone.
+        first: whether this process is the first of all; None: it is if its rank is 0.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        local_rank: int,
+        local_size: int,
+        hosts: Any,
+        *,
+        device_group: Any = None,
+        all_hosts: Any = None,
+        copy_hosts: Any = None,
+        first: bool | None = None,
+    ) -> None:
+        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.first = rank == 0 if first is None else first
+        self._hosts, self._devices, self._all_hosts = hosts, device_group, all_hosts or hosts
+        self._copy_hosts = copy_hosts
+        self.num_processes: int = torch.distributed.get_world_size()
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up over all processes."""
+        with others_there():
+            torch.distributed.all_reduce(tensor, group=self._devices)
+
+    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+        """Gather in the background; devices that queue their work do this in a queue of its own."""
+        dist: Any = torch.distributed
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        return _Work(gather(whole, upload.wait(), group=self._devices, async_op=True), upload)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gather from host to host."""
+        return gather_objects(value, self.size, self._hosts)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Gather from all hosts."""
+        return gather_objects(value, self.num_processes, self._all_hosts)
+
+    def of_copy(self, value: Any) -> list[Any]:
+        """Gather from the hosts of one copy."""
+        if self._copy_hosts is None:
+            return [value]
+        return gather_objects(value, torch.distributed.get_world_size(self._copy_hosts), self._copy_hosts)
+
+    def shared_memory(self, nbytes: int) -> Tensor:
+        """Map a file without a name that the first process of each machine makes; it goes with the last of them."""
+        machine = self.rank - self.local_rank  # the rank of its first process
+        made = os.memfd_create("lema") if self.local_rank == 0 else -1
+        if made >= 0:
+            os.ftruncate(made, max(nbytes, 1))
+        where = self.exchange((os.getpid(), made))
+        process, number = where[machine]
+        descriptor = made if made >= 0 else os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+        try:
+            memory = mapped(descriptor, nbytes)
+            self.exchange(None)  # every process has it open
+        finally:
+            os.close(descriptor)
+        return memory
+
+
+def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:
+    """Return the value of each of `size` processes of a group, in rank order: plain data, from host to host."""
+    found: list[Any] = [None] * size
+    with others_there():
+        torch.distributed.all_gather_object(found, value, group=hosts)
+    return found
+
+
+@contextmanager
+def others_there() -> Iterator[None]:
+    """Say what it means when a message finds nobody, or nobody answers."""
+    try:
+        yield
+    except RuntimeError as error:
+        late = "timed out" in str(error).lower()
+        raise LemaError(
+            "another process of this run was not heard of in time" if late else "another process of this run has ended",
+            where=str(error).partition("\n")[0],
+            how="its own message, above, says why; start all of them again (--resume goes on from the last checkpoint)",
+        ) from error
+
+
+class _Work:
+    """A gathering under way."""
+
+    def __init__(self, work: Any, upload: Upload) -> None:
+        self._work, self._upload = work, upload
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._upload.release()

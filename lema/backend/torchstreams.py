@@ -1,0 +1,198 @@
+"""How bytes travel between a device and host memory: in streams of their own, or at once while everything waits.
+
+The order of copies in streams is that of `lema.backend.queues`, which is proven without a device. What is here only
+lends it torch's streams and events, those of whatever accelerator torch has.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.backend.hostmemory import anonymous
+from lema.backend.protocols import Carrier, DeviceSlots, Download
+from lema.backend.queues import Copies, Event
+from lema.backend.single import Downloaded
+from lema.backend.slots import CopyDown, Slots
+
+__all__ = ["AtOnce", "Streams", "carrier_for"]
+
+
+def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> Carrier:
+    """Return what carries bytes from and to `device`.
+
+    Args:
+        device: any that torch knows.
+        use_streams: let copies run beside the compute, where the device has streams.
+        pin_memory: copy from and to page-locked host memory, where the device is the one that torch locks it for.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return AtOnce(device)
+    # Of the accelerators torch knows some have a single stream, and then their module offers no `Stream`.
+    if use_streams and hasattr(torch.get_device_module(device), "Stream"):
+        return Streams(device, pin_memory=pin_memory)
+    return AtOnce(device, pin_memory=pin_memory)
+
+
+class Streams:
+    """A `lema.backend.Carrier` whose copies run beside the compute; no thread waits for them.
+
+    Args:
+        device: of the kind that is torch's current accelerator; without a number, the one that is current now.
+        pin_memory: lock the pages of host buffers. A device copies from and to others only while its host waits.
+    """
+
+    def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._pin_memory = pin_memory
+        self._copies = Copies(_Queues(self.device))
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory of its own."""
+        return _host_memory(nbytes, self._pin_memory)
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return a ring of `count` slots, in memory that belongs to the stream that computes now."""
+        return Slots(self._copies, _device_memory(self.device, nbytes, count))
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Start copying to a host buffer, after the compute queued so far."""
+        return CopyDown(self._copies, source, target)
+
+
+class AtOnce:
+    """A `Carrier` whose copies have ended when they are begun. It defines what the others must bring, on any device.
+
+    Args:
+        device: where the bytes come from and go to.
+        pin_memory: lock the pages of host buffers, which makes copies faster.
+    """
+
+    def __init__(self, device: torch.device, *, pin_memory: bool = False) -> None:
+        self.device, self._pin_memory = device, pin_memory
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory of its own."""
+        return _host_memory(nbytes, self._pin_memory)
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return a ring of `count` slots in memory of torch's allocator."""
+        return _FilledAtOnce(_device_memory(self.device, nbytes, count))
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Copy to a host buffer."""
+        target.copy_(source.detach())
+        return Downloaded()
+
+
+class _Event:
+    """A `torch.Event`. A torch that can lets the thread that waits for it sleep, others ignore that."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._index = stream.device_index
+        self.event = torch.Event(stream.device, blocking=True)
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        with torch.accelerator.device_index(self._index):  # a thread that never chose one would wake up the first
+            self.event.synchronize()
+
+    def happened(self) -> bool:
+        with torch.accelerator.device_index(self._index):
+            return bool(self.event.query())
+
+
+class _Queue:
+    """A `torch.Stream`."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def record(self) -> Event:
+        return _Event(self._stream)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self._stream.wait_event(event.event)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+
+    def current(self) -> AbstractContextManager[Any]:
+        return self._stream
+
+
+class _Queues:
+    """`lema.backend.queues.Queues` of one device: three streams beside the one that computes. Nothing is gathered."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self.uploads, self.returns, self.downloads = (_Queue(torch.Stream(device=device)) for _ in range(3))
+        self.gathers = self.uploads
+
+    @property
+    def compute(self) -> _Queue:
+        """The stream that is current in the calling thread, now; in a backward, autograd makes it the forward's."""
+        return _Queue(torch.accelerator.current_stream(self._index))
+
+
+class _FilledAtOnce:
+    """Slots whose uploads have ended when they are begun."""
+
+    def __init__(self, memory: Sequence[Tensor]) -> None:
+        self.memory, self.uploads = memory, [0] * len(memory)
+        self.free = deque(range(len(memory)))
+
+    def upload(self, source: Tensor) -> _Filled:
+        assert self.free, "more uploads are held than there are slots"
+        slot = self.free.popleft()
+        self.memory[slot][: len(source)].copy_(source)
+        self.uploads[slot] += 1
+        return _Filled(self, slot, len(source))
+
+
+class _Filled:
+    """`lema.backend.Upload` into one of `_FilledAtOnce`."""
+
+    def __init__(self, slots: _FilledAtOnce, slot: int, nbytes: int) -> None:
+        self._slots, self._slot, self._nbytes = slots, slot, nbytes
+        self._number, self._released = slots.uploads[slot], False
+
+    def wait(self) -> Tensor:
+        if self._released:
+            same = self._slots.uploads[self._slot] == self._number
+            assert same, "a slot was asked for that something else was uploaded to"
+            self._slots.free.remove(self._slot)
+            self._released = False
+        return self._slots.memory[self._slot][: self._nbytes]
+
+    def release(self) -> None:
+        assert not self._released, "a slot was released twice"
+        self._released = True
+        self._slots.free.append(self._slot)
+
+    def drained(self) -> None:
+        """The source was copied when `upload` returned."""
+
+
+def _host_memory(nbytes: int, pin_memory: bool) -> Tensor:
+    if not pin_memory:
+        return anonymous(nbytes)
+    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if memory.data_ptr() % mmap.PAGESIZE:  # a driver that divides its pages between small requests
+        memory = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, pin_memory=True)
+        memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:nbytes]
+    return memory
+
+
+def _device_memory(device: torch.device, nbytes: int, count: int) -> list[Tensor]:
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]

@@ -1,0 +1,181 @@
+"""A run in which nothing moves any more: the stacks of all its threads are written down, to say what it waits for.
+
+A disk that does not answer, a process that waits for another which has gone: such a run says nothing and ends never. A
+thread looks every few seconds at what counts what has been done (layers leased, bytes read, copied). When no number has
+changed for ten times as long as a layer takes, what was under way and the stacks go to standard error and into a file;
+once, until something moves again. Nothing in a step does anything for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+__all__ = ["Moves", "Watchdog", "write_stacks"]
+
+
+FACTOR = 10  # times as long as a layer takes
+AT_LEAST = 45.0  # seconds: a slow disk is not reported each time
+AT_FIRST = 300.0  # seconds, while it is not known how long a layer takes, or where no layers are gone through
+INTERVAL = 5.0  # seconds between two looks
+REMEMBERED = 65  # layers whose times count
+EXIT = 1
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What has been done so far.
+
+    Attributes:
+        layers: visits of layers.
+        others: whatever else changes while something moves.
+    """
+
+    layers: int
+    others: tuple[Any, ...] = ()
+
+
+class Watchdog:
+    """Looks on while a `with` block runs, in a thread of its own.
+
+    Args:
+        moves: tells what has been done so far; called in that thread, and costs nothing where it is not asked.
+        awaited: tells, in words, what is under way.
+        directory: for the file of stacks; made if need be.
+        end_after: seconds without a move after which the process is ended; None: it never is.
+        clock: seconds.
+        end: called with an exit code to end the process; nothing can be cleaned up where a thread does not answer.
+    """
+
+    def __init__(
+        self,
+        moves: Callable[[], Moves],
+        awaited: Callable[[], str],
+        directory: Path,
+        *,
+        end_after: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._moves, self._awaited, self._directory = moves, awaited, directory
+        self._end_after, self._clock, self._end = end_after, clock, end
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED)  # that layers took
+        self._slow: list[str] = []  # what is under way that no layer is a measure of
+        self._told = False
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._seen = moves()
+        self._moved = self._layer = self._looked = clock()
+
+    @property
+    def limit(self) -> float:
+        """Seconds without a move that are too many."""
+        known = max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
+        return max(known, AT_FIRST) if self._slow else known
+
+    @contextmanager
+    def patient(self, what: str) -> Iterator[None]:
+        """Wait longer for what a `with` block does, in which layers do not move: a checkpoint, a merge."""
+        self._slow.append(what)
+        self._moved = self._clock()
+        try:
+            yield
+        finally:
+            self._slow.pop()
+            self._moved = self._layer = self._clock()
+
+    def look(self) -> None:
+        """See whether anything has moved since the last look; if nothing has for too long, say so."""
+        now, seen = self._clock(), self._moves()
+        if (gone := now - self._looked) > 4 * INTERVAL:  # this thread, too, was stopped: that is not the run's fault
+            self._moved, self._layer = self._moved + gone, self._layer + gone
+        self._looked = now
+        if seen != self._seen:
+            if count := seen.layers - self._seen.layers:
+                self._seconds.append((now - self._layer) / count)
+                self._layer = now
+            self._seen, self._moved, self._told = seen, now, False
+            return
+        idle = now - self._moved
+        over = self._end_after is not None and idle >= self._end_after
+        if over or (idle >= self.limit and not self._told):
+            self._told = True
+            write_stacks(self._words(idle, over), self._directory)
+        if over:
+            self._end(EXIT)
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._look_on, name="lema-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _look_on(self) -> None:
+        while not self._stopped.wait(INTERVAL):
+            self.look()
+
+    def _words(self, idle: float, over: bool) -> str:
+        what = ", ".join([*self._slow, self._awaited()])
+        if over:
+            how = "the process ends (hang_timeout); start it again with --resume"
+        else:
+            how = "it is waited for; look at the disk, the device and the other processes, or end it and use --resume"
+        return f"nothing has moved for {idle:.0f} seconds\n  where: {what}\n  mend:  {how}"
+
+
+def write_stacks(words: str, directory: Path | None = None, out: TextIO | None = None) -> Path | None:
+    """Write `words` and the stack of every thread to standard error, and into a new file.
+
+    Standard error comes first: what does not answer may be the disk.
+
+    Args:
+        words: what is wrong.
+        directory: of the file, `stacks-<time>.txt`; None: there is none.
+        out: what to write to in place of standard error.
+
+    Returns:
+        The file; None: it could not be written, or was not asked for.
+    """
+    to = sys.stderr if out is None else out
+    names = "".join(f"\n  thread 0x{thread.ident or 0:016x} is {thread.name}" for thread in threading.enumerate())
+    head = f"warning: {words}{names}\n"
+    print(head, file=to, flush=True)
+    direct = True
+    try:
+        faulthandler.dump_traceback(file=to, all_threads=True)
+    except (AttributeError, ValueError, io.UnsupportedOperation):  # it has no descriptor
+        direct = False
+    if directory is None:
+        return None
+    file = directory / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8") as written:
+            print(head, file=written, flush=True)
+            faulthandler.dump_traceback(file=written, all_threads=True)
+    except OSError as error:
+        print(f"warning: the stacks cannot be written to {file}: {error.strerror}", file=to, flush=True)
+        return None
+    if not direct:
+        with suppress(OSError):
+            print(file.read_text(encoding="utf-8").removeprefix(head), file=to, flush=True)
+    print(f"warning: these stacks are in {file}, too", file=to, flush=True)
+    return file

@@ -1,0 +1,249 @@
+"""The `lema` command: each verb reads its arguments and calls the library; errors become exit codes."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from lema.cli import convert as filecommands
+from lema.cli import info as tellcommands
+from lema.cli.arguments import ConfigFile, Settings, Source, Trust, config_of, evaluation_rows, model_of, settings_of
+from lema.cli.exitcodes import run
+from lema.config.quiet import hush
+from lema.errors import ConfigError
+
+__all__ = ["app", "main"]
+
+
+_EPILOG = (
+    "Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 75 stopped with a checkpoint, 130 Ctrl-C."
+)
+
+app = typer.Typer(
+    name="lema",
+    help="Fine-tune language models larger than the device's memory.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+config_app = typer.Typer(
+    help="Show the settings of a run, or of all runs.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+app.add_typer(config_app, name="config")
+
+
+def main() -> NoReturn:
+    """Run the command line and leave the process with its exit code."""
+    hush()  # `peft` and `transformers` import what they find installed
+    sys.exit(run(app, sys.argv[1:]))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import lema
+
+        typer.echo(f"lema {lema.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Fine-tune language models larger than the device's memory."""
+
+
+def demo(
+    directory: Annotated[Path, typer.Argument(help="Where to put the model, data and adapter.")] = Path("lema-demo"),
+) -> None:
+    """Make a small model, fine-tune it by streaming, and check the adapter; no network, no GPU."""
+    from lema.cli.demo import run_demo
+
+    run_demo(directory)
+
+
+def train(
+    config: ConfigFile,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="With --resume: go on with an empty optimizer.")
+    ] = False,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what was read, uploaded and computed when, for ui.perfetto.dev."),
+    ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="PATH", help="Of phases: go on from this checkpoint, or begin adapters on this model."
+        ),
+    ] = None,
+) -> None:
+    """Fine-tune as a YAML file says; one with `phases` goes through them in order."""
+    from lema.train.phases.file import has_phases, read_phase_file
+
+    if weights_only and not resume:
+        raise ConfigError("weights alone are taken of a checkpoint", where="--weights-only", how="give --resume, too")
+    if phased := has_phases(config):
+        if weights_only:
+            raise ConfigError(
+                "a checkpoint of phases is gone on from whole",
+                where="--weights-only",
+                how="leave it out: where the newest is damaged, an older one is taken",
+            )
+        file = read_phase_file(config, **settings_of(settings))
+    elif start is not None:
+        raise ConfigError(
+            "only a file of phases begins from a checkpoint elsewhere",
+            where=f"--from {start}",
+            how="use --resume for the newest checkpoint in output_dir",
+        )
+    else:
+        checked = config_of(config, settings)
+    from rich.console import Console
+
+    from lema.backend.trace import tracing
+    from lema.cli.progress import ProgressDisplay, progress_callback
+
+    console = Console(highlight=False)  # one for both: a bar makes room for the lines
+    with contextlib.closing(ProgressDisplay(console)) as display, tracing(trace) as recorded:
+        shared: dict[str, Any] = {
+            "resume": resume,
+            "callbacks": [progress_callback(display)],
+            "console": console,
+            "trust_remote_code": trust_remote_code,
+            "trace": recorded,
+        }
+        if phased:
+            from lema.train.phases.run import train_phases
+
+            train_phases(file, start=start, **shared)
+        else:
+            from lema.train import train as train_model
+
+            train_model(checked, weights_only=weights_only, **shared)
+
+
+def plan(
+    config: ConfigFile,
+    profile: Annotated[
+        str | None, typer.Option(help="A machine to plan for (t4, 4090, h200, trn1, cpu); else this one is measured.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of an hour, to price an epoch.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw step time against tokens per step.")] = None,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Tell memory, time and what limits a run, before it starts; no weights are read. Of phases, tell each."""
+    from lema.train.phases.file import has_phases, read_phase_file
+
+    if phased := has_phases(config):
+        if plot is not None:
+            raise ConfigError("phases have no picture", where="--plot", how="leave it out")
+        file = read_phase_file(config, **settings_of(settings))
+    else:
+        checked = config_of(config, settings)
+    from lema.plan.machine import profile as find_profile
+
+    machine = None if profile is None else find_profile(profile)
+    from rich.console import Console
+
+    if phased:
+        from lema.train.phases.report import phase_report, show_report
+
+        report = phase_report(
+            file.config, file.plan, machine=machine, measure=True, price=price, trust_remote_code=trust_remote_code
+        )
+        if as_json:
+            typer.echo(json.dumps(report.to_dict(), indent=2))
+        else:
+            show_report(report, Console(highlight=False))
+        return
+
+    from lema.cli.tables import draw, show
+    from lema.plan import make_plan
+
+    made, planner = make_plan(checked, machine, price=price, trust_remote_code=trust_remote_code)
+    if as_json:
+        typer.echo(json.dumps(made.to_dict(), indent=2))
+    else:
+        show(made, Console(highlight=False))
+    if plot is not None:
+        draw(made, planner, plot)
+
+
+def evaluate(
+    source: Source,
+    data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Measure loss and perplexity of a trained adapter."""
+    model = model_of(source, settings, trust_remote_code)
+    with contextlib.closing(model):
+        rows = evaluation_rows(model, data)
+        measured = model.get_trainer().evaluate(rows)
+        if model.backend.replicas.first:
+            for name, value in measured.items():
+                typer.echo(f"{name} {value:.6g}")
+
+
+def generate(
+    source: Source,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest, up to this mass.")] = 1.0,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Continue prompts with base model and adapter, streaming."""
+    model = model_of(source, settings, trust_remote_code)
+    # transformers warns of a temperature given where nothing is sampled.
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
+    with contextlib.closing(model):
+        made = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=temperature > 0, **sampling)
+        if model.backend.replicas.first:
+            for text in made:
+                typer.echo(text)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "train": train,
+    "plan": plan,
+    "eval": evaluate,
+    "prepare": filecommands.prepare,
+    "generate": generate,
+    "merge": filecommands.merge,
+    "consolidate": filecommands.consolidate,
+    "shard": filecommands.shard,
+    "models": tellcommands.models,
+    "backends": tellcommands.backends,
+    "doctor": tellcommands.doctor,
+}
+
+
+for name, command in COMMANDS.items():
+    app.command(name=name)(command)
+
+
+config_app.command()(tellcommands.show)
+
+
+config_app.command()(tellcommands.schema)

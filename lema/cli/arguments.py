@@ -1,0 +1,115 @@
+"""What verbs of the command line are given in common, and what becomes of it: settings, models, rows."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lema.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lema.config import LemaConfig
+    from lema.data import TokenDataset
+    from lema.train import LemaModel
+
+__all__ = [
+    "ConfigFile",
+    "Revision",
+    "Settings",
+    "Source",
+    "Trust",
+    "config_of",
+    "evaluation_rows",
+    "model_of",
+    "settings_of",
+]
+
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.", show_default=False)]
+
+Source = Annotated[
+    Path, typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file, or directory of a saved adapter.")
+]
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one setting of the file; may be repeated."),
+]
+
+# No setting: a file must not decide what code is run.
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that comes with the model: of a directory, or of a commit of a hub id."
+    ),
+]
+
+Revision = Annotated[
+    str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.", show_default=False)
+]
+
+
+def settings_of(given: list[str] | None) -> dict[str, Any]:
+    """Return what `--set` gives.
+
+    Raises:
+        ConfigError: it is not KEY=VALUE.
+    """
+    from lema.config.yaml import parse_value
+
+    pairs = {}
+    for item in given or []:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError("a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8")
+        pairs[key.strip()] = parse_value(text, f"--set {item}")
+    return pairs
+
+
+def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
+    """Return the settings of a file, those of `--set` in place of its own.
+
+    Raises:
+        ConfigError: they are not valid; it says where each was given.
+    """
+    from lema.config import LemaConfig
+    from lema.config.problems import SettingsError
+
+    overrides = settings_of(settings)
+    try:
+        return LemaConfig.from_yaml(path, **overrides)
+    except SettingsError as error:
+        raise error.located({key: f"--set {key}" for key in overrides}) from error
+
+
+def model_of(source: Path, settings: list[str] | None, trust_remote_code: bool) -> "LemaModel":
+    """Return the model of an adapter directory, or of a config with the adapter in its `output_dir`, if any."""
+    if source.is_dir():
+        overrides = settings_of(settings)
+        from lema.train import LemaModel
+
+        return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
+    config = config_of(source, settings)
+    from lema.train import LemaModel
+
+    if (Path(config.output_dir) / "adapter_config.json").is_file():
+        given = config.model_dump(exclude_unset=True)
+        return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
+    typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
+    return LemaModel(config, trust_remote_code=trust_remote_code)
+
+
+def evaluation_rows(model: "LemaModel", data: list[str] | None) -> "TokenDataset":
+    """Return the rows of `data`, or else those that the model's config holds back.
+
+    Raises:
+        DataError: there are none.
+    """
+    from lema.train.run import load_data, read_data
+
+    if paths := data or model.config.eval_data:
+        return read_data(model, paths)
+    held_back = load_data(model)[1] if model.config.train_data else None
+    if held_back is None:
+        raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
+    return held_back

@@ -1,0 +1,189 @@
+"""The devices: which of the installed backends can run here, their memory, and how fast host memory is copied there.
+
+Everything goes through the seam. What only one kind of device has (a driver, a software kit) is told by that backend's
+own doctor.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from lema.backend import Fact, Finding, Level
+from lema.config.units import human_bytes
+
+if TYPE_CHECKING:
+    from lema.backend import Backend
+
+__all__ = ["LINK", "SECTION", "LinkSpeeds", "devices", "link_speeds", "links"]
+
+
+SECTION = "devices"
+LINK = "link"
+COPY = 256 << 20  # bytes of one copy
+PART = 16  # of the device's memory, and of what is available in the host, no more than one part in so many
+REPEATS = 5
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes per second to the device and back."""
+
+    nbytes: int
+    upload: float
+    download: float
+
+
+def devices() -> Iterator[Finding]:
+    """Tell which backends can run here, and what memory their device has."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that it needs is absent
+        yield Finding(
+            SECTION,
+            "torch",
+            Level.PROBLEM,
+            f"torch cannot be imported: {error}.",
+            "pip install --force-reinstall torch",
+        )
+        return
+    from lema.backend import available, load
+
+    yield Finding(
+        SECTION,
+        "torch",
+        Level.OK,
+        f"torch computes with {torch.get_num_threads()} threads in host memory.",
+        facts={"threads": torch.get_num_threads()},
+    )
+    with _alone():
+        found = available()
+        for one in found:
+            if one.reason is not None:
+                facts: dict[str, Fact] = {"available": False, "package": one.source}
+                what = f"{one.name} cannot run here: {one.reason}."
+                yield Finding(SECTION, one.name, Level.NOTE, what, facts=facts)
+                continue
+            with closing(load(one.name)) as backend:
+                memory = backend.memory()
+            yield Finding(
+                SECTION,
+                one.name,
+                Level.OK,
+                f"{one.name} can run here, with {human_bytes(memory.total)} "
+                f"{'of host memory' if memory.shared else 'on its device'}.",
+                facts={
+                    "available": True,
+                    "package": one.source,
+                    "total_bytes": memory.total,
+                    "in_host_memory": memory.shared,
+                },
+            )
+    if not any(one.ok for one in found):
+        what = "No device can be computed on: " + ("none of the backends runs here." if found else "none is installed.")
+        yield Finding(SECTION, "any", Level.PROBLEM, what, "pip install --force-reinstall lema brings one for the CPU")
+
+
+def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
+    """Tell how fast each device that can run copies from host memory and to it, page-locked and pageable."""
+    from lema.backend import BackendOptions, available, load
+    from lema.errors import LemaError
+
+    with _alone():
+        for name in (one.name for one in available() if one.ok):
+            with closing(load(name)) as backend:
+                memory = backend.memory()
+            if memory.shared:
+                what = f"{name} computes in host memory: nothing is copied."
+                yield Finding(LINK, name, Level.OK, what, facts={"copied": False})
+                continue
+            nbytes = max(1, min(COPY, memory.total // PART, psutil.virtual_memory().available // PART))
+            for locked in (True, False):
+                kind = "page-locked" if locked else "pageable"
+                try:
+                    with closing(load(name, BackendOptions(page_locked=locked))) as backend:
+                        speeds = link_speeds(backend, nbytes, clock)
+                except (LemaError, RuntimeError, OSError) as error:
+                    yield Finding(
+                        LINK,
+                        f"{name} {kind}",
+                        Level.WARNING if locked else Level.PROBLEM,
+                        f"Copying {kind} memory to {name} failed: {_first_line(error)}.",
+                        "raise the limit of locked memory: ulimit -l unlimited" if locked else "",
+                    )
+                    continue
+                yield _link(name, kind, speeds)
+
+
+def _link(name: str, kind: str, speeds: LinkSpeeds) -> Finding:
+    return Finding(
+        LINK,
+        f"{name} {kind}",
+        Level.OK,
+        f"{kind.capitalize()} memory is copied to {name} at {human_bytes(speeds.upload)}/s, "
+        f"and back at {human_bytes(speeds.download)}/s.",
+        facts={
+            "copied": True,
+            "copy_bytes": speeds.nbytes,
+            "upload_bytes_per_second": speeds.upload,
+            "download_bytes_per_second": speeds.download,
+        },
+    )
+
+
+def link_speeds(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> LinkSpeeds:
+    """Time copies between a host buffer and a slot, as training makes them; medians, the first of each left out."""
+    buffer = backend.host_buffer(nbytes)
+    buffer.fill_(1)  # its pages are there before the clock runs
+    slots = backend.device_slots(nbytes, 1)
+
+    def upload() -> None:
+        copy = slots.upload(buffer)
+        copy.wait()
+        copy.release()
+
+    there = _seconds(upload, backend, clock)
+    held = slots.upload(buffer)
+    source = held.wait()
+
+    def download() -> None:
+        copy = backend.download(source, buffer)
+        copy.release()
+        copy.landed()
+
+    back = _seconds(download, backend, clock)
+    held.release()
+    return LinkSpeeds(nbytes, nbytes / there, nbytes / back)
+
+
+def _seconds(copy: Callable[[], None], backend: Backend, clock: Clock) -> float:
+    measured = []
+    for _ in range(1 + REPEATS):
+        began = clock()
+        copy()
+        backend.synchronize()
+        measured.append(clock() - began)
+    return max(statistics.median(measured[1:]), 1e-9)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Open backends as one process, also where `torchrun` started several: nothing here waits for the others."""
+    number = os.environ.pop("WORLD_SIZE", None)
+    try:
+        yield
+    finally:
+        if number is not None:
+            os.environ["WORLD_SIZE"] = number

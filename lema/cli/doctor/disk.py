@@ -1,0 +1,257 @@
+"""The disk: what is free, whether reads can go past the page cache, and how fast LEMA's own reader reads.
+
+What is read was written a moment ago, so it is put on the disk and dropped from the cache first. The file loses its
+name before its first byte is written: however this process ends, nothing is left.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lema.backend import Fact, Finding, Level
+from lema.config.units import human_bytes
+
+__all__ = ["SECTION", "DiskSpeeds", "disk", "disk_speeds"]
+
+
+SECTION = "disk"
+DESCRIPTORS = Path("/proc/self/fd")
+PAGE = 4096
+CHUNK = 16 << 20  # bytes of one write
+PART = 64 << 20  # of one layer, as large ones have
+AT_ONCE = 3  # layers being read
+LARGEST = 512 << 20  # what is written, at most
+SECONDS = 5.0  # and for how long
+FREE_PART = 8  # of the free space no more than one part in so many is written
+LITTLE = 1 << 30  # bytes; a checkpoint may not fit
+IN_MEMORY = ("tmpfs", "ramfs")
+REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse.sshfs", "9p")
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class DiskSpeeds:
+    """What was measured.
+
+    Attributes:
+        nbytes: of the file.
+        write: bytes per second, until they are on the disk.
+        read: bytes per second, none of them from the page cache.
+    """
+
+    nbytes: int
+    write: float
+    read: float
+
+
+def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_counter) -> Iterator[Finding]:
+    """Tell what the disk that a directory is on has free and how fast it reads, and where the hub's cache is.
+
+    Args:
+        directory: of the model, or of the output.
+        measure: write a file and read it.
+        clock: seconds.
+    """
+    yield _space("space", directory, f"{directory.absolute()} has", SECTION)
+    try:
+        yield _direct(directory)
+        if measure:
+            yield _speed(directory, clock)
+    except OSError as error:
+        yield Finding(
+            SECTION,
+            "write",
+            Level.WARNING,
+            f"{directory.absolute()} could not be written: {error.strerror or error}.",
+            "give a directory that can be written: lema doctor --directory DIR",
+        )
+    yield _hub()
+
+
+def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) -> DiskSpeeds:
+    """Write a file, drop it from the page cache, and read it with the reader that training has.
+
+    Args:
+        directory: where it lies, without a name.
+        nbytes: how large, at most: writing ends after some seconds.
+        clock: seconds.
+
+    Raises:
+        OSError: it could not be written.
+        ReadError: it could not be read.
+    """
+    from lema.backend.hostmemory import anonymous
+    from lema.stream.placement import LayerBytes, Run
+    from lema.stream.reader import LayerReader
+    from lema.stream.workers import Ticket
+
+    with _nameless(directory) as (descriptor, path):
+        began = clock()
+        written = _write(descriptor, nbytes, lambda: clock() - began < SECONDS)
+        os.fsync(descriptor)
+        write = written / max(clock() - began, 1e-9)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        starts = range(0, written, PART)
+        parts = [Run(path, start, min(PART, written - start), 0) for start in starts]
+        buffers = deque(anonymous(PART) for _ in range(AT_ONCE))
+        for buffer in buffers:
+            buffer.zero_()  # its pages are there before the clock runs, as in the second step of a run
+        with closing(LayerReader()) as reader:
+            under_way: deque[Ticket] = deque()
+            began = clock()
+            for run in parts:
+                if len(under_way) == len(buffers):
+                    under_way.popleft().wait()
+                under_way.append(reader.submit(LayerBytes((), (run,), (), run.nbytes), buffers[0]))
+                buffers.rotate(-1)
+            for ticket in under_way:
+                ticket.wait()
+            read = written / max(clock() - began, 1e-9)
+    return DiskSpeeds(written, write, read)
+
+
+def _speed(directory: Path, clock: Clock) -> Finding:
+    free = psutil.disk_usage(str(directory)).free
+    nbytes = min(LARGEST, free // FREE_PART) // PAGE * PAGE
+    if nbytes == 0:
+        return Finding(SECTION, "read", Level.WARNING, "The disk is too full to measure.", "free some space")
+    found = disk_speeds(directory, nbytes, clock)
+    return Finding(
+        SECTION,
+        "read",
+        Level.OK,
+        f"Layers are read at {human_bytes(found.read)}/s from a disk that is written at {human_bytes(found.write)}/s.",
+        facts={
+            "file_bytes": found.nbytes,
+            "read_bytes_per_second": found.read,
+            "write_bytes_per_second": found.write,
+        },
+    )
+
+
+def _direct(directory: Path) -> Finding:
+    """Tell whether a file can be read past the page cache."""
+    with _nameless(directory) as (descriptor, path):
+        os.write(descriptor, bytes(PAGE))
+        works = _reads_directly(path)
+    if works:
+        return Finding(SECTION, "direct", Level.OK, "Reads go past the page cache (O_DIRECT).", facts={"works": True})
+    return Finding(
+        SECTION,
+        "direct",
+        Level.NOTE,
+        "Reads go through the page cache: this file system has no O_DIRECT. Each byte costs one more copy.",
+        "put the model on a local disk with ext4 or xfs",
+        facts={"works": False},
+    )
+
+
+def _reads_directly(path: Path) -> bool:
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    try:
+        os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _space(name: str, directory: Path, what: str, section: str) -> Finding:
+    status = psutil.disk_usage(str(directory))
+    kind = _file_system(directory)
+    facts: dict[str, Fact] = {
+        "directory": str(directory.absolute()),
+        "file_system": kind,
+        "total_bytes": status.total,
+        "free_bytes": status.free,
+    }
+    where = f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} free{f' ({kind})' if kind else ''}"
+    if status.free < LITTLE:
+        what = f"{where}: little for checkpoints."
+        return Finding(section, name, Level.WARNING, what, "free some space", facts=facts)
+    if kind in IN_MEMORY:
+        how = "put the model on a disk"
+        return Finding(section, name, Level.NOTE, f"{where}: memory, and no disk.", how, facts=facts)
+    if kind in REMOTE:
+        how = "put the model on a local disk"
+        return Finding(section, name, Level.NOTE, f"{where}: a disk of another machine.", how, facts=facts)
+    return Finding(section, name, Level.OK, f"{where}.", facts=facts)
+
+
+def _hub() -> Finding:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = Path(HF_HUB_CACHE).expanduser().absolute()
+    there = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
+    found = _space("hub cache", there, f"The hub's cache {cache} has", SECTION)
+    facts = {**found.facts, "directory": str(cache), "exists": cache.is_dir(), "writable": os.access(there, os.W_OK)}
+    if not facts["writable"]:
+        what, how = f"The hub's cache {cache} cannot be written.", "set HF_HOME to a directory that can be"
+        return Finding(SECTION, "hub cache", Level.WARNING, what, how, facts=facts)
+    return Finding(SECTION, "hub cache", found.level, found.what, found.how, facts=facts)
+
+
+@contextmanager
+def _nameless(directory: Path) -> Iterator[tuple[int, Path]]:
+    """Make a file that no kill leaves behind; yield its descriptor, and a path by which it can be opened again."""
+    descriptor, name = tempfile.mkstemp(prefix=".lema-doctor-", dir=directory)
+    try:
+        by_number = DESCRIPTORS / str(descriptor)
+        if by_number.exists():
+            Path(name).unlink()
+            yield descriptor, by_number
+        else:  # not Linux
+            yield descriptor, Path(name)
+    finally:
+        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            Path(name).unlink()
+
+
+def _write(descriptor: int, nbytes: int, more: Callable[[], bool]) -> int:
+    """Write random bytes, no block like another, so that no disk packs them; return how many there was time for."""
+    block = memoryview(os.urandom(min(CHUNK, nbytes)))
+    written = 0
+    while written < nbytes and (written == 0 or more()):
+        turn = written // CHUNK * 4099 % len(block)
+        ends = [block[turn:], block[:turn]]
+        count = min(len(block), nbytes - written)
+        done = os.writev(descriptor, ends) if count == len(block) else os.write(descriptor, block[:count])
+        if done == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += done
+    return math.floor(written / PAGE) * PAGE
+
+
+def _file_system(directory: Path) -> str:
+    """Return the kind of file system that a directory is on; empty: it cannot be told."""
+    where = directory.resolve()
+    mounted = [
+        (len(Path(part.mountpoint).parts), number, part.fstype)  # of two mounted at one place the later one is seen
+        for number, part in enumerate(psutil.disk_partitions(all=True))
+        if where.is_relative_to(part.mountpoint)
+    ]
+    return max(mounted)[2] if mounted else ""

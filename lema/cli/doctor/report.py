@@ -1,0 +1,161 @@
+"""All that was looked at, one look after the other: a look that fails is a finding too, and the others go on.
+
+A report for a reader: a table on a terminal, lines of tab-parted columns anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lema.backend import Finding, Level
+from lema.cli.doctor.device import devices, links
+from lema.cli.doctor.disk import disk
+from lema.cli.doctor.environment import environment
+from lema.cli.doctor.machine import machine
+from lema.cli.doctor.versions import versions
+
+__all__ = ["GROUP", "Report", "examine", "show"]
+
+
+GROUP = "lema.doctors"
+FORMAT = 1  # of the JSON; it grows when a key goes or changes its meaning
+NOT_READY = 2  # the exit code of a config that cannot run here
+Look = Callable[[], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        findings: in the order they were made.
+        measured: whether disk and links were timed.
+    """
+
+    findings: tuple[Finding, ...]
+    measured: bool
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything LEMA needs is there; warnings do not count."""
+        return not self.count(Level.PROBLEM)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line ends with."""
+        return 0 if self.ready else NOT_READY
+
+    def count(self, level: Level) -> int:
+        """Return how many findings are of a level."""
+        return sum(finding.level is level for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data; `findings` is a list, each with the keys of `Finding.to_dict`."""
+        return {
+            "format": FORMAT,
+            "ready": self.ready,
+            "measured": self.measured,
+            "problems": self.count(Level.PROBLEM),
+            "warnings": self.count(Level.WARNING),
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+
+def examine(directory: Path, *, measure: bool = True) -> Report:
+    """Look at everything.
+
+    Args:
+        directory: whose disk is looked at.
+        measure: time disk and links, which takes some seconds.
+    """
+    looks: list[tuple[str, Look]] = [
+        ("versions", versions),
+        ("machine", machine),
+        ("environment", environment),
+        ("devices", devices),
+        *(_own_doctors()),
+    ]
+    if measure:
+        looks.append(("link", links))
+    looks.append(("disk", partial(disk, directory, measure=measure)))
+    return Report(tuple(finding for section, look in looks for finding in _careful(section, look)), measure)
+
+
+def _own_doctors() -> Iterator[tuple[str, Look]]:
+    """Yield the doctor of every backend that has one: an entry point of the group `lema.doctors`."""
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        yield point.name, partial(_asked, point)
+
+
+def _asked(point: EntryPoint) -> Iterable[Finding]:
+    found: Iterable[Finding] = point.load()()
+    return found
+
+
+def _careful(section: str, look: Look) -> Iterator[Finding]:
+    """Yield what a look finds; what it raises is one more finding."""
+    try:
+        for finding in look():
+            if not isinstance(finding, Finding):
+                raise TypeError(f"{finding!r} is no finding")
+            yield finding
+    except Exception as error:  # noqa: BLE001 - whatever is broken here is what the user wants to know
+        yield Finding(
+            section,
+            "failed",
+            Level.WARNING,
+            f"Looking at {section} failed: {type(error).__name__}: {error}.",
+            "the rest of this report holds",
+        )
+
+
+STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report: columns are section, what was looked at, level, and the sentence with how to mend it."""
+    if not console.is_terminal:
+        for finding in report.findings:
+            cells = (finding.section, finding.name, finding.level.value, _sentence(finding, " "))
+            console.file.write("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in cells) + "\n")
+        console.file.write(f"in all\t\t{_level(report).value}\t{_summary(report)}\n")
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")
+    last = ""
+    for finding in report.findings:
+        level = Text(finding.level.value, style=STYLES[finding.level])
+        table.add_row(finding.section if finding.section != last else "", level, Text(_sentence(finding, "\n")))
+        last = finding.section
+    console.print(table, markup=False, highlight=False)
+    console.print(Text(_summary(report), style=STYLES[_level(report)]))
+
+
+def _sentence(finding: Finding, between: str) -> str:
+    parts = [finding.what]
+    if finding.how:
+        parts.append(f"mend: {finding.how}")
+    if finding.source:
+        parts.append(f"see: {finding.source}")
+    return between.join(parts)
+
+
+def _level(report: Report) -> Level:
+    return max((finding.level for finding in report.findings), key=lambda level: level.rank, default=Level.OK)
+
+
+def _summary(report: Report) -> str:
+    counts = [(report.count(level), level.value) for level in (Level.PROBLEM, Level.WARNING, Level.NOTE)]
+    found = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+    return f"{'Ready' if report.ready else 'Not ready'}: {found or 'nothing to mend'}."

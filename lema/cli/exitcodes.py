@@ -1,0 +1,59 @@
+"""A command line run to its end: every error becomes one message, and the exit code of its kind."""
+
+import errno
+from collections.abc import Sequence
+
+import typer
+
+from lema.errors import DiskError, LemaError, MemoryLimitError, is_out_of_memory
+
+__all__ = ["run"]
+
+
+_DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+
+def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
+    """Run a command line; every error ends as one message on standard error and the exit code returned.
+
+    Args:
+        commands: the verbs.
+        arguments: what the user typed; `--debug`, anywhere, lets the traceback through.
+    """
+    debug = "--debug" in arguments
+    try:
+        typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except Exception as error:
+        if debug:
+            raise
+        failure = _as_lema_error(error)
+        typer.echo(f"error: {failure}", err=True)
+        return failure.exit_code
+    return 0
+
+
+def _as_lema_error(error: Exception) -> LemaError:
+    if isinstance(error, LemaError):
+        return error
+    if isinstance(error, OSError) and error.errno in _DISK_FAILURES:
+        how = "free some space; what was saved before is untouched" if error.errno == errno.ENOSPC else ""
+        return DiskError(str(error.strerror), where=str(error.filename or ""), how=how)
+    if isinstance(error, OSError) and error.strerror:
+        return LemaError(str(error.strerror), where=str(error.filename or ""))
+    if is_out_of_memory(error):
+        said, *_ = str(error).splitlines() or [""]
+        return MemoryLimitError(
+            f"the device is out of memory: {said}",
+            how="lower prefetch_depth, micro_batch_size or max_length, or set device_memory; `lema plan` shows what "
+            "takes how much",
+        )
+    if isinstance(error, MemoryError):
+        return MemoryLimitError(
+            "the machine is out of memory", how="lower micro_batch_size, host_memory or prefetch_depth"
+        )
+    return LemaError(
+        f"{type(error).__name__}: {error}",
+        how="this is no error lema knows; the same command with --debug shows where it arose",
+    )

@@ -1,0 +1,132 @@
+"""The table of models that stream: on a terminal, as columns parted by tabs, as JSON, and as the page of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lema.config.problems import nearest
+from lema.errors import ConfigError
+from lema.lora.survey import Row, model_types, survey, survey_model
+
+__all__ = ["json_text", "markdown", "show", "survey_all"]
+
+
+HEADERS = ("type", "streams", "adapters", "why not")
+COMMAND = "lema models --markdown"
+
+INTRODUCTION = """\
+One row for each type of which `transformers` has a causal language model. Nothing here is a list of ours: the type's
+default config is built without weights, and its own forward is run up to the layers and from the layers to the logits,
+on tensors that have shapes and no values. *adapters* are the linear modules that LoRA trains by default. *unknown*:
+`transformers` has no default config of the type that makes a model by itself, or one that cannot run without values.
+
+Another config of the same type may do otherwise. `lema models DIRECTORY` tries that of a model you have, and says
+whether its weights stream as they are stored or go through `lema prepare` once.
+""".splitlines()
+
+
+def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remote_code: bool = False) -> Iterator[Row]:
+    """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come.
+
+    Args:
+        names: types, directories, files, or hub ids in the cache; a name that can be both is a type.
+        revision: of the hub ids.
+        trust_remote_code: run code that comes with a model.
+
+    Raises:
+        ConfigError: a name is nothing of that kind.
+        WeightsError: there is no such model, or it cannot be tried.
+    """
+    known = model_types()
+    for name in names:
+        _check(name, known)
+    console = Console(stderr=True)
+    for name in track(names or known, "trying", console=console, transient=True, disable=not console.is_terminal):
+        if name in known:
+            yield survey(name)
+        else:
+            yield survey_model(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def show(rows: Iterable[Row], console: Console) -> None:
+    """Print a table on a terminal; anywhere else a line for each row as soon as it is known, its columns tab-parted."""
+    if not console.is_terminal:
+        for cells in chain([HEADERS], map(_cells, rows)):
+            console.file.write("\t".join(cells) + "\n")
+            console.file.flush()
+        return
+    known = list(rows)
+    table = Table(*HEADERS, box=None, pad_edge=False)
+    for row in known:
+        table.add_row(*_cells(row))
+    console.print(table, markup=False, highlight=False)
+    console.print(_summary(known), style="bold", highlight=False)
+
+
+def json_text(rows: Iterable[Row]) -> str:
+    """Return the rows as a JSON array of objects."""
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Return the page of the docs."""
+    known = list(rows)
+    return "".join(line + "\n" for line in _page(known))
+
+
+def _page(rows: Sequence[Row]) -> Iterator[str]:
+    made_with = ", ".join(
+        f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch")
+    )
+    yield "# Models"
+    yield ""
+    yield f"Made by `{COMMAND} > docs/models.md`, with {made_with}."
+    yield ""
+    yield from INTRODUCTION
+    yield ""
+    yield _summary(rows)
+    yield ""
+    yield f"| {' | '.join(HEADERS)} |"
+    yield "|---" * len(HEADERS) + "|"
+    for row in rows:
+        name, streams, _, reason = _cells(row)
+        adapters = " ".join(f"`{target}`" for target in row.targets)
+        yield f"| `{name}` | {streams} | {adapters} | {_escaped(reason)} |"
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    name = f"{row.source} ({row.model_type})" if row.source else row.model_type
+    streams = {True: "yes", False: "no", None: "unknown"}[row.streams]
+    if row.streams and row.prepare is not None:
+        streams = "after lema prepare" if row.prepare else "as stored"
+    return name, streams, " ".join(row.targets), row.reason
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    counts = {answer: sum(row.streams is answer for row in rows) for answer in (True, False, None)}
+    return f"{len(rows)} in all: {counts[True]} stream, {counts[False]} do not, {counts[None]} unknown."
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text)
+
+
+def _check(name: str, known: Sequence[str]) -> None:
+    """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its turn comes."""
+    if name not in known and "/" not in name and not Path(name).expanduser().exists():
+        near = nearest(name, known)
+        raise ConfigError(
+            f"{name!r} is neither a type of model nor a directory",
+            where="lema models",
+            how=f"did you mean {' or '.join(near)}?" if near else "`lema models` lists the types",
+        )

@@ -1,0 +1,163 @@
+"""A plan for a reader: tables on a terminal, lines of tab-parted columns anywhere else.
+
+A picture of a plan: seconds of a step over its tokens, and where the weights' way begins to be hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lema.config.units import human_bytes, human_count, human_duration
+from lema.errors import ConfigError, DiskError
+from lema.plan import Plan
+from lema.plan.allocate import PARTS as DEVICE_PARTS
+from lema.plan.plan import Planner
+
+__all__ = ["draw", "rows", "show"]
+
+
+PARTS = DEVICE_PARTS | {
+    "ring": "layers passing through",
+    "cached": "layers kept from the disk",
+    "masters": "weights in fp32",
+    "moments": "optimizer state",
+    "waiting": "gradients that wait",
+    "stepping": "the optimizer at work",
+    "process": "interpreter and libraries",
+    "model": "the model's files",
+    "checkpoint": "one checkpoint",
+}
+
+Row = tuple[str, str, str]
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Yield what a plan says, as (section, what, how much)."""
+    yield from _memory("device memory", plan.memory.device, plan.step.device_peak, plan.memory.device_limit)
+    yield from _memory("host memory", plan.memory.host, plan.host_peak, plan.memory.host_limit)
+    yield from (
+        (f"disk: {PARTS.get(part, part)}", "", human_bytes(size)) for part, size in plan.memory.disk.items() if size
+    )
+    yield from _step(plan)
+    yield from _more(plan)
+    for note in plan.notes:
+        yield "note", note, ""
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the plan."""
+    if not console.is_terminal:
+        for row in rows(plan):
+            console.file.write("\t".join(row) + "\n")
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_column(justify="right")
+    last = ""
+    for section, what, amount in rows(plan):
+        table.add_row(section if section != last else "", what, amount, style="bold" if what == "in all" else "")
+        last = section
+    console.print(table, markup=False, highlight=False)
+
+
+def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> Iterator[Row]:
+    for part, size in parts.items():
+        if size:
+            yield section, PARTS[part], human_bytes(size)
+    yield section, "in all", f"{human_bytes(peak)} of {human_bytes(limit)}"
+
+
+def _step(plan: Plan) -> Iterator[Row]:
+    step, allocation = plan.step, plan.allocation
+    yield "a step", "tokens, of full rows", human_count(plan.tokens)
+    yield "a step", "layers that stay on the device", str(len(allocation.residents))
+    yield "a step", "layers kept in host memory", str(len(allocation.host_cached))
+    yield "a step", "layers not recomputed", str(len(allocation.saved))
+    if allocation.saved_on == "device":
+        yield "a step", "inputs of layers wait", f"on the {allocation.boundaries}"
+    else:
+        yield "a step", "activations wait", f"on the {allocation.saved_on}"
+    yield "a step", "read from disk", human_bytes(step.bytes_read)
+    yield "a step", "copied to the device", human_bytes(step.bytes_uploaded)
+    yield "a step", "takes", f"{step.seconds:.3g} s"
+    yield "a step", "limited by", {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck]
+    for name, seconds in (("computing", step.compute), ("on the link", step.link), ("on the disk", step.disk)):
+        yield "a step", name, f"{seconds:.3g} s"
+    for name, seconds in (
+        ("waiting for the disk", step.stall_disk),
+        ("waiting for the link", step.stall_upload),
+        ("waiting for activations", step.stall_boundaries),
+    ):
+        yield "a step", name, f"{seconds:.3g} s"
+    yield "a step", "tokens per second", human_count(plan.tokens_per_second)
+
+
+def _more(plan: Plan) -> Iterator[Row]:
+    if plan.room.crossover is not None:
+        yield "room", "weights' way hidden from, tokens per step", human_count(plan.room.crossover)
+    yield "room", "largest micro_batch_size", str(plan.room.largest_micro_batch)
+    yield "room", "most tokens per step", human_count(plan.room.largest_step)
+    yield "room", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
+    yield "room", "1 GB more in host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+    machine = plan.machine
+    yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
+    yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
+    if not machine.shared:
+        yield "machine", "link", f"{human_bytes(machine.speeds.link)}/s"
+    yield "machine", "matrix products", f"{human_count(plan.flops)}FLOP/s"
+    if (epoch := plan.epoch) is not None:
+        yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
+        yield "an epoch", "steps", f"{epoch.steps:,}"
+        yield "an epoch", "takes", human_duration(3600 * epoch.hours)
+        if epoch.cost is not None:
+            yield "an epoch", "costs", f"{epoch.cost:,.2f}"
+
+
+def draw(plan: Plan, planner: Planner, path: Path) -> None:
+    """Draw step time against tokens per step, with the crossover marked.
+
+    Args:
+        plan: to draw.
+        planner: that made it.
+        path: of the picture; what it ends in decides the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or knows no such format.
+        DiskError: the picture could not be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a picture needs matplotlib", where="--plot", how="pip install lema[plot]") from error
+    points = list(planner.curve(plan.allocation, plan.room.crossover or plan.tokens))
+    tokens = [count for count, _ in points]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(
+        xscale="log", yscale="log", xlabel="tokens per optimizer step", ylabel="seconds per optimizer step"
+    )
+    axes.plot(tokens, [step.seconds for _, step in points], linewidth=2.5, label="step, predicted")
+    axes.plot(tokens, [step.compute for _, step in points], linestyle="--", label="computing alone")
+    moved = [max(step.link, step.disk) for _, step in points]
+    axes.plot(tokens, moved, linestyle="--", label="reading and copying alone")
+    if plan.room.crossover is not None:
+        axes.axvline(plan.room.crossover, color="gray", linestyle=":")
+        axes.annotate(
+            f" hidden from {plan.room.crossover:,.0f} tokens on", (plan.room.crossover, axes.get_ylim()[0]), va="bottom"
+        )
+    if tokens[0] <= plan.tokens <= tokens[-1]:
+        axes.plot([plan.tokens], [plan.step.seconds], marker="o", color="black", label="this run")
+    axes.set_title(f"{planner.blueprint.directory.name} on {plan.machine.name}")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(
+            f"matplotlib cannot draw this: {error}", where=f"--plot {path}", how="end it in .png"
+        ) from error
+    except OSError as error:
+        raise DiskError(f"cannot write the picture: {error.strerror}", where=str(path)) from error

@@ -1,0 +1,59 @@
+"""Settings that only one backend has: named and checked as all others, and unknown to the core.
+
+A backend lists each under the entry point group `lema.settings`: the name as users write it, and a `BackendSetting`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from lema.config.problems import nearest
+
+__all__ = ["BackendSetting", "backend_setting", "backend_settings", "check_backend_settings"]
+
+
+GROUP = "lema.settings"
+
+
+@dataclass(frozen=True)
+class BackendSetting:
+    """A setting of one backend.
+
+    Args:
+        choices: its values.
+        default: one of them.
+        meaning: a sentence.
+    """
+
+    choices: tuple[str, ...]
+    default: str
+    meaning: str
+
+
+@cache
+def backend_settings() -> Mapping[str, EntryPoint]:
+    """Return every setting that an installed backend has, by name; nothing of a backend is imported."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def backend_setting(name: str) -> BackendSetting:
+    """Return what a backend says of its setting."""
+    found = backend_settings()[name].load()
+    assert isinstance(found, BackendSetting), f"{GROUP}: {name} is not a BackendSetting"
+    return found
+
+
+def check_backend_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each setting that no backend has, or whose value is none of its, with what is wrong and how to mend it."""
+    for name, value in given.items():
+        if name not in backend_settings():
+            near = nearest(name, backend_settings())
+            how = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+            yield "backend_settings", f"backend_settings: no backend that is installed has a setting {name!r} ({how})"
+        elif value not in (choices := backend_setting(name).choices):
+            near = nearest(str(value), choices)
+            how = f" (did you mean {' or '.join(near)}?)" if near else ""
+            listed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+            yield name, f"{name} must be one of {listed}, not {value!r}{how}"

@@ -1,0 +1,401 @@
+"""Every setting of a run, checked before anything heavy is imported or opened."""
+
+import json
+import os
+import warnings
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
+from lema.config.peft import contradictions
+from lema.config.problems import Contradiction, Problem, SettingsError, problems_of, unknown_setting
+from lema.config.types import (
+    Beta,
+    Count,
+    Dtype,
+    Indices,
+    InitialValues,
+    Kept,
+    Location,
+    Memory,
+    MemoryStrategy,
+    Name,
+    NameList,
+    Names,
+    NotNegative,
+    Offloading,
+    Pattern,
+    Patterns,
+    Reports,
+    RowSplit,
+    Scale,
+    Scheduler,
+    Strategy,
+    Targets,
+    TokenIndices,
+)
+from lema.config.yaml import read_yaml
+from lema.errors import ConfigError, DiskError
+
+__all__ = ["CONFIG_NAME", "LemaConfig"]
+
+
+CONFIG_NAME = "lema_config.json"
+
+# Settings that only earlier versions saved, one at least in every file they wrote. Such a file may hold others that are
+# gone; in any other file an unknown setting is a slip.
+_EARLIER = {"ram_buffer_size", "use_lora", "vram_fraction", "training_mode"}
+_AT = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
+
+
+class LemaConfig(BaseModel):
+    """Every setting of a run. Unknown names and wrong types are errors that list every problem at once.
+
+    Settings may be given by position, in the order below, or by name. Assigning one checks it too.
+
+    Raises:
+        ConfigError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        validate_assignment=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    model_name_or_path: Location
+    """Model directory, one .safetensors file in such a directory, or hub id."""
+    model_type: Name | None = None
+    """The `model_type` of the model's config.json, to check against; None takes what is there."""
+    gbi_path: Location | None = None
+    """Weights to stream instead of the model directory's own: a .safetensors file or an index."""
+    device: Name = "cuda"
+    """Backend to run on; `lema backends` lists them."""
+    strategy: Strategy = MemoryStrategy.STREAMING
+    """`streaming`: weights stay on disk. `resident`: weights stay in host memory."""
+    save_steps: NotNegative = 500
+    """Optimizer steps between checkpoints; 0: never."""
+    output_dir: Location = "output"
+    """Directory for the adapter, checkpoints and metrics."""
+    lora_rank: Count = 16
+    """Rank of the adapter's two matrices (LoRA, arXiv:2106.09685)."""
+    lora_alpha: Scale = 32
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    """Peak learning rate."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass, so that only its input is kept."""
+    lora_target_modules: Targets | None = None
+    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
+    lora_dropout: Beta = 0.0
+    """Dropout on the adapter's input."""
+    dtype: Dtype | None = None
+    """Type of the frozen weights; None: the checkpoint's."""
+    attn_implementation: Name | None = None
+    """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
+    micro_batch_size: Count | None = None
+    """Rows computed at once; None: the whole batch. Fewer need less memory and change no number."""
+    gradient_accumulation_steps: Count = 1
+    """Batches per optimizer step."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Gradients longer than this are scaled down to it; None: no clipping."""
+    prefetch_depth: Count = 2
+    """Layers read ahead of the one being computed."""
+    device_memory: Memory | None = None
+    """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: what streaming needs, or what `device`
+    has for it."""
+    host_memory: Memory | None = None
+    """Limit of host memory for weights and activations, likewise."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of adapters, shuffling and dropout."""
+    loss_chunk_tokens: Count = 1024
+    """Tokens whose logits exist at once."""
+    batch_size: Count = 8
+    """Rows per batch; of all processes together where there are several."""
+    max_length: Count | None = None
+    """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What becomes of longer rows."""
+    shuffle: bool = True
+    """Draw the rows of each epoch in an order made from the seed."""
+    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the data; `max_steps` overrides it."""
+    max_steps: Count | None = None
+    """Optimizer steps to train for; None: as `num_train_epochs` says."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay (arXiv:1711.05101)."""
+    adam_beta1: Beta = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: Beta = 0.999
+    """Decay of AdamW's second moment."""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to AdamW's denominator."""
+    lr_scheduler_type: Scheduler = "linear"
+    """How the learning rate moves after warm-up, by `transformers`' name."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+    warmup_ratio: Beta = 0.0
+    """The same as a fraction of all steps."""
+    train_data: Names | None = None
+    """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt."""
+    eval_data: Names | None = None
+    """Data to evaluate on, likewise."""
+    eval_split: RowSplit | None = None
+    """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
+    eval_steps: Count | None = None
+    """Optimizer steps between evaluations; None: at the end of each epoch."""
+    logging_steps: Count = 1
+    """Optimizer steps between lines of metrics.jsonl."""
+    save_total_limit: Kept | None = None
+    """Checkpoints to keep, the newest, 2 or more; None: all."""
+    report_to: Reports = Field(default_factory=list)
+    """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names."""
+    run_name: Name | None = None
+    """Name of the run in those reports."""
+    lora_exclude_modules: Targets | None = None
+    """Modules not to adapt, though `lora_target_modules` matches them; likewise names or one regular expression."""
+    lora_rank_pattern: dict[Pattern, Count] = Field(default_factory=dict)
+    """Ranks that differ: the end of a module's name, or a regular expression for it, to a rank."""
+    lora_alpha_pattern: dict[Pattern, Scale] = Field(default_factory=dict)
+    """Alphas that differ, likewise."""
+    lora_use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv:2312.03732)."""
+    lora_layers_to_transform: Indices | None = None
+    """Decoder layers to adapt, counted from 0: one number or several; None: all."""
+    lora_layers_pattern: Patterns | None = None
+    """Name of the list that those numbers count in, where the model has several; only with them."""
+    lora_init: InitialValues = True
+    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (both drawn)."""
+    lora_lora_bias: bool = False
+    """Give the adapter's B a bias (PEFT's `lora_bias`)."""
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases of the model that train as well: "none", "all", or "lora_only", those of adapted modules."""
+    lora_modules_to_save: NameList | None = None
+    """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
+    lora_use_dora: bool = False
+    """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
+    lora_target_parameters: NameList | None = None
+    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts."""
+    lora_trainable_token_indices: TokenIndices | None = None
+    """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
+    lora_ensure_weight_tying: bool = False
+    """Keep what is tied in the model tied where both of it train."""
+    revision: Name | None = None
+    """Branch, tag or commit of a hub id; None: its main branch. A directory has none."""
+    boundary_activations: Literal["auto", "device", "host", "disk"] = "auto"
+    """Where each layer's inputs wait from the forward to the backward; auto: the first of the others they fit."""
+    offload_dir: Location | None = None
+    """Directory for what is written to disk for lack of memory, such as those inputs; None: `output_dir`."""
+    cache_frozen_prefix: bool = False
+    """Keep what the layers below the lowest adapter make of each batch on disk: later epochs leave those layers out."""
+    tf32: bool = False
+    """Let fp32 matrix products use TF32, which keeps 10 bits of their inputs, on devices that have it."""
+    torch_compile: bool = False
+    """Compile a decoder layer with `torch.compile`, once for all layers that are alike. Changes the last bits."""
+    page_locked: bool | None = None
+    """Lock host memory that the device copies from; None: as much as the system allows."""
+    host_embeddings: bool = False
+    """Keep the input embeddings in host memory, and give the device the rows of the tokens that are there."""
+    shard_weights: bool = False
+    """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
+    activation_offloading: Offloading = False
+    """Have what waits for the backward wait off the device, which costs copying it there and back: the layers' inputs
+    with `gradient_checkpointing`; without it all that layers keep, so that nothing is computed twice. true: in host
+    memory; "disk": in `offload_dir`; "hidden_states": inputs of layers alone; "legacy": true, waiting for each copy."""
+    tensor_parallel_size: Count | None = None
+    """Processes that share each layer, every one with its part of it; None: all on a backend made for that, else 1."""
+    sequence_parallel: bool = False
+    """With those: between attention and MLP each process holds its part of the sequence only."""
+    pad_to_multiple_of: Count | None = None
+    """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
+    `max_length`. None: no longer than the longest of their micro-batch, or what `sequence_parallel` needs."""
+    max_skipped_steps: NotNegative = 0
+    """Steps of a run that may be dropped for a loss or gradient that is NaN or infinite; at the next one it ends."""
+    check_base_weights: bool = True
+    """Refuse a model with a weight that is NaN or infinite; each is looked at when it is first read."""
+    hang_timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds without a move after which the process ends; None: the stacks of its threads are written, no more."""
+    backend_settings: dict[str, Any] = Field(default_factory=dict)
+    """What only one backend has, by name. It may be given as any other setting."""
+
+    def __init__(self, *positional: Any, **settings: Any) -> None:
+        names = list(type(self).model_fields)
+        if len(positional) > len(names):
+            raise ConfigError(f"{len(positional)} settings given by position; there are {len(names)}")
+        by_position = dict(zip(names, positional, strict=False))
+        if twice := sorted(by_position.keys() & settings.keys()):
+            raise SettingsError([Problem(key, f"{key} is given by position and by name") for key in twice])
+        if own := settings.keys() & backend_settings().keys():
+            given = settings.pop("backend_settings", None) or {}
+            settings["backend_settings"] = {**given, **{key: settings.pop(key) for key in own}}
+        try:
+            super().__init__(**by_position, **settings)
+        except ValidationError as error:
+            raise SettingsError(problems_of(error, self._defaults())) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).model_fields:
+            raise SettingsError([unknown_setting(name, type(self).model_fields)])
+        before, given = dict(self.__dict__), set(self.model_fields_set)
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            # Checks between settings run after pydantic has stored the value: a refused value must not stay.
+            self.__dict__.update(before)
+            self.__pydantic_fields_set__.intersection_update(given)
+            raise SettingsError(problems_of(error, self._defaults())) from error
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in backend_settings():
+            return self.backend_settings.get(name, backend_setting(name).default)
+        return super().__getattr__(name)  # type: ignore[misc] # pydantic hides it from type checkers
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for key, what in check_backend_settings(self.backend_settings):
+            raise Contradiction(key, what)
+        for one, other in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(f"{one} and {other} exclude each other; leave one of them out")
+        if self.max_steps is not None and self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+        if self.boundary_activations in ("host", "disk") and not self.gradient_checkpointing:
+            raise Contradiction(
+                "boundary_activations", "without gradient_checkpointing no layer's input waits; set it to true"
+            )
+        self._agree_on_offloading()
+        if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
+            raise Contradiction(
+                "cache_frozen_prefix",
+                "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1",
+            )
+        if self.host_embeddings and self.lora_trainable_token_indices is not None:
+            raise Contradiction(
+                "host_embeddings", "lora_trainable_token_indices trains rows of the embeddings; set it to false"
+            )
+        if self.shard_weights and self.cache_frozen_prefix:
+            raise Contradiction(
+                "shard_weights",
+                "with cache_frozen_prefix processes leave out layers that others need; set one to false",
+            )
+        if self.max_length and self.pad_to_multiple_of and self.max_length % self.pad_to_multiple_of:
+            raise Contradiction(
+                "pad_to_multiple_of", f"max_length is {self.max_length}, no multiple of {self.pad_to_multiple_of}"
+            )
+        for key, what in contradictions(self):
+            raise Contradiction(key, what)
+        return self
+
+    def _agree_on_offloading(self) -> None:
+        mode, place = self.activation_offloading, self.boundary_activations
+        if mode == "hidden_states" and not self.gradient_checkpointing:
+            raise Contradiction(
+                "activation_offloading",
+                "without gradient_checkpointing layers keep more than their inputs; set that to true, or this to true",
+            )
+        offloaded = self.offloading_tier
+        if offloaded is not None and self.gradient_checkpointing and place not in ("auto", offloaded):
+            raise Contradiction(
+                "boundary_activations",
+                f"with activation_offloading the layers' inputs wait {_AT[offloaded]}, not {_AT[place]}; leave one out",
+            )
+
+    @property
+    def offloading_tier(self) -> Literal["host", "disk"] | None:
+        """Where `activation_offloading` lets things wait; None: it is off."""
+        if self.activation_offloading is False:
+            return None
+        return "disk" if self.activation_offloading == "disk" else "host"
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        own = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+        return own | dict.fromkeys(backend_settings())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as plain JSON types."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON schema of every setting, with its meaning and default; editors complete YAML from it."""
+        schema = cls.model_json_schema()
+        for name in backend_settings():
+            about = backend_setting(name)
+            schema["properties"][name] = {
+                "default": about.default,
+                "description": about.meaning,
+                "enum": list(about.choices),
+                "title": name.replace("_", " ").title(),
+            }
+        return schema
+
+    def save_pretrained(self, directory: str | PathLike[str]) -> None:
+        """Write the settings to `lema_config.json` in `directory`, which is made where it does not exist.
+
+        Raises:
+            DiskError: the file cannot be written; one that was there before is untouched.
+        """
+        file = Path(directory) / CONFIG_NAME
+        part = file.with_name(f".{CONFIG_NAME}.{os.getpid()}.part")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("w", encoding="utf-8") as out:
+                out.write(json.dumps(self.to_dict(), indent=2) + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+            part.replace(file)
+        except OSError as error:
+            # Cleaning up fails where writing did; the first failure is the one to tell.
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise DiskError(f"cannot write the config: {error.strerror}", where=str(file)) from error
+
+    @classmethod
+    def from_pretrained(cls, directory: str | PathLike[str], **overrides: Any) -> Self:
+        """Read `lema_config.json` from `directory`; settings given here replace those of the file.
+
+        Settings that are gone are left out, with a warning, of a file that an earlier version wrote.
+
+        Raises:
+            ConfigError: there is no such file, it is not JSON, or a setting is wrong.
+        """
+        file = Path(directory) / CONFIG_NAME
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the config: {error.strerror}", where=str(file)) from error
+        except ValueError as error:
+            raise ConfigError(f"not JSON: {error}", where=str(file)) from error
+        if not isinstance(values, dict):
+            raise ConfigError("a config is a JSON object", where=str(file))
+        if _EARLIER & values.keys():
+            gone = [name for name in values if name not in cls.model_fields]
+            warnings.warn(f"{file} is of an earlier version; ignored: {', '.join(gone)}", stacklevel=2)
+            values = {name: value for name, value in values.items() if name not in gone}
+        return cls._located({**values, **overrides}, {key: str(file) for key in values.keys() - overrides.keys()})
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
+        """Read a YAML file; settings given here replace those of the file. Paths in it are as the shell sees them.
+
+        Raises:
+            ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
+        """
+        yaml = read_yaml(path)
+        places = {key: place for key, place in yaml.places().items() if key not in overrides}
+        return cls._located({**yaml.values, **overrides}, {"": str(path), **places})
+
+    @classmethod
+    def _located(cls, values: dict[str, Any], places: dict[str, str]) -> Self:
+        try:
+            return cls(**values)
+        except SettingsError as error:
+            raise error.located(places) from error.__cause__

@@ -1,0 +1,180 @@
+"""What becomes of each option of PEFT's `LoraConfig`: which setting it is, or why it is refused.
+
+Exactness is the measure. An option streams where loss, gradients and initial values are bitwise those of PEFT on the
+whole model. One that would read, change or replace the frozen weights, or that needs more of the model than one layer
+at a time, is refused by name. `peft` is not imported here; a test holds this list against its fields.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = [
+    "CARRIED",
+    "INITIAL_VALUES",
+    "REFUSED",
+    "REFUSED_INITIAL_VALUES",
+    "SETTING_OF",
+    "contradictions",
+    "refusals",
+    "why_not_initial",
+]
+
+
+SETTING_OF: Mapping[str, str] = MappingProxyType(
+    {
+        "r": "lora_rank",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "target_modules": "lora_target_modules",
+        "exclude_modules": "lora_exclude_modules",
+        "rank_pattern": "lora_rank_pattern",
+        "alpha_pattern": "lora_alpha_pattern",
+        "use_rslora": "lora_use_rslora",
+        "layers_to_transform": "lora_layers_to_transform",
+        "layers_pattern": "lora_layers_pattern",
+        "init_lora_weights": "lora_init",
+        "lora_bias": "lora_lora_bias",
+        "bias": "lora_bias",
+        "modules_to_save": "lora_modules_to_save",
+        "use_dora": "lora_use_dora",
+        "target_parameters": "lora_target_parameters",
+        "trainable_token_indices": "lora_trainable_token_indices",
+        "ensure_weight_tying": "lora_ensure_weight_tying",
+    }
+)
+
+
+"""PEFT's option -> the setting that says the same."""
+
+
+CARRIED = frozenset(
+    {
+        "task_type",  # a causal language model's; another is refused
+        "peft_type",  # LoRA; another is refused
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "fan_in_fan_out",  # follows from the modules
+        "megatron_core",  # says nothing without megatron_config
+        "qalora_group_size",  # says nothing without use_qalora
+        "eva_config",  # these four say nothing without their initial values
+        "corda_config",
+        "lora_ga_config",
+        "loftq_config",
+        "runtime_config",  # is not saved, and only says where initial values are computed
+    }
+)
+
+
+"""Options that change no number, or follow from the model or from another option."""
+
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "megatron_config": "adapts the parallel layers of another library, and the model has none",
+        "velora_config": "replaces the gradient of A by an approximation that depends on earlier batches",
+        "alora_invocation_tokens": "looks for tokens of the input in every layer, and layers see hidden states only",
+        "use_qalora": "adapts quantized weights, and those that stream are not quantized",
+        "monteclora_config": "adds a loss of its own, summed over all layers",
+        "layer_replication": "runs layers more than once, and each is leased once in a pass",
+        "use_bdlora": "makes the adapter's matrices block-diagonal",
+        "arrow_config": "mixes several adapters, and there is one",
+        "kasa_config": "changes the frozen weights, and those that stream are the checkpoint's",
+    }
+)
+
+
+"""Options that cannot be used, each with the reason, to follow its name."""
+
+
+INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
+
+
+"""Values of `init_lora_weights` that are drawn from nothing but shapes."""
+
+
+_TAKEN_OUT = "takes its values out of the frozen weights, and those that stream are the checkpoint's"
+
+REFUSED_INITIAL_VALUES: Mapping[str, str] = MappingProxyType(
+    {
+        "pissa": _TAKEN_OUT,
+        "olora": _TAKEN_OUT,
+        "corda": _TAKEN_OUT,
+        "lora_ga": _TAKEN_OUT,
+        "loftq": "quantizes the frozen weights, and those that stream are the checkpoint's",
+        "mica": "decomposes every frozen weight, and no more than a layer of them is in memory",
+        "eva": "runs data through the whole model beforehand",
+    }
+)
+
+
+"""Values that cannot be used, each with the reason, to follow its name."""
+
+
+def why_not_initial(value: str) -> str | None:
+    """Return why initial values of this name cannot be used; None: PEFT has none of the name that are refused."""
+    return REFUSED_INITIAL_VALUES.get(value.lower().partition("_niter_")[0])
+
+
+# Settings that PEFT does not allow with each other, whatever their values.
+EXCLUSIVE = (
+    ("lora_use_dora", "lora_lora_bias"),
+    ("lora_target_parameters", "lora_dropout"),
+    ("lora_target_parameters", "lora_lora_bias"),
+    ("lora_target_parameters", "lora_use_dora"),
+)
+
+
+def refusals(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a phrase for each thing in the config of a saved adapter that cannot be used.
+
+    EVA leaves the frozen weights as they are, so an adapter that began with it is one like any other by now.
+    """
+    for name, reason in REFUSED.items():
+        if config.get(name) not in (None, False):  # PEFT takes an empty one for one with its defaults
+            yield f"{name}, which {reason}"
+    if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
+        yield f"task_type {task}, which is not that of a causal language model"
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower() not in (*INITIAL_VALUES, "eva"):
+        yield f'init_lora_weights "{initial}", which {why_not_initial(initial) or "PEFT does not have"}'
+
+
+def contradictions(settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield what PEFT does not allow together, of the settings of an adapter: a setting, and what is wrong with it."""
+    targets, initial, parameters = settings.lora_target_modules, settings.lora_init, settings.lora_target_parameters
+    if targets == [] and not parameters:
+        yield (
+            "lora_target_modules",
+            "lora_target_modules is empty; name modules, or leave it out for every linear of the decoder layers",
+        )
+    if settings.lora_layers_pattern is not None and settings.lora_layers_to_transform is None:
+        yield (
+            "lora_layers_pattern",
+            "lora_layers_pattern names the list in which lora_layers_to_transform counts; give both, or neither",
+        )
+    if isinstance(targets, str) and settings.lora_layers_to_transform is not None:
+        yield (
+            "lora_layers_to_transform",
+            "lora_layers_to_transform needs lora_target_modules to be a list of names; "
+            "name the modules, or write the layers into the expression",
+        )
+    ranks = [settings.lora_rank, *settings.lora_rank_pattern.values()]
+    if initial == "orthogonal" and (odd := [rank for rank in ranks if rank % 2]):
+        yield (
+            "lora_init",
+            f"lora_init: orthogonal values need even ranks, and lora_rank or lora_rank_pattern has {odd[0]}",
+        )
+    if isinstance(initial, str) and settings.lora_lora_bias:
+        yield "lora_init", f'lora_init: "{initial}" and lora_lora_bias exclude each other; leave one of them out'
+    if initial == "orthogonal" and parameters:
+        yield (
+            "lora_init",
+            'lora_target_parameters and lora_init: "orthogonal" exclude each other; leave one of them out',
+        )
+    for one, other in EXCLUSIVE:
+        if getattr(settings, one) and getattr(settings, other):
+            yield other, f"{one} and {other} exclude each other; leave one of them out"

@@ -1,0 +1,160 @@
+"""The types a setting may have: what is accepted for each, and in which words anything else is refused."""
+
+import json
+import os
+import re
+from enum import StrEnum
+from os import PathLike
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from lema.config.peft import INITIAL_VALUES, why_not_initial
+from lema.config.units import memory_bytes
+
+__all__ = [
+    "Beta",
+    "Count",
+    "Dtype",
+    "Indices",
+    "InitialValues",
+    "Kept",
+    "Location",
+    "Memory",
+    "MemoryStrategy",
+    "Name",
+    "NameList",
+    "Names",
+    "NotNegative",
+    "Offloading",
+    "Pattern",
+    "Patterns",
+    "Reports",
+    "RowSplit",
+    "Scale",
+    "Scheduler",
+    "Strategy",
+    "Targets",
+    "TokenIndices",
+]
+
+
+class MemoryStrategy(StrEnum):
+    """Where frozen weights wait for their turn on the device."""
+
+    STREAMING = "streaming"
+    """On disk; a few layers at a time pass through host memory."""
+    RESIDENT = "resident"
+    """In host memory, all of them."""
+
+
+OFFLOADING = ("legacy", "hidden_states", "disk")  # beside true and false
+
+
+def _kept(value: int) -> int:
+    if value < 2:
+        raise ValueError(f"must be 2 or more, not {value}: where the newest is damaged, a run goes on from the other")
+    return value
+
+
+def _memory(value: Any) -> Any:
+    if isinstance(value, int | float | str):
+        memory_bytes(value, 1)
+    return value
+
+
+def _strategy(value: Any) -> Any:
+    names = [strategy.value for strategy in MemoryStrategy]
+    if isinstance(value, str) and value.lower() in names:
+        return MemoryStrategy(value.lower())
+    raise ValueError(f"must be one of {', '.join(names)}, not {value!r}")
+
+
+def _offloading(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, str) and value in OFFLOADING):
+        return value
+    raise ValueError(f"must be one of true, false, {', '.join(OFFLOADING)}, not {value!r}")
+
+
+def _split(value: Any) -> Any:
+    if isinstance(value, int | float) and not (0 < value < 1 if isinstance(value, float) else value >= 1):
+        raise ValueError(f"must be a fraction between 0 and 1, or a number of rows, not {value!r}")
+    return value
+
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, PathLike) else value
+
+
+def _names(value: Any) -> Any:
+    return [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | set) else value
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from error
+    return value
+
+
+def _initial(value: Any) -> Any:
+    if value in INITIAL_VALUES and isinstance(value, bool | str):
+        return value
+    known = ", ".join(json.dumps(one) for one in INITIAL_VALUES)
+    if isinstance(value, str) and (reason := why_not_initial(value)) is not None:
+        raise ValueError(f"{json.dumps(value)} {reason}; use one of {known}")
+    raise ValueError(f"must be one of {known}, not {value!r}")
+
+
+def _dtype(value: Any) -> Any:
+    # torch.float32 prints as its own name; asking torch would import it.
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Kept = Annotated[int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_kept)]
+Name = Annotated[str, Field(min_length=1)]
+Location = Annotated[Name, BeforeValidator(_path)]
+Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
+RowSplit = Annotated[int | float, BeforeValidator(_split)]
+Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]
+Pattern = Annotated[Name, AfterValidator(_pattern)]
+Patterns = Annotated[Pattern | Annotated[list[Pattern], Field(min_length=1)], BeforeValidator(_listed)]
+
+# PEFT takes a text for an expression over full names, and the items of a list for the ends of names.
+Targets = Annotated[Pattern | list[Name], BeforeValidator(_listed)]
+Rows = Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
+TokenIndices = Rows | dict[Name, Rows]
+Reports = Annotated[Name | list[Name], BeforeValidator(_listed)]
+NameList = Annotated[list[Name], Field(min_length=1), BeforeValidator(_listed)]
+InitialValues = Annotated[bool | str, BeforeValidator(_initial)]
+Memory = Annotated[int | float | str, BeforeValidator(_memory)]
+Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
+Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], BeforeValidator(_offloading)]
+Scale = Annotated[int | float, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
+
+# The values of transformers.SchedulerType, which costs seconds to import; a test holds the two together.
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+]
+
+Positive = Annotated[float, Field(gt=0)]

@@ -1,0 +1,90 @@
+"""Amounts of memory as people write them: bytes, "4GB", "512MiB", a fraction, "auto"."""
+
+import math
+import re
+
+from lema.errors import ConfigError
+
+__all__ = ["human_bytes", "human_count", "human_duration", "memory_bytes", "parse_memory"]
+
+
+# "auto" leaves the rest to the allocator's rounding and to whatever else is on the machine.
+_AUTO_FRACTION = 0.9
+
+# Beyond this a size is a slip of the keyboard, and infinity has no whole part.
+_LARGEST = 2**63
+
+_UNITS: dict[str, int] = {"B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("IB", 1024))
+}
+
+
+def parse_memory(value: int | float | str, total: int) -> int:
+    """Bytes meant by a memory setting.
+
+    Args:
+        value: bytes (`2_000_000`), a size (`"4GB"` is 4 * 1000**3, `"4GiB"` is 4 * 1024**3), a fraction of `total`
+            (`0.5`; more than 0, at most 1) or `"auto"` (nine tenths of `total`).
+        total: bytes there are. A size larger than this is returned as asked.
+
+    Raises:
+        ConfigError: the value is none of these.
+    """
+    try:
+        return memory_bytes(value, total)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def memory_bytes(value: int | float | str, total: int) -> int:
+    """`parse_memory`, with the ValueError that a field validator raises."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() == "auto":
+            return int(total * _AUTO_FRACTION)
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]*)", text)
+        if match and not match[2]:
+            return memory_bytes(int(text) if text.isdecimal() else float(text), total)
+        if match and (unit := _UNITS.get(match[2].upper())) and 0 < (size := float(match[1]) * unit) < _LARGEST:
+            return math.ceil(size)
+    elif not isinstance(value, bool):
+        if 0 < value <= 1 and isinstance(value, float):
+            return max(1, int(total * value))
+        # YAML reads 4e9 as a float.
+        if 1 <= value < _LARGEST and value == int(value):
+            return int(value)
+    raise ValueError(f"{value!r} is no amount of memory; write 4GB, 512MiB, a fraction like 0.5, auto, or bytes")
+
+
+def human_bytes(count: float) -> str:
+    """`1.2 GB`; powers of 1000, as disks and links are sold."""
+    return _scaled(count, " ", ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def human_count(count: float) -> str:
+    """`3.4k`, `12M`."""
+    return _scaled(count, "", ("", "k", "M", "G", "T", "P"))
+
+
+def human_duration(seconds: float) -> str:
+    """`48s`, `3m 05s`, `2h 07m`, `4d 01h`."""
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}h"
+    if hours:
+        return f"{hours}h {minute:02}m"
+    return f"{minutes}m {second:02}s" if minutes else f"{second}s"
+
+
+def _scaled(count: float, space: str, units: tuple[str, ...]) -> str:
+    size, power = float(count), 0
+    # 999.5 would print as 1000; it is 1.0 of the next unit.
+    while abs(size) >= 999.5 and power < len(units) - 1:
+        size, power = size / 1000, power + 1
+    digits = 0 if power == 0 or abs(size) >= 99.95 else 1
+    return f"{size:.{digits}f}{space}{units[power]}".rstrip()

@@ -1,0 +1,192 @@
+"""A YAML file as a plain mapping that still knows on which line each key stood.
+
+YAML 1.2, so `1e-4` is a number and `on` is text; duplicate keys, tags and tabs are errors, never guesses.
+
+Settings inside settings from a YAML file, each error with the line that it stands on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from lema.config.nested import placed
+from lema.config.problems import SettingsError
+from lema.errors import ConfigError
+
+__all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml", "yaml_places"]
+
+
+_TAG_HOW = "write plain values: text, numbers, true/false, lists"
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    """The values of a YAML mapping, and where its keys are.
+
+    Args:
+        path: the file, as the user named it.
+        values: the mapping at the top of the file.
+        lines: the line, counted from 1, on which each key stands.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[str, int]
+
+    def places(self) -> dict[str, str]:
+        """`file:line` of every key, for error messages."""
+        return {key: f"{self.path}:{line}" for key, line in self.lines.items()}
+
+
+def read_yaml(path: str | PathLike[str]) -> YamlFile:
+    """Read a YAML mapping with text keys.
+
+    Raises:
+        ConfigError: the file cannot be read, is not UTF-8, not YAML, empty, or not a mapping; names file and line.
+    """
+    file = Path(path)
+    text = _read_text(file)
+    root = _parsed(_yaml().compose, text, str(file))
+    if root is None:
+        raise ConfigError(
+            "the config file is empty", where=str(file), how="it needs at least `model_name_or_path: ...`"
+        )
+    if not isinstance(root, MappingNode):
+        raise ConfigError(
+            "a config file is a list of `key: value` lines",
+            where=f"{file}:{root.start_mark.line + 1}",
+            how="write one `key: value` per line, with a space after the colon",
+        )
+    values = _parsed(_yaml().load, text, str(file))
+    lines = {key.value: key.start_mark.line + 1 for key, _ in root.value if isinstance(key.value, str)}
+    for key in values:
+        if not isinstance(key, str):
+            line = lines.get(str(key))
+            raise ConfigError(f"a key must be a name, not {key!r}", where=f"{file}:{line}" if line else str(file))
+    return YamlFile(file, values, lines)
+
+
+def parse_value(text: str, where: str) -> Any:
+    """Read one value as a YAML file would: `1e-4`, `true`, `[q_proj, v_proj]`, plain text; empty is None.
+
+    Raises:
+        ConfigError: the text is not YAML.
+    """
+    return _parsed(_yaml().load, text, where, lines=False)
+
+
+def _yaml() -> YAML:
+    # pure: the C parser, where it is installed, reads YAML 1.1.
+    return YAML(typ="safe", pure=True)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        how = "check the path; it is taken relative to the directory you are in" if not file.exists() else ""
+        raise ConfigError(f"cannot read the config file: {error.strerror}", where=str(file), how=how) from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            "the config file is not UTF-8 text", where=f"{file}:{line}", how="save it as UTF-8"
+        ) from error
+
+
+def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
+    try:
+        return read(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{where}:{mark.line + 1}" if mark is not None and lines else where
+        what, how = _explained(error)
+        raise ConfigError(what, where=place, how=how) from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        place = f"{where}:{line}" if lines else where
+        raise ConfigError("not YAML: a control character is in the text", where=place, how="delete it") from error
+    except (YAMLError, ValueError) as error:
+        raise ConfigError(f"not YAML: {error}", where=where) from error
+    except RecursionError as error:
+        raise ConfigError("nested too deeply", where=where, how="settings are not nested") from error
+
+
+def _explained(error: MarkedYAMLError) -> tuple[str, str]:
+    """What is wrong in the user's words, and how to mend it."""
+    problem = str(error.problem or error.context)
+    if isinstance(error, DuplicateKeyError):
+        # ruamel says: found duplicate key "a" with value "2" (original value: "1")
+        return problem.removeprefix("found ").split(" with value ")[0] + " is given twice", "keep one of the two lines"
+    if "\\t" in problem:
+        return "a tab is used as indentation", "YAML is indented with spaces"
+    if "could not determine a constructor" in problem:
+        return "tags (`!...`) are not allowed", _TAG_HOW
+    if "another document" in problem:
+        return "the file holds more than one document", "keep one, and remove the `---` between them"
+    return f"not YAML: {problem}", "check the quotes, brackets and colons on this line and the one before"
+
+
+Made = TypeVar("Made")
+
+
+def from_yaml(
+    make: Callable[..., Made],
+    path: str | PathLike[str],
+    overrides: Mapping[str, Any],
+    spellings: Mapping[str, str] = MappingProxyType({}),
+) -> Made:
+    """Make settings of a YAML file.
+
+    Args:
+        make: from settings by name.
+        path: of the file.
+        overrides: settings that replace those of the file.
+        spellings: other names that the file may use for settings, to the settings' own.
+
+    Raises:
+        ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
+    """
+    values = {**read_yaml(path).values, **overrides}
+    try:
+        return make(**values)
+    except SettingsError as error:
+        places = yaml_places(path)
+        for other, name in spellings.items():
+            places |= {name + key.removeprefix(other): at for key, at in places.items() if _is_in(key, other)}
+        raise placed(error, places, overrides) from error.__cause__
+
+
+def _is_in(key: str, setting: str) -> bool:
+    return key == setting or key.startswith((f"{setting}[", f"{setting}."))
+
+
+def yaml_places(path: str | PathLike[str]) -> dict[str, str]:
+    """Return `file:line` by path (`phases[1].tokens`) of a file that `lema.config.yaml.read_yaml` has read."""
+    root = YAML(typ="safe", pure=True).compose(Path(path).read_text(encoding="utf-8-sig"))
+    return {"": str(path)} | {key: f"{path}:{line}" for key, line in _lines(root, "", set())}
+
+
+def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
+    if id(node) in seen:  # an alias: it has one place, and may hold itself
+        return
+    seen.add(id(node))
+    if isinstance(node, MappingNode):
+        for key, value in node.value:
+            inner = f"{path}.{key.value}".removeprefix(".")
+            yield inner, key.start_mark.line + 1
+            yield from _lines(value, inner, seen)
+    elif isinstance(node, SequenceNode):
+        for place, value in enumerate(node.value):
+            yield f"{path}[{place}]", value.start_mark.line + 1
+            yield from _lines(value, f"{path}[{place}]", seen)

@@ -1,0 +1,146 @@
+"""What training has changed of a model, alone: the trained tensors as they are now, and which model they belong to.
+
+A delta holds new values and not differences, since differences do not restore bits. It is three kinds of files: shards
+(`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base with its fingerprint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from lema.convert.hubformat import shards_of, write_shards
+from lema.convert.storedmodel import open_stored, tensor_specs
+from lema.convert.tensors import cast_pieces, copy_companions, write_config
+from lema.errors import WeightsError
+from lema.storage import GlobalBinaryIndex
+from lema.storage.atomic import appearing, free_directory
+from lema.storage.header import TensorRecord, damaged, open_regular, parse_json, regular_size
+from lema.storage.tensorfile import TensorSpec
+from lema.storage.verify import base_fingerprint
+
+__all__ = ["DELTA_NAME", "apply_delta", "is_delta"]
+
+
+DELTA_NAME = "lema_delta.json"
+STEM = "delta"
+FORMAT = 1
+MAX_BYTES = 100_000_000  # of `lema_delta.json`: it lists names
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """What `lema_delta.json` says."""
+
+    format: int
+    base: str
+    revision: str | None
+    weights: str | None  # of the base, where they lie elsewhere
+    fingerprint: str
+    dtype: str | None  # that the base was opened in; None: its own
+    tensors: list[str]
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        file = directory / DELTA_NAME
+        if regular_size(file) > MAX_BYTES:
+            raise damaged(file, f"it is longer than {MAX_BYTES} bytes")
+        with open_regular(file) as stream:
+            values = parse_json(file, stream.read())
+        if values.get("format") != FORMAT:
+            raise WeightsError(
+                f"the delta is of format {values.get('format')!r}", where=str(file), how="use a newer version of lema"
+            )
+        kinds = {"base": str, "fingerprint": str, "tensors": list}
+        optional = {"revision", "weights", "dtype"}
+        if values.keys() != {field.name for field in fields(cls)}:
+            raise damaged(file, "its keys are not those of a delta")
+        wrong = [key for key, kind in kinds.items() if not isinstance(values[key], kind)]
+        wrong += [key for key in optional if not isinstance(values[key], str | None)]
+        if wrong or not all(isinstance(name, str) for name in values["tensors"]):
+            raise damaged(file, f"{(wrong or ['tensors'])[0]} is of another type")
+        return cls(**values)
+
+
+def is_delta(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds a delta."""
+    return (Path(directory) / DELTA_NAME).is_file()
+
+
+def apply_delta(
+    delta_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    max_shard_size: int = 5_000_000_000,
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write the model that a delta makes of its base, in the hub's format.
+
+    Args:
+        delta_dir: what `save_delta` wrote.
+        out_dir: a new or empty directory.
+        base: where the base is now; None: where it was.
+        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
+        trust_remote_code: run code that comes with the base model, and copy it.
+
+    Raises:
+        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
+        WeightsError: the delta is damaged, the base is missing, or it is not the one that was trained.
+        DiskError: a file could not be written; nothing is left behind.
+    """
+    out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
+    about = DeltaFile.read(delta)
+    stored = open_stored(
+        about.base if base is None else base,
+        revision=about.revision if base is None else None,
+        weights=about.weights if base is None else None,
+        dtype=_dtype(about, delta),
+        trust_remote_code=trust_remote_code,
+    )
+    if (found := base_fingerprint(stored.index)) != about.fingerprint:
+        raise WeightsError(
+            f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}",
+            where=str(stored.index.path),
+            how=f"name the directory of the base as it was ({about.base})",
+        )
+    tied = stored.skeleton.all_tied_weights_keys
+    specs = [spec for spec in tensor_specs(stored.skeleton, stored.records, stored.dtypes) if spec[0] not in tied]
+    new = _new_tensors(delta, about, {spec[0]: spec for spec in specs})
+
+    class Applied:
+        def pieces(self, name: str) -> Iterable[memoryview]:
+            return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
+
+    with appearing(out) as partial:
+        write_shards(partial, shards_of(specs, max_shard_size), Applied())
+        copy_companions(stored.directory, partial, code=trust_remote_code)
+        write_config(stored.directory / "config.json", partial, stored.config_changes)
+    return out
+
+
+def _new_tensors(delta: Path, about: DeltaFile, wanted: Mapping[str, TensorSpec]) -> Mapping[str, TensorRecord]:
+    """Find the delta's tensors; each must be one of the model's, of its shape and the type it is written in."""
+    single = delta / f"{STEM}.safetensors"
+    index = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
+    if other := sorted(index.keys() ^ set(about.tensors)):
+        raise damaged(delta / DELTA_NAME, f"it and the files beside it do not list the same tensors: {other[0]!r}")
+    for name, record in index.items():
+        if name not in wanted or (record.dtype, record.shape) != wanted[name][1:]:
+            raise WeightsError(
+                f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's",
+                where=str(record.file),
+                how="the delta is of another model",
+            )
+    return index
+
+
+def _dtype(about: DeltaFile, delta: Path) -> str | None:
+    if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
+        raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
+    return about.dtype

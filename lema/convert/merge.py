@@ -1,0 +1,197 @@
+"""The tensors of a model with its adapter merged into them, one adapted module in memory at a time.
+
+The arithmetic is that of `lema.lora.merge`: a module is lent its stored weights in fp32, PEFT merges into them, and the
+sum is rounded once to the type that is written.
+
+Writes the base model with an adapter merged into its weights, as a directory any `transformers` program loads.
+
+The arithmetic is PEFT's own `merge` on weights lent in fp32, one adapted module at a time; every other tensor is copied
+piece by piece. The whole model is never in memory, and the directory appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+from peft import LoraConfig
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lema.convert.hubformat import shards_of, write_shards
+from lema.convert.storedmodel import StoredModel, open_stored, tensor_specs
+from lema.convert.tensors import bytes_of, cast_pieces, copy_companions, read_tensor, write_config
+from lema.errors import AdapterError, ConfigError
+from lema.lora import inject_lora_params
+from lema.lora.attach import configured_lora
+from lema.lora.base import check_base
+from lema.lora.files import load_weights, read_settings
+from lema.lora.merge import ADAPTER, Rounding, merge_module, rounded_all, wrapped
+from lema.model.skeleton import find_layers
+from lema.storage.atomic import appearing, free_directory
+from lema.storage.quantized.records import Stored
+
+__all__ = ["MergedTensors", "check_mergeable", "merge_adapter", "untied"]
+
+
+class MergedTensors:
+    """The tensors of the merged model, asked for in turn; it holds those of one adapted module.
+
+    Args:
+        model: the model on `meta`, with an adapter whose values are loaded.
+        records: where the model's tensors are, by the names they have without adapters.
+        dtypes: what to write each of them as.
+        rounding: of a sum in fp32 to these types.
+        seed: of stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        records: Mapping[str, Stored],
+        dtypes: Mapping[str, torch.dtype],
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+    ) -> None:
+        self._records, self._dtypes = records, dtypes
+        self._rounding, self._seed = rounding, seed
+        self._adapted = dict(wrapped(model))
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._module = ""
+        self._merged: dict[str, Tensor] = {}
+
+    def pieces(self, name: str) -> Iterable[memoryview]:
+        """Return the bytes of one tensor."""
+        if (module := self._owner(name)) is None:
+            if name not in self._trained:
+                return cast_pieces(self._records[name], self._dtypes[name])
+            merged = self._trained[name].detach()
+        else:
+            if module != self._module:
+                self._merged = {}  # the last module goes before the next one comes
+                self._module, self._merged = module, self._merge(module)
+            merged = self._merged[name]
+        return [bytes_of(merged.to(self._dtypes[name]))]
+
+    def _owner(self, name: str) -> str | None:
+        """Return the adapted module that a tensor belongs to."""
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self._adapted:
+                return name
+        return None
+
+    def _merge(self, name: str) -> dict[str, Tensor]:
+        """Merge one module's adapter into its stored weights."""
+        merged = merge_module(name, self._adapted[name], self._weight)
+        return rounded_all(merged, self._dtypes, self._rounding, self._seed)
+
+    def _weight(self, stored: str, parameter: nn.Parameter) -> Tensor:
+        if parameter.is_meta:
+            return read_tensor(self._records[stored], self._dtypes[stored])
+        return parameter.detach().clone()  # a bias that was trained, or what PEFT saved beside the adapter
+
+
+def check_mergeable(model: nn.Module) -> None:
+    """Make sure that every adapted module can take its adapter up.
+
+    Raises:
+        AdapterError: one has no bias to take up that of B.
+    """
+    for name, module in wrapped(model):
+        if getattr(module, "lora_bias", {}).get(ADAPTER) and cast(Any, module).get_base_layer().bias is None:
+            raise AdapterError(
+                "the adapter's B has a bias, and the module it adapts has none to take it up",
+                where=name,
+                how="keep the adapter beside the model, or train one without lora_lora_bias",
+            )
+
+
+def untied(model: PreTrainedModel) -> bool:
+    """Whether tensors that are one in the model are no longer, once the adapter is merged."""
+    adapted = dict(wrapped(model))
+    for one, other in model.all_tied_weights_keys.items():
+        first, second = (adapted.get(name.rpartition(".")[0]) for name in (one, other))
+        if first is None and second is None:
+            continue
+        both = (first, second)
+        tokens = all(isinstance(module, TrainableTokensWrapper) for module in both)
+        if not tokens and not (_saved(first) is not None and _saved(first) is _saved(second)):
+            return True
+    return False
+
+
+def _saved(module: nn.Module | None) -> Any:
+    """The weight of a module that trains whole."""
+    return module.modules_to_save[ADAPTER].weight if isinstance(module, ModulesToSaveWrapper) else None
+
+
+def merge_adapter(
+    adapter_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    max_shard_size: int = 5_000_000_000,
+    *,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write the model an adapter belongs to, with the adapter merged into its weights, in the hub's format.
+
+    The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. Tensors
+    have the names `transformers` uses in memory. Of a quantised base the weights are expanded, and stay so.
+
+    Args:
+        adapter_dir: a saved adapter; it names its base model.
+        out_dir: a new or empty directory.
+        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
+        rounding: of `W + alpha / rank B A`, which is formed in fp32, to the type of the weights. In half precision a
+            change that is small beside a weight is lost by `nearest` (of one of 1e-6 in bfloat16, with weights of about
+            0.02, a thirtieth is left); `stochastic` keeps it in the mean, at the cost of noise of one last place.
+        seed: of stochastic rounding; the same one gives the same bits, however the files are cut.
+        trust_remote_code: run code that comes with the base model.
+
+    Raises:
+        ConfigError: `out_dir` is not empty, `max_shard_size` is not positive, or there is no such `rounding`.
+        AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained.
+        WeightsError: the base model is damaged, does not fit its config, or must be prepared first.
+        DiskError: a file could not be written; nothing is left behind.
+    """
+    if rounding not in get_args(Rounding):
+        raise ConfigError(
+            f"there is no rounding {rounding!r}", where="rounding", how=f"choose {' or '.join(get_args(Rounding))}"
+        )
+    out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
+    base, lora = _open_base(adapter, trust_remote_code)
+    specs = tensor_specs(base.skeleton, base.records, base.dtypes)
+    layers_name, _ = find_layers(base.skeleton)
+    model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
+    load_weights(model, adapter, layers_name)
+    check_base(adapter, base.index)
+    check_mergeable(base.skeleton)
+    changes = dict(base.config_changes)
+    if untied(base.skeleton):
+        changes["tie_word_embeddings"] = False
+    else:
+        specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
+    tensors = MergedTensors(base.skeleton, base.records, base.dtypes, rounding, seed)
+    with appearing(out) as partial:
+        write_shards(partial, shards_of(specs, max_shard_size), tensors)
+        copy_companions(base.directory, partial, code=trust_remote_code)
+        write_config(base.directory / "config.json", partial, changes)
+    return out
+
+
+def _open_base(adapter: Path, trust: bool) -> tuple[StoredModel, LoraConfig]:
+    settings, saved = read_settings(adapter)
+    base = open_stored(
+        settings.model_name_or_path,
+        revision=settings.revision,
+        weights=settings.gbi_path,
+        dtype=settings.dtype,
+        trust_remote_code=trust,
+    )
+    return base, saved or configured_lora(base.skeleton, settings)

@@ -1,0 +1,235 @@
+"""Quantises the weights of layers on their way into a prepared file, and measures what that costs in precision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lema.convert.tensors import METADATA, bytes_of, stored_name
+from lema.errors import ConfigError, ModelError
+from lema.model.skeleton import find_layers
+from lema.storage import TensorFile
+from lema.storage.header import DTYPE_BITS
+from lema.storage.index import MARKED, PREPARED_MARK
+from lema.storage.quantized.formats import KINDS, LIBRARIES, expand
+from lema.storage.quantized.records import PartSpecs, pieces
+from lema.storage.tensorfile import TensorSpec
+
+__all__ = ["Precision", "Quantizer", "check_kind", "show"]
+
+
+SAMPLED_LAYERS = 8
+INPUTS = 16  # random ones, per measured weight
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What quantising cost one kind of module, over the layers sampled: errors relative to what they are errors of.
+
+    Attributes:
+        module: the kind, as modules of that kind are called within a layer.
+        sampled: how many weights were measured.
+        weights_worst: the largest relative error of a weight: of its difference from the original, in the 2-norm.
+        weights_median: the median of the same.
+        outputs_worst: the largest relative error of what a weight makes of random inputs.
+        outputs_median: the median of the same.
+    """
+
+    module: str
+    sampled: int
+    weights_worst: float
+    weights_median: float
+    outputs_worst: float
+    outputs_median: float
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    specs: PartSpecs
+    about: Mapping[str, Any]
+    kind: str
+    sampled: bool
+
+
+@dataclass
+class Quantizer:
+    """Which weights of a model are quantised to what; writes them one at a time.
+
+    Attributes:
+        kind: "int8", "fp8" or "nf4".
+        dtype: what the weights expand to.
+        chosen: the parameters that are quantised.
+        unchanged: the linear modules that are not.
+        refused: the parameters whose shape the format does not take.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    chosen: dict[str, _Chosen]
+    unchanged: list[str]
+    refused: list[str]
+    _layers_name: str
+    _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Quantizer:
+        """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype.
+
+        Args:
+            kind: what to quantise to.
+            model: its parameters may be on `meta`.
+            dtypes: what each tensor of its state dict is written as.
+
+        Raises:
+            ConfigError: the library that quantises to `kind` is not installed.
+            ModelError: there is nothing to quantise.
+        """
+        layers_name, layers = find_layers(model)
+        sampled = {round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)}
+        library, narrow = (
+            LIBRARIES[KINDS[kind]],
+            min(dtype.itemsize for dtype in dtypes.values() if dtype.is_floating_point),
+        )
+        chosen: dict[str, _Chosen] = {}
+        refused: list[str] = []
+        for number, layer in enumerate(layers):
+            for inner, weight in _weights(layer):
+                name = f"{layers_name}.{number}.{inner}"
+                if dtypes[name].itemsize > narrow:
+                    continue
+                if not library.takes(weight.shape):
+                    refused.append(name)
+                else:
+                    specs, about = library.specs(kind, weight.shape, dtypes[name])
+                    label = re.sub(r"(?<![^.])\d+(?![^.])", "*", inner.removesuffix(".weight"))
+                    chosen[name] = _Chosen(specs, about, label, number in sampled)
+        if not chosen:
+            why = f"none of their shapes is one {kind} takes" if refused else "no decoder layer has a linear module"
+            raise ModelError(
+                f"there is nothing to quantise: {why}",
+                where=f"model_type {model.config.model_type!r}",
+                how="quantise to another kind" if refused else "prepare it without --quantize",
+            )
+        unchanged = [name for name, _ in _linears(model) if f"{name}.weight" not in chosen]
+        return cls(kind, dtypes[next(iter(chosen))], chosen, unchanged, refused, layers_name)
+
+    def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """Return what is written instead of `specs`: parts for what is quantised; wide dtypes first in each layer.
+
+        So every tensor lies at a multiple of its dtype's size, and is used where it is read to.
+        """
+        groups: dict[str, list[TensorSpec]] = {}
+        for spec in specs:
+            groups.setdefault(self._group(spec[0]), []).extend(self._parts(spec))
+        for group in groups:
+            if group.startswith(f"{self._layers_name}."):
+                groups[group].sort(key=lambda spec: -DTYPE_BITS[spec[1]])
+        return [spec for group in groups.values() for spec in group]
+
+    def metadata(self, names: Sequence[str]) -> dict[str, str]:
+        """Return what goes into the header of a file with the tensors `names`."""
+        abouts = {name: self.chosen[name].about if name in self.chosen else None for name in names}
+        written = LIBRARIES[KINDS[self.kind]].metadata(abouts)
+        return METADATA | ({PREPARED_MARK: MARKED[1]} if written else {}) | written
+
+    def settings(self) -> dict[str, Any]:
+        """Return the `quantization_config` by which `transformers` loads what is written."""
+        return LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, self.unchanged)
+
+    @torch.no_grad()
+    def write(self, out: TensorFile, name: str, weight: Tensor) -> None:
+        """Quantise a weight, which has the dtype it is to expand to, and write its parts.
+
+        Raises:
+            DiskError: the bytes could not be written.
+        """
+        library = LIBRARIES[KINDS[self.kind]]
+        parts, about = library.quantize(self.kind, weight)
+        if self.chosen[name].sampled:
+            self._measure(self.chosen[name].kind, weight, parts, about)
+        for part, tensor in parts.items():
+            out.write(library.part_name(name, part), [bytes_of(tensor)])
+
+    @property
+    def precision(self) -> tuple[Precision, ...]:
+        """What quantising has cost, by kind of module."""
+        found = []
+        for module, errors in self._errors.items():
+            weights, outputs = zip(*errors, strict=True)
+            found.append(Precision(module, len(errors), max(weights), median(weights), max(outputs), median(outputs)))
+        return tuple(found)
+
+    def _parts(self, spec: TensorSpec) -> list[TensorSpec]:
+        name = spec[0]
+        if name not in self.chosen:
+            return [spec]
+        library = LIBRARIES[KINDS[self.kind]]
+        return [
+            (library.part_name(name, part), stored_name(name, dtype), shape)
+            for part, (dtype, shape) in self.chosen[name].specs.items()
+        ]
+
+    def _group(self, name: str) -> str:
+        """The layer that a tensor is of; by itself, outside the layers."""
+        inner = name.removeprefix(f"{self._layers_name}.")
+        return name if inner == name else f"{self._layers_name}.{inner.partition('.')[0]}."
+
+    def _measure(self, kind: str, weight: Tensor, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        expanded = torch.empty_like(weight)
+        expand(KINDS[self.kind], parts, about, expanded)
+        inputs = torch.randn(weight.shape[-1], INPUTS, generator=torch.Generator().manual_seed(0))
+        sums = torch.zeros(4, dtype=torch.float64)
+        flat, expanded = weight.flatten(0, -2), expanded.flatten(0, -2)
+        for rows in pieces(flat):
+            exact = flat[rows].float()
+            off = expanded[rows].float() - exact
+            sums += torch.stack([part.norm().double() ** 2 for part in (off, exact, off @ inputs, exact @ inputs)])
+        off_weight, whole_weight, off_output, whole_output = sums.sqrt().tolist()
+        errors = (off_weight / (whole_weight or 1.0), off_output / (whole_output or 1.0))
+        self._errors.setdefault(kind, []).append(errors)
+
+
+def check_kind(kind: str | None) -> None:
+    """Make sure that `kind` can be quantised to.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"weights cannot be quantised to {kind!r}", where="quantize", how=f"give {', '.join(KINDS)}")
+
+
+def show(precision: Sequence[Precision], console: Console) -> None:
+    """Print a table of what quantising has cost."""
+    table = Table(title="What quantising changed, as a fraction of what was there")
+    table.add_column("module", no_wrap=True)
+    for heading in ("layers sampled", "weights: worst", "weights: median", "outputs: worst", "outputs: median"):
+        table.add_column(heading, justify="right")
+    for row in precision:
+        errors = (row.weights_worst, row.weights_median, row.outputs_worst, row.outputs_median)
+        table.add_row(row.module, str(row.sampled), *(f"{error:.2%}" for error in errors))
+    console.print(table)
+
+
+def _linears(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that the libraries would quantise, by name."""
+    return [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | Conv1D)]
+
+
+def _weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a layer's linear modules, and of experts that lie in one tensor of three dimensions."""
+    for name, module in layer.named_modules():
+        experts = hasattr(module, "has_gate")  # as transformers marks modules that hold several experts
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if (isinstance(module, nn.Linear) and leaf == "weight") or (experts and parameter.ndim == 3):
+                yield f"{name}.{leaf}", parameter

@@ -1,0 +1,170 @@
+"""What a checkpoint needs on its way into another: tensors read, cast and laid out as bytes, small files copied."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.convert.buffers import Scratch
+from lema.errors import ModelError
+from lema.storage import TensorFile
+from lema.storage.atomic import replace_file
+from lema.storage.header import TensorRecord
+from lema.storage.index import PREPARED_MARK, check_inside
+from lema.storage.quantized import formats
+from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.tensorfile import read_into, read_pieces
+from lema.stream.placement import DTYPES
+
+__all__ = [
+    "METADATA",
+    "bytes_of",
+    "cast_pieces",
+    "copy_companions",
+    "read_tensor",
+    "read_tensors",
+    "stored_name",
+    "write_cast",
+    "write_config",
+]
+
+
+METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `transformers` uses in memory
+STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, generation settings
+CODE = ("*.py",)
+
+
+def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
+    """Return the whole tensor in memory, as `dtype`; expanded, where it is quantised.
+
+    Raises:
+        ReadError: its bytes could not be read.
+        ModelError: it is stored in a form no model computes with.
+    """
+    if isinstance(record, QuantizedRecord):
+        parts = {part: read_tensor(stored, _torch_dtype(stored)) for part, stored in record.parts.items()}
+        expanded = torch.empty(record.shape, dtype=dtype)
+        formats.expand(record.library, parts, record.about, expanded)
+        return expanded
+    return next(read_tensors([record], dtype, Scratch()))
+
+
+def read_tensors(records: list[TensorRecord], dtype: torch.dtype, memory: Scratch) -> Iterator[Tensor]:
+    """Yield whole tensors as `dtype`, each read when it is asked for; they lie side by side in `memory`.
+
+    Raises:
+        ReadError, ModelError: as `read_tensor`.
+    """
+    sizes = [prod(record.shape) * dtype.itemsize for record in records]
+    whole, start = memory.bytes(sum(sizes)), 0
+    for record, size in zip(records, sizes, strict=True):
+        stored, place = _torch_dtype(record), whole[start : start + size]
+        aside = place if stored == dtype else memory.bytes(record.nbytes)
+        read_into(record, aside.numpy().data)
+        tensor = place.view(dtype).view(record.shape)
+        yield tensor if stored == dtype else tensor.copy_(aside.view(stored).view(record.shape))
+        start += size
+
+
+def cast_pieces(record: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
+    """Yield the tensor's bytes as `dtype`, a bounded piece at a time; each is valid until the next is asked for.
+
+    A quantised tensor comes in one piece, expanded.
+
+    Raises:
+        ReadError, ModelError: as `read_tensor`.
+    """
+    if isinstance(record, QuantizedRecord):
+        yield bytes_of(read_tensor(record, dtype))
+        return
+    stored = _torch_dtype(record)
+    cast = torch.empty(0, dtype=dtype)
+    for piece in read_pieces(record):
+        if stored == dtype:
+            yield piece
+            continue
+        items = torch.frombuffer(piece, dtype=stored)
+        cast = cast if cast.numel() else torch.empty(items.numel(), dtype=dtype)  # the first piece is the longest
+        yield bytes_of(cast[: items.numel()].copy_(items))
+
+
+def write_cast(out: TensorFile, name: str, record: TensorRecord, dtype: torch.dtype) -> None:
+    """Write the tensor of `record` as `name`, which `out` announced with `dtype`; nothing is read twice or held.
+
+    Raises:
+        ReadError, ModelError: as `read_tensor`.
+        DiskError: the bytes could not be written.
+    """
+    if _torch_dtype(record) != dtype:
+        out.write(name, cast_pieces(record, dtype))
+        return
+    done = 0
+    for place in out.space(name):
+        read_into(record, place, done)
+        done += len(place)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the tensor's bytes, C-contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def stored_name(name: str, dtype: torch.dtype) -> str:
+    """Return what safetensors calls `dtype`, that of the tensor `name`.
+
+    Raises:
+        ModelError: it has no name for it.
+    """
+    if (stored := STORED_NAMES.get(dtype)) is None:
+        raise ModelError(f"tensor {name!r} is {dtype}, which cannot be written", where=name, how="give a dtype")
+    return stored
+
+
+def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
+    """Copy the small files beside a model's weights, but for `config.json` and the index of its shards.
+
+    Args:
+        directory: the model's.
+        out: the copy's.
+        code: copy the model's own code as well.
+
+    Raises:
+        WeightsError: one of them is a link that leaves the directory.
+        DiskError: one could not be written.
+    """
+    patterns = (*COMPANIONS, *CODE) if code else COMPANIONS
+    found = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
+    for name, file in sorted(found.items()):
+        if name != "config.json" and not name.endswith(".index.json"):
+            check_inside(file)
+            replace_file(out / name, file.read_bytes())
+
+
+def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
+    """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a key away."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    plain = {
+        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for key, value in changes.items()
+    }
+    if "dtype" in plain:
+        config.pop("torch_dtype", None)  # the older name of the same key
+    changed = {key: value for key, value in (config | plain).items() if value is not None or key not in plain}
+    replace_file(out / "config.json", (json.dumps(changed, indent=2) + "\n").encode())
+
+
+def _torch_dtype(record: TensorRecord) -> torch.dtype:
+    if (dtype := DTYPES.get(record.dtype)) is None:
+        raise ModelError(
+            f"tensor {record.name!r} is stored as {record.dtype}, which no model computes with",
+            where=str(record.file),
+            how="use a checkpoint that is not quantised",
+        )
+    return dtype

@@ -1,0 +1,159 @@
+"""The one file of weights that `prepare` writes: which tensors, in which order, from a checkpoint or from memory."""
+
+import os
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lema.convert.quantize import Precision, Quantizer
+from lema.convert.tensors import METADATA, bytes_of, stored_name
+from lema.convert.transfer import transfer
+from lema.errors import ModelError
+from lema.model import meta_model, read_config
+from lema.model.skeleton import find_layers
+from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes
+from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
+from lema.storage.diskspace import disk_error
+from lema.storage.hub import own_weights
+
+__all__ = ["Progress", "Source", "Written", "visit_order", "write_weights"]
+
+
+Source = str | os.PathLike[str] | PreTrainedModel
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What writing the weights has shown.
+
+    Attributes:
+        names: where every tensor came from; None: from a model in memory.
+        precision: what quantising has cost.
+        refused: weights whose shape the format does not take.
+        changes: what `config.json` must say of them.
+    """
+
+    names: NameMap | None = None
+    precision: tuple[Precision, ...] = ()
+    refused: tuple[str, ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def visit_order(model: PreTrainedModel) -> list[str]:
+    """The names of the model's state dict in the order of a forward pass: before the layers, each layer, after them.
+
+    Raises:
+        ModelError: the model has no single stack of decoder layers.
+    """
+    layers_name, layers = find_layers(model)
+    names = list(model.state_dict())
+    inside = [[name for name in names if name.startswith(f"{layers_name}.{i}.")] for i in range(len(layers))]
+    in_layers = {name for layer in inside for name in layer}
+    first = next((position for position, name in enumerate(names) if name in in_layers), len(names))
+    before = names[:first]
+    after = [name for name in names[first:] if name not in in_layers]
+    return before + [name for layer in inside for name in layer] + after
+
+
+def write_weights(
+    source: Source,
+    file: Path,
+    dtype: torch.dtype | None,
+    quantize: str | None,
+    trust: bool,
+    progress: Progress | None,
+) -> Written:
+    """Write every tensor of a model into one file; arguments and errors as of `lema.convert.prepare.prepare`."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, file.parent) from error
+    if isinstance(source, PreTrainedModel):
+        return _write_model(source, file, dtype, quantize, progress)
+    return _write_checkpoint(source, file, dtype, quantize, trust, progress)
+
+
+def _write_checkpoint(
+    source: str | os.PathLike[str],
+    file: Path,
+    dtype: torch.dtype | None,
+    quantize: str | None,
+    trust: bool,
+    progress: Progress | None,
+) -> Written:
+    directory = resolve_model(source)
+    index = GlobalBinaryIndex(own_weights(source, directory))
+    config = read_config(directory, trust_remote_code=trust)
+    model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
+    names = map_names(model, index)
+    if names.quantized:
+        raise ModelError(
+            f"the checkpoint is quantised already: {grouped(names.quantized)}",
+            where=str(index.path),
+            how="it streams as it is; to store it otherwise, prepare the unquantised model",
+        )
+    state: dict[str, Tensor] = model.state_dict()
+    # What is not loaded is not widened either.
+    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
+    order = visit_order(model)
+    quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
+    with _open_file(file, order, state, dtypes, quantizer, progress) as out:
+        transfer(out, order, model, names, dtypes, quantizer)
+    return _written(quantizer, names)
+
+
+def _write_model(
+    model: PreTrainedModel, file: Path, dtype: torch.dtype | None, quantize: str | None, progress: Progress | None
+) -> Written:
+    state: dict[str, Tensor] = model.state_dict()
+    if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
+        raise ModelError(
+            f"{len(absent)} tensors of the model have no weights, {absent[0]} for one",
+            where=type(model).__name__,
+            how="load the model without offloading, or give its directory instead",
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError("the model carries adapters", where=type(model).__name__, how="prepare the base model")
+    if dtype is None:
+        dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    else:
+        dtypes = target_dtypes(meta_model(deepcopy(model.config), dtype))
+    order = visit_order(model)
+    quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
+    with _open_file(file, order, state, dtypes, quantizer, progress) as out:
+        for name in order:
+            tensor = state[name].detach().to("cpu", dtypes[name])
+            if quantizer is not None and name in quantizer.chosen:
+                quantizer.write(out, name, tensor)
+            else:
+                out.write(name, [bytes_of(tensor)])
+    return _written(quantizer, None)
+
+
+def _open_file(
+    file: Path,
+    order: list[str],
+    state: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    quantizer: Quantizer | None,
+    progress: Progress | None,
+) -> TensorFile:
+    """Announce every tensor of the model, or what it is quantised to, and open the file for them."""
+    specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
+    if quantizer is None:
+        return TensorFile(file, specs, METADATA, progress)
+    return TensorFile(file, quantizer.specs(specs), quantizer.metadata(order), progress)
+
+
+def _written(quantizer: Quantizer | None, names: NameMap | None) -> Written:
+    if quantizer is None:
+        return Written(names)
+    changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
+    return Written(names, quantizer.precision, tuple(quantizer.refused), changes)

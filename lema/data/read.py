@@ -1,0 +1,139 @@
+"""Files or rows in, a data set of tokens out, with every row that is not usable named or counted."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from lema.data.columns import Kind, detect, num_trained
+from lema.data.dataset import Columns, TokenDataset
+from lema.data.files import Row, find_files, read_rows
+from lema.data.tokenize import check_tokenizer, tokenize_row
+from lema.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Overlong", "needs_tokenizer", "prepare_data"]
+
+
+Overlong: TypeAlias = Literal["truncate", "drop", "error"]
+
+
+"""What becomes of a row which is too long: cut at the end, left out, or refused."""
+
+
+Data: TypeAlias = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
+
+
+"""Files, directories, globs; or the rows themselves, as dictionaries."""
+
+
+def prepare_data(
+    data: Data,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    *,
+    max_length: int,
+    overlong: Overlong = "truncate",
+    vocab_size: int | None = None,
+) -> TokenDataset:
+    """Read, recognise and tokenise training data.
+
+    The columns of a file say what its rows are: `input_ids` (+ `labels`), `messages` or `conversations`, `prompt` +
+    `completion`, `instruction` (+ `input`) + `output`, or `text`. All rows of a file are of one kind. A row which loses
+    everything it had to learn when it is cut is dropped and counted.
+
+    Args:
+        data: .jsonl, .json, .csv, .parquet or .txt files, directories or globs of them; or rows as dictionaries.
+        tokenizer: the model's tokenizer; None will do when the rows are token ids already.
+        max_length: the most tokens a row may have.
+        overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an "error".
+        vocab_size: how many tokens the model knows; ids beyond it are an error. None: not checked.
+
+    Raises:
+        DataError: no rows, a malformed row (named by file and line), a row with nothing to learn, or none left.
+    """
+    if max_length < 2:
+        raise DataError(
+            f"rows of {max_length} tokens have nothing to predict", where="max_length", how="allow 2 or more"
+        )
+    if overlong not in ("truncate", "drop", "error"):
+        raise DataError(f"{overlong!r} is no way to treat a long row", where="overlong", how="truncate, drop or error")
+    columns = Columns()
+    for row, kind in _with_kinds(_rows(data)):
+        if tokenizer is not None and not columns.ends:
+            check_tokenizer(tokenizer, kind)
+        ids, labels = tokenize_row(row, kind, tokenizer, vocab_size)
+        length = len(ids)
+        if length > max_length and overlong == "error":
+            how = "raise max_length, shorten the row, or set overlong to truncate or drop"
+            raise row.broken(f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how)
+        if length > max_length:
+            ids, labels = ids[:max_length], labels[:max_length]
+        if length > max_length and (overlong == "drop" or num_trained(labels) == 0):
+            columns.dropped += 1
+        else:
+            columns.append(row, ids, labels, truncated=length > max_length)
+    if not columns.ends:
+        how = f"raise max_length={max_length} or shorten the rows" if columns.dropped else "give some rows"
+        raise DataError(f"no rows to train on: {columns.dropped:,} were dropped", where=_describe(data), how=how)
+    return TokenDataset(columns)
+
+
+def needs_tokenizer(data: str | Path | Iterable[str | Path]) -> bool:
+    """Whether any of the files holds something other than token ids; looks at the first row of each.
+
+    Raises:
+        DataError: as `prepare_data`, for the first rows.
+    """
+    return any(detect(next(read_rows(file)))[0] != "input_ids" for file in find_files(data))
+
+
+def _with_kinds(rows: Iterable[Row]) -> Iterator[tuple[Row, Kind]]:
+    """Each row with the kind of its file, which its first row decides."""
+    for _, group in groupby(rows, key=lambda row: row.source):
+        first = next(group)
+        kind = detect(first)
+        for row in chain([first], group):
+            found = detect(row)
+            if found != kind:
+                what = f"the row is {' + '.join(found)}, and the file began with {' + '.join(kind)}"
+                raise row.broken(what, how="give every row of a file the same columns, or use one file per kind")
+            yield row, kind
+
+
+def _rows(data: Data) -> Iterator[Row]:
+    if isinstance(data, (str, Path)):
+        yield from read_rows(data)
+        return
+    if isinstance(data, Mapping):
+        what = f"the data are one dictionary (of {', '.join(map(str, data))}), not a list of rows"
+        raise DataError(what, where="data", how="give a list of rows, or one of its splits")
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        raise DataError("there are no rows and no files", where=_describe(data), how="give some data")
+    if isinstance(first, (str, Path)):
+        yield from read_rows(_paths(chain([first], items)))
+        return
+    for number, values in enumerate(chain([first], items), 1):
+        if not isinstance(values, Mapping):
+            what = f"a row should be a dictionary, not {type(values).__name__}"
+            raise DataError(what, where=f"rows:{number}", how='give rows like {"text": "..."}')
+        yield Row(values, "rows", number)
+
+
+def _paths(items: Iterable[Any]) -> Iterator[str | Path]:
+    for item in items:
+        if not isinstance(item, (str, Path)):
+            what = f"a list of data files holds a {type(item).__name__}"
+            raise DataError(what, where="data", how="give files or rows, not both at once")
+        yield item
+
+
+def _describe(data: Data) -> str:
+    if isinstance(data, (str, Path)):
+        return str(data)
+    if isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data):
+        return ", ".join(map(str, data)) or "data"
+    return "rows"

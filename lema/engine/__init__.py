@@ -1,0 +1,13 @@
+"""The engine: the forward and the backward of all micro-batches through one leased layer after the other."""
+
+from typing import TYPE_CHECKING
+
+from lema import lazy_exports
+
+if TYPE_CHECKING:
+    from lema.engine.generation import generate
+    from lema.engine.streamed import StreamedModel
+
+__all__ = ["StreamedModel", "generate"]
+
+__getattr__, __dir__ = lazy_exports(__name__, {"StreamedModel": "streamed", "generate": "generation"})

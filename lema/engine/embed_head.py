@@ -1,0 +1,166 @@
+"""The two ends of the model, before the layers and after them, where something in them trains.
+
+Gradients are added to `.grad` in the backward, one micro-batch after the other, as gradient accumulation on the whole
+model adds them. The graph before the layers is kept from the forward: for embeddings it holds little more than the
+tokens. The head's gradients are as large as the head, so they are not kept for every micro-batch: they are summed as
+they are formed with the loss, or, where a sum would round otherwise than additions to what is in `.grad` already, the
+head's graph is formed again in the backward, block by block.
+
+A parameter that both ends use (tied embeddings) gets the sum of its two gradients in one addition, as the whole model's
+graph gives it: the head then waits until the gradients have come down through the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lema.backend import Backend
+from lema.model.capture import LayerCall, leaves, tensors_in
+
+if TYPE_CHECKING:
+    from lema.engine.loss import LossChunks
+
+__all__ = ["Ends"]
+
+
+class Ends:
+    """What comes before the layers and after them in one step.
+
+    Args:
+        backend: for the generator state.
+        loss: the head and the loss.
+        hidden: each micro-batch's hidden state before the layers, with its graph where something there trains.
+        calls: of each layer, the call of each micro-batch. An argument with a graph is cut off from it: layers add its
+            gradient to `.grad`, from where it goes on at the end.
+        trained: the parameters outside the layers that train.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        loss: LossChunks,
+        hidden: Sequence[Tensor],
+        calls: Sequence[Sequence[LayerCall]],
+        trained: Collection[nn.Parameter],
+    ) -> None:
+        self.loss = loss
+        self._backend, self._hidden = backend, list(hidden)
+        self._given = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
+        self._trained = {id(parameter): parameter for parameter in trained}
+        made = [*hidden, *(tensor for given in self._given for tensor, _ in given)]
+        self._before = leaves(made) & self._trained.keys()
+        self._after: set[int] = set()
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of the head's gradients
+        self._whole = True  # whether all of them are in the sums
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # of the last layer, and the generator state there
+        self._factor: Tensor | None = None
+
+    @property
+    def reach_below(self) -> bool:
+        """Whether gradients go on to what comes before the layers."""
+        return bool(self._before)
+
+    @property
+    def summed(self) -> bool:
+        """Whether gradients of the head are in a sum: then no micro-batch can be taken through it a second time."""
+        return bool(self._sums)
+
+    def start(self, anchor: Tensor) -> tuple[Tensor, ...]:
+        """Return the hidden states before the layers; what arrives as their gradients is carried on from there."""
+        if not self._before:
+            return tuple(self._hidden)
+        started: tuple[Tensor, ...] = _Start.apply(self, anchor)  # type: ignore[no-untyped-call] # torch's is
+        return started
+
+    def turn(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's `output`."""
+        state = self._backend.rng_state()
+        value, gradient = self.loss.backward(index, output, self._formed_at_once, self._sums)
+        if self._after:
+            self._outputs[index] = output, state
+        return value, gradient
+
+    def _formed_at_once(self, reached: frozenset[int]) -> list[nn.Parameter]:
+        """Choose the head's parameters to sum gradients of: all, if nothing will have been added before the sum."""
+        self._after |= reached & self._trained.keys()
+        chosen = [self._trained[key] for key in reached & self._trained.keys()]
+        if self._before & self._after or any(parameter.grad is not None for parameter in chosen):
+            self._whole = False
+        return chosen if self._whole else []
+
+    def head_backward(self, factor: Tensor) -> None:
+        """Add the gradients of the head, of `factor` times the loss, unless they wait for those before the layers."""
+        sums, self._sums, self._factor = self._sums, {}, factor
+        if self._before & self._after:
+            return
+        if self._whole and all(parameter.grad is None for parameter in sums):
+            self._outputs.clear()
+            if sums:
+                torch.autograd.backward(list(sums), [gradient * factor for gradient in sums.values()])
+        for index in sorted(self._outputs):
+            self._differentiate(index, [], [])
+
+    def start_backward(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of what comes before the layers, given those of the hidden states."""
+        for index, gradient in enumerate(gradients):
+            made = [(self._hidden[index], gradient), *((tensor, leaf.grad) for tensor, leaf in self._given[index])]
+            done = [(tensor, grad) for tensor, grad in made if tensor.requires_grad and grad is not None]
+            self._hidden[index], self._given[index] = self._hidden[index].detach(), []  # their graphs are done with
+            self._differentiate(index, [tensor for tensor, _ in done], [grad for _, grad in done])
+
+    def hidden(self) -> tuple[Tensor, ...]:
+        """Return the hidden states before the layers without their graphs."""
+        return tuple(state.detach() for state in self._hidden)
+
+    def _differentiate(self, index: int, roots: list[Tensor], gradients: list[Tensor]) -> None:
+        """Add the gradients of one micro-batch: of `roots`, and of its head if that is still to be done."""
+        if index in self._outputs:
+            output, state = self._outputs.pop(index)
+            after = self._backend.rng_state()
+            self._backend.set_rng_state(state)
+            for value in self.loss.values(index, output):
+                assert self._factor is not None
+                torch.autograd.backward([*roots, value], [*gradients, self._factor])
+                roots, gradients = [], []
+            self._backend.set_rng_state(after)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+
+def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
+    """Cut the arguments of one micro-batch's calls off from their graphs; return those cut, each with what replaced it.
+
+    A tensor that several layers are given stays one.
+    """
+    cut: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def off(value: Any) -> Any:
+        if not any(tensor.requires_grad for tensor in tensors_in(value)):
+            return value
+        if isinstance(value, Tensor):
+            return cut.setdefault(id(value), (value, value.detach().requires_grad_()))[1]
+        if isinstance(value, Mapping):
+            return {key: off(item) for key, item in value.items()}
+        return type(value)(map(off, value))
+
+    for call in calls:
+        call.args, call.kwargs = off(call.args), off(call.kwargs)
+    return list(cut.values())
+
+
+class _Start(torch.autograd.Function):
+    """What comes before the layers as autograd sees it: its graph is apart, and `anchor` makes it differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, ends: Ends, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd looks at it
+        ctx.ends = ends
+        return ends.hidden()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.ends.start_backward(gradients)
+        return None, None

@@ -1,0 +1,174 @@
+"""Cross-entropy in fp32 over chunks of tokens: the logits of a whole step never exist.
+
+The gradient of each chunk is formed as soon as its loss is, then its logits are dropped (as in the fused linear
+cross-entropy of https://arxiv.org/abs/2410.10989). One chunk that holds the whole micro-batch is bitwise the loss of
+`transformers`; several chunks agree to rounding, because a matmul over fewer rows may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from lema.errors import DataError
+from lema.model.capture import leaves
+
+__all__ = ["IGNORED", "LossChunks", "attended_tokens", "split_batch", "targets_of", "trained_tokens"]
+
+
+IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
+
+
+def targets_of(labels: Tensor) -> Tensor:
+    """Shift labels `[batch, sequence]` so that position t holds the token that t predicts; the last predicts none."""
+    return pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def trained_tokens(batches: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many tokens some batches train: `labels` that some position predicts and that are not -100."""
+    return sum(_count(targets_of(batch["labels"])) for batch in batches)
+
+
+def attended_tokens(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many tokens some batches have, padding not counted."""
+    masks = (batch.get("attention_mask") for batch in batches)
+    sizes = [batch["input_ids"].numel() for batch in batches]
+    return sum(n if m is None else int(np.count_nonzero(m.cpu().numpy())) for n, m in zip(sizes, masks, strict=True))
+
+
+def _count(targets: Tensor) -> int:
+    """Return how many of these are trained; of those in host memory without a word to the device."""
+    return int(np.count_nonzero(targets.cpu().numpy() != IGNORED))
+
+
+def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, Tensor]]:
+    """Cut a batch into micro-batches of at most `rows` rows; None: one micro-batch."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    size = len(tensors["input_ids"])
+    step = rows or size
+    return [{name: value[at : at + step] for name, value in tensors.items()} for at in range(0, size, step)]
+
+
+class LossChunks:
+    """The loss of one step, token-weighted over all its micro-batches.
+
+    Args:
+        head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
+        targets: per micro-batch, int64 `[batch, sequence]`, already shifted, on the device.
+        chunk_tokens: logits exist for at most this many tokens (but for at least one whole row of one token).
+        num_tokens: the loss is the sum over trained tokens divided by this; None: by their number in `targets`.
+        scale: gradients are those of `scale` times the loss.
+        logits: a list to which each micro-batch's logits are appended; None: they are dropped.
+        known: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
+
+    Raises:
+        DataError: no token of the step is trained, and it is divided by no number of tokens given.
+    """
+
+    def __init__(
+        self,
+        head: Callable[[Tensor], Tensor],
+        targets: Sequence[Tensor],
+        chunk_tokens: int,
+        *,
+        num_tokens: int | None = None,
+        scale: float | Tensor = 1.0,
+        logits: list[Tensor] | None = None,
+        known: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
+        self._known = targets if known is None else known
+        self.scale = scale
+        self.trained_tokens = sum(map(_count, self._known))
+        if not self.trained_tokens and not num_tokens:
+            raise DataError(
+                "no token of this step is trained: every label is -100",
+                how="check the labels, or max_length if truncation cut the trained part off",
+            )
+        self.num_tokens = num_tokens or self.trained_tokens
+
+    def forward(self, index: int, hidden: Tensor) -> Tensor:
+        """Return micro-batch `index`'s share of the loss, fp32 scalar, of the last layer's output `hidden`."""
+        with torch.no_grad():
+            return self._sum(self._chunk(index, hidden, rows, columns)[0] for rows, columns in self._blocks(index))
+
+    def backward(
+        self,
+        index: int,
+        hidden: Tensor,
+        choose: Callable[[frozenset[int]], Sequence[nn.Parameter]],
+        sums: dict[nn.Parameter, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the share of the loss, and the gradient of `scale` times it, shaped as `hidden`.
+
+        Args:
+            index: of the micro-batch.
+            hidden: the last layer's output.
+            choose: given the leaves of a block's graph, the parameters to form gradients of as well.
+            sums: where those are added up.
+        """
+        gradient = torch.zeros_like(hidden)
+        values = []
+        for rows, columns in self._blocks(index):
+            with torch.enable_grad():
+                value, leaf = self._chunk(index, hidden, rows, columns)
+                if value.requires_grad:
+                    chosen = choose(leaves([value]))
+                    gradient[rows, columns], *others = torch.autograd.grad(value * self.scale, [leaf, *chosen])
+                    for parameter, other in zip(chosen, others, strict=True):
+                        sums[parameter] = sums[parameter].add_(other) if parameter in sums else other.clone()
+            values.append(value.detach())
+        return self._sum(values), gradient
+
+    def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield `scale` times each block's share of the loss, to be differentiated by the parameters of the head."""
+        for rows, columns in self._blocks(index):
+            if not self._skipped(index, rows, columns):
+                target = self._targets[index][rows, columns]
+                with torch.enable_grad():
+                    value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
+                yield value
+
+    def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Return a block's share of the loss and the leaf it depends on (not at all where nothing is trained)."""
+        leaf = hidden[rows, columns].detach().requires_grad_(torch.is_grad_enabled())
+        if self._skipped(index, rows, columns):
+            return torch.zeros((), device=hidden.device), leaf
+        target = self._targets[index][rows, columns]
+        logits = self._head(leaf)
+        if self._logits is not None:
+            self._place(index, logits.detach(), rows, columns)
+        return self._value(logits, target), leaf
+
+    def _skipped(self, index: int, rows: slice, columns: slice) -> bool:
+        return self._logits is None and not _count(self._known[index][rows, columns])
+
+    def _value(self, logits: Tensor, target: Tensor) -> Tensor:
+        flat = logits.float().view(-1, logits.shape[-1])
+        return cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum") / self.num_tokens
+
+    def _place(self, index: int, block: Tensor, rows: slice, columns: slice) -> None:
+        assert self._logits is not None
+        if len(self._logits) == index:
+            self._logits.append(block.new_empty((*self._targets[index].shape, block.shape[-1])))
+        self._logits[index][rows, columns] = block
+
+    def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
+        """Cut `[batch, sequence]` into blocks: whole rows while they fit in a chunk, else parts of one row."""
+        batch, sequence = self._targets[index].shape
+        height = max(1, self._chunk_tokens // sequence)
+        width = sequence if self._chunk_tokens >= sequence else self._chunk_tokens
+        for row in range(0, batch, height):
+            for column in range(0, sequence, width):
+                yield slice(row, min(row + height, batch)), slice(column, min(column + width, sequence))
+
+    def _sum(self, values: Iterator[Tensor] | list[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self._targets[0].device)
+        for value in values:
+            total = total + value
+        return total

@@ -1,0 +1,150 @@
+"""The optimizer and the learning-rate schedule: torch's AdamW, transformers' schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import get_scheduler
+
+from lema.backend.registry import has_addresses
+from lema.config import LemaConfig
+from lema.errors import ConfigError
+
+__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Optimizer:
+    """Return AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) with the config's settings.
+
+    On a device that has it, the update is one kernel, which reads there whether gradients overflowed. In host memory it
+    is the plain one, whose bits do not depend on the processor.
+
+    Raises:
+        ConfigError: a parameter is in float16.
+    """
+    trained = list(parameters)
+    _check_precision(trained)
+    places = {(parameter.device, parameter.dtype) for parameter in trained}
+    optimizer = AdamW(
+        trained,
+        **_update_of(config),
+        fused=all(device.type != "cpu" and _has_fused_kernel(device, dtype) for device, dtype in places) or None,
+    )
+    if not all(has_addresses(device) for device, _ in places):
+        _begin(optimizer)
+    return optimizer
+
+
+def _begin(optimizer: AdamW) -> None:
+    """Give AdamW the state it begins with, as an input of a lazy device's graph: left to make it in its first step,
+    it would need a graph for that step alone."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    zeros = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in parameters]
+    state = {
+        index: {"step": torch.zeros(()), "exp_avg": one, "exp_avg_sq": one.clone()} for index, one in enumerate(zeros)
+    }
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def set_update(optimizer: Optimizer, config: LemaConfig) -> None:
+    """Let an optimizer that `make_optimizer` made, and that was restored since, update as the config says now."""
+    for group in optimizer.param_groups:
+        group.update(_update_of(config))
+        group.pop("initial_lr", None)  # a schedule goes by that
+
+
+def _update_of(config: LemaConfig) -> dict[str, Any]:
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+
+
+def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has one kernel for the whole update there: a step is tried, since torch tells nowhere."""
+    probe = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        AdamW([probe], fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse an optimizer that would train nothing, or cannot.
+
+    Raises:
+        ConfigError: none of `parameters` is in it, or one of them is in float16.
+    """
+    _check_precision(parameters)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in parameters):
+        raise ConfigError(
+            "the optimizer holds none of the adapter's parameters, so it would train nothing",
+            how="make it over model.get_trainable_parameters(), after initialize_lora()",
+        )
+
+
+def _check_precision(parameters: Sequence[nn.Parameter]) -> None:
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise ConfigError(
+            "biases and modules that train whole have the type of the weights, and float16 is too coarse to be trained",
+            where="dtype: float16",
+            how="set dtype to bfloat16 or float32, or leave lora_bias and lora_modules_to_save out",
+        )
+
+
+def training_bytes(model: nn.Module, layers_name: str) -> int:
+    """Return the device memory that what trains takes: value, gradient and two moments of each parameter, in its type.
+
+    A gradient is formed before it is added to what is there. Outside the layers one can be as large as the embeddings,
+    and counts.
+    """
+    trained = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.requires_grad}
+    outside = [nbytes for name, nbytes in trained.items() if not name.startswith(f"{layers_name}.")]
+    return 4 * sum(trained.values()) + max(outside, default=0)
+
+
+def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step: int = 0) -> LRScheduler:
+    """Return the schedule the config names, over `num_steps` optimizer steps, of which `step` have been taken.
+
+    Raises:
+        ConfigError: the schedule needs settings that the config does not have.
+    """
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
+    if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise ConfigError(
+            "a schedule that follows the loss is not supported",
+            where=f"lr_scheduler_type: {config.lr_scheduler_type}",
+            how="use one that is a function of the step, such as cosine",
+        )
+    try:
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"this schedule needs settings that cannot be given here: {error}",
+            where=f"lr_scheduler_type: {config.lr_scheduler_type}",
+            how="use linear, cosine, constant, constant_with_warmup, polynomial or inverse_sqrt",
+        ) from error
+    assert isinstance(schedule, LambdaLR)
+    if step:
+        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        rates = [base * factor(step) for base, factor in pairs]
+        schedule.load_state_dict({"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None]})
+        set_rates(optimizer, rates)
+    return schedule
+
+
+def set_rates(optimizer: Optimizer, rates: Sequence[float | Tensor]) -> None:
+    """Set the learning rate of each parameter group."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

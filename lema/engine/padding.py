@@ -1,0 +1,89 @@
+"""Rows made longer, to a multiple of so many tokens: for equal shares of a sequence, or few shapes to compile.
+
+What is added is neither seen nor trained, and logits of it are not handed out: losses and gradients stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lema.config import LemaConfig
+from lema.engine.loss import IGNORED
+from lema.errors import ConfigError, DataError
+
+__all__ = ["Padding", "cut", "padding_of"]
+
+
+VALUES = {"labels": IGNORED}  # of all else zeros: nothing attends to them
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How long rows become.
+
+    Attributes:
+        multiple: their length is a multiple of this.
+        positions: the longest row that the model takes; None: any.
+    """
+
+    multiple: int = 1
+    positions: int | None = None
+
+    def of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is.
+
+        A batch that needs no padding gets a mask as well, so that one shape is one graph; none is made where the
+        positions say which rows were packed into one, since a mask would hide that.
+
+        Raises:
+            DataError: rows become longer than the model's positions.
+        """
+        if self.multiple == 1:
+            return batch
+        length = batch["input_ids"].shape[1]
+        longer = -(-length // self.multiple) * self.multiple
+        if self.positions is not None and longer > self.positions:
+            raise DataError(
+                f"rows of {length} tokens become {longer} long, and the model has {self.positions} positions",
+                where=f"pad_to_multiple_of: {self.multiple}",
+                how=f"lower max_length to {self.positions // self.multiple * self.multiple or self.positions} or less, "
+                "or choose another multiple",
+            )
+        whole = dict(batch)
+        if "position_ids" not in whole:
+            whole.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        if longer == length:
+            return whole
+        return {name: pad(one, (0, longer - length), value=VALUES.get(name, 0)) for name, one in whole.items()}
+
+
+def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Leave out of logits `[batch, sequence, vocabulary]` those of padding that was added to these micro-batches."""
+    logits[:] = [one[:, : batch["input_ids"].shape[1]] for one, batch in zip(logits, batches, strict=True)]
+
+
+def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding:
+    """Return how rows of a run are padded.
+
+    Args:
+        config: of the run.
+        parts: processes that hold one copy of the model together.
+        positions: the longest row that the model takes; None: any.
+
+    Raises:
+        ConfigError: so many processes cannot share such rows.
+    """
+    shares = parts if config.sequence_parallel else 1
+    multiple = config.pad_to_multiple_of or shares
+    if multiple % shares:
+        raise ConfigError(
+            f"rows of a multiple of {multiple} tokens cannot be cut into {shares} equal shares",
+            where="pad_to_multiple_of",
+            how=f"set it to a multiple of {shares}, leave it out, or set sequence_parallel: false",
+        )
+    return Padding(multiple, positions)

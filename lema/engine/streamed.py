@@ -1,0 +1,356 @@
+"""The layer-major pass: every micro-batch of a step goes through a layer before the next layer is leased.
+
+So weights cross the link twice per optimizer step however many micro-batches it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lema.activations.boundaries import TierName
+from lema.activations.kept import BoundaryArena, GraphsAway, StepBoundaries, StepGraphs
+from lema.backend import Backend, Carrier
+from lema.backend.interrupt import Leaving, Polled, Stop
+from lema.backend.torchstreams import AtOnce
+from lema.backend.watchdog import Watchdog
+from lema.engine.embed_head import Ends
+from lema.engine.frozen_prefix import PrefixCache
+from lema.engine.loss import LossChunks, targets_of
+from lema.engine.padding import Padding, cut
+from lema.engine.visit import Engine, TrainedWeights, passed, turn, visit
+from lema.errors import ConfigError
+from lema.model import Split
+from lema.model.capture import LayerCall
+from lema.model.inputs import Inputs
+from lema.stream import LayerStream, Lease, StreamCounters
+from lema.stream.schedule import forward_order, training_order
+
+__all__ = ["StreamedModel"]
+
+
+MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
+TARGETS = "targets"
+
+
+class StreamedModel:
+    """A model whose decoder layers are leased from a stream, one visit after the other.
+
+    Args:
+        split: the model in its three parts.
+        stream: where the layers' weights come from.
+        backend: the device.
+        recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
+            which weights are references that pin nothing. On a lazy device every layer is recomputed.
+        saved: layers whose graph is kept all the same.
+        saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or "disk".
+        loss_chunk_tokens: logits exist for this many tokens at a time.
+        boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
+        offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
+        at_once: wait for each copy of what waits elsewhere, before the step goes on.
+        padding: how long rows are made.
+
+    Attributes:
+        graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
+        prefix: keeps what the layers below the lowest trained one make, while a run that repeats its batches is on.
+        room: what fits on the device, and what becomes of a pass that does not.
+        watchdog: looks on while layers are gone through; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        stream: LayerStream,
+        backend: Backend,
+        *,
+        recompute: bool = True,
+        saved: Collection[int] = (),
+        saved_on: TierName = "device",
+        loss_chunk_tokens: int = 1024,
+        boundaries: TierName = "device",
+        offload_dir: Path | None = None,
+        at_once: bool = False,
+        padding: Padding | None = None,
+    ) -> None:
+        self.split, self.stream, self.backend = split, stream, backend
+        if split.lazy:  # a graph that is kept refers to weights by address; here it would keep copies of them
+            recompute, saved, saved_on = True, (), "device"
+        self.recompute, self.saved = recompute, frozenset(saved)
+        self._loss_chunk_tokens, self._padding = loss_chunk_tokens, padding or Padding()
+        carrier: Carrier = AtOnce(backend.device) if at_once else backend
+        self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
+        self.graphs: GraphsAway | None = None
+        if saved_on != "device":
+            if backend.memory().shared:  # a slot is the host's buffer there, and what comes back would lie in it
+                carrier = AtOnce(backend.device)
+            self.graphs = GraphsAway(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
+        self._engine = Engine(split, stream, backend)
+        self.room = self._engine.room
+        self.room.recomputes = recompute
+        self._inputs = Inputs(backend)
+        self.prefix: PrefixCache | None = None
+        self.watchdog: Watchdog | None = None
+        self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
+
+    def close(self) -> None:
+        """Give back where activations wait."""
+        self.arena.close()
+        if self.graphs is not None:
+            self.graphs.close()
+
+    @property
+    def counters(self) -> StreamCounters:
+        """What streaming has cost so far, and what left the device besides."""
+        left = self.arena.bytes_away + (0 if self.graphs is None else self.graphs.counters.bytes_out)
+        return replace(self.stream.counters, bytes_offloaded=left)
+
+    def train_weights(self, trained: TrainedWeights) -> None:
+        """Let weights of the layers train themselves, from the next step on.
+
+        Raises:
+            ConfigError: layers are compiled: those gradients are not handed over.
+        """
+        if self.split.compiled is not None:
+            raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
+        self._engine.trained = trained
+
+    @property
+    def stop(self) -> Polled:
+        """What asks, before each layer, whether the run is to stop."""
+        return self._engine.stop
+
+    @contextmanager
+    def polled(self, stop: Stop) -> Iterator[None]:
+        """Let a run be stopped before each layer and micro-batch, in a `with` block; all processes do this, or none.
+
+        Args:
+            stop: asked where passes are `Polled.opened`.
+        """
+        leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
+        asked = Polled(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
+        before = self._engine.stop, self.stream.before_lease
+        self._engine.stop, self.stream.before_lease = asked, asked.at_lease
+        try:
+            yield
+        finally:
+            self._engine.stop, self.stream.before_lease = before
+
+    def patient(self, what: str) -> AbstractContextManager[None]:
+        """Have the watchdog, if there is one, wait longer for what a `with` block does beside the layers."""
+        return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
+
+    @contextmanager
+    def seen_by(self, look: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
+        """Have the backwards in a `with` block show the gradients of hidden states; see `lema.engine.visit.Engine`."""
+        before, self._engine.look = self._engine.look, look
+        try:
+            yield
+        finally:
+            self._engine.look = before
+
+    def trained_outside(self) -> list[nn.Parameter]:
+        """Return the trainable parameters outside the decoder layers."""
+        inside = f"{self.split.layers_name}."
+        named = self.split.model.named_parameters()
+        return [p for name, p in named if p.requires_grad and not name.startswith(inside)]
+
+    @property
+    def lowest_trained(self) -> int:
+        """The lowest layer that gradients reach: nothing below it is visited by the backward."""
+        if self._starts_below:
+            return 0
+        trained = (layer for layer in range(self.split.num_layers) if self._engine.trains(layer))
+        return next(trained, self.split.num_layers - 1)
+
+    def announce_step(self, micro_batches: Sequence[Mapping[str, Tensor]] | None = None) -> None:
+        """Announce the leases of one training step, so that its first layers are read while others work.
+
+        Args:
+            micro_batches: of that step; with `prefix` they say which layers it leaves out.
+        """
+        order = training_order(self.split.num_layers, self.lowest_trained)
+        first = 0 if micro_batches is None else self._first_layer(self.room.parts(micro_batches))
+        self.stream.announce(order[first:])
+
+    def _first_layer(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> int:
+        """Return the lowest layer that a step runs."""
+        return self.prefix.layer if self.prefix is not None and self.prefix.holds(micro_batches) else 0
+
+    def loss(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        *,
+        num_tokens: int | None = None,
+        scale: float | Tensor = 1.0,
+        logits: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it.
+
+        Args:
+            micro_batches: each with `input_ids` and `labels`, int64 `[batch, sequence]`, and `attention_mask` where
+                something is padded. Labels are not shifted; -100 is not trained. In host memory they are looked at
+                without waiting for the device.
+            num_tokens: divide the summed loss by this instead (gradient accumulation over several calls).
+            scale: gradients are formed of `scale` times the loss (for half-precision gradients); the gradient that
+                arrives from above is divided by it.
+            logits: a list to which the logits `[batch, sequence, vocabulary]` of every micro-batch are appended.
+        """
+        placed, chunks = self._placed(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        if not self.stream.announced:
+            self.announce_step(micro_batches)
+        top, outside = self.split.num_layers - 1, self.trained_outside()
+        start, before = self._first_layer(micro_batches), self._engine.generator_state()
+        graphs = None if self.graphs is None else self.graphs.step()
+        with nullcontext() if start else self._first_lease(placed) as first:
+            hidden, calls = self._prelude(placed, first, differentiate=bool(outside))
+            ends = Ends(self.backend, chunks, hidden, calls, outside)
+            self._starts_below, hidden = ends.reach_below, self.split.enter(ends.start(self._engine.anchor))
+            lowest = self.lowest_trained
+            again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
+            with self.room.at("for the inputs of layers that wait for the backward"):
+                boundaries = self.arena.step(hidden, again) if again else None
+            if start and self.prefix is not None:
+                hidden = self.prefix.fetch(micro_batches)
+            elif top > 0:
+                hidden = self._visit(0, calls[0], hidden, boundaries, graphs, differentiate=lowest <= 0)
+        for layer in range(max(start, 1), top + 1):
+            if self.prefix is not None and layer == self.prefix.layer > start:
+                self.prefix.reach(lowest)
+                drawn = not torch.equal(before, self.backend.rng_state())
+                handed_on = any(call.received is not None for call in calls[layer])
+                self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
+            if layer < top:
+                hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
+        if graphs is not None:
+            graphs.turn()
+        loss = turn(self._engine, calls[top], hidden, ends)
+        if graphs is not None:
+            graphs.expect(top - 1)
+        if logits is not None:
+            cut(logits, micro_batches)
+        return loss
+
+    def accompany(self, *, training: bool = True) -> None:
+        """Take part in a step, or an evaluation, of which this process has no rows, for those that have some.
+
+        Raises:
+            ConfigError: the others may visit layers in an order that this process cannot know yet.
+        """
+        layers = self.split.num_layers
+        if training and self.stream.sharded and self._starts_below is None and self.trained_outside():
+            raise ConfigError(
+                "this process has no rows in the first step, and does not know how far down gradients go",
+                where="shard_weights",
+                how="give every process rows: lower micro_batch_size, or start fewer processes",
+            )
+        if not training:
+            self.stream.cancel()  # as an evaluation does
+        self.stream.accompany(training_order(layers, self.lowest_trained) if training else forward_order(layers))
+
+    @torch.no_grad()
+    def evaluate(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None = None
+    ) -> tuple[Tensor, int]:
+        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are."""
+
+        def run(parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, int]:
+            placed, chunks = self._placed(parts, logits=logits)
+            *_, hidden = self._forward(placed)
+            with self.room.at("in the head and the loss"):
+                values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+            if logits is not None:
+                cut(logits, parts)
+            return torch.stack(values).sum(), chunks.trained_tokens
+
+        return self.room.fitted(micro_batches, run, made=logits, purpose="evaluation")
+
+    @torch.no_grad()
+    def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
+        """Run forward once more and name the first part whose output is not finite; None: all are."""
+        names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers)), "the head"]
+        placed = self._inputs.place([self._padding.of(batch) for batch in self.room.parts(micro_batches)])
+        first: int | None = None
+        for index, hidden in enumerate(self._forward(placed)):
+            if first is None and not all(bool(state.isfinite().all()) for state in hidden):
+                first = index
+                if not self.stream.sharded and self.backend.parallel.size == 1:  # else others go through all layers too
+                    break
+        if (first := self._lowest(first)) is None:
+            logits = [self.split.head(state) for state in hidden]
+            finite = all(bool(block.isfinite().all()) for block in logits)
+            first = self._lowest(None if finite else len(names) - 1)
+        return None if first is None else names[first]
+
+    def _lowest(self, index: int | None) -> int | None:
+        """Return the lowest index that a process of this copy has found; None: none has."""
+        return min((one for one in self.backend.replicas.of_copy(index) if one is not None), default=None)
+
+    def _forward(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the hidden states before the first layer and after each."""
+        self.stream.cancel()
+        self.stream.announce(forward_order(self.split.num_layers))
+        with self._first_lease(micro_batches) as first:
+            hidden, calls = self._prelude(micro_batches, first)
+            yield hidden
+            hidden = self._visit(0, calls[0], self.split.enter(hidden), differentiate=False)
+        yield hidden
+        for layer in range(1, self.split.num_layers):
+            hidden = self._visit(layer, calls[layer], hidden, differentiate=False)
+            yield hidden
+
+    def _placed(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any
+    ) -> tuple[list[dict[str, Tensor]], LossChunks]:
+        """Return the inputs of a step on the device, and its loss."""
+        micro_batches = [self._padding.of(batch) for batch in micro_batches]
+        targets = [targets_of(batch["labels"]) for batch in micro_batches]
+        pairs = zip(micro_batches, targets, strict=True)
+        placed = self._inputs.place([{**_inputs_of(batch), TARGETS: target} for batch, target in pairs])
+        there = [batch.pop(TARGETS) for batch in placed]
+        if self.split.host_rows is not None:
+            for batch, original in zip(placed, micro_batches, strict=True):
+                self.split.host_rows.remember(batch["input_ids"], original["input_ids"])
+        return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, known=targets, **options)
+
+    def _first_lease(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> AbstractContextManager[Lease | None]:
+        """Lease the first layer for what comes before it, if its weights are needed there.
+
+        On a lazy device they are not, and what comes before the layers is a graph of its own.
+        """
+        known = self.split.known(_inputs_of(micro_batches[0]))
+        return nullcontext() if known else self.stream.lease(0)
+
+    def _prelude(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], first: Lease | None, *, differentiate: bool = False
+    ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
+        """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
+        preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
+        with self.room.at("before the layers"):
+            for batch in micro_batches:
+                preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
+        calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
+        return tuple(prelude.hidden for prelude in preludes), calls
+
+    def _visit(
+        self,
+        layer: int,
+        calls: Sequence[LayerCall],
+        hidden: tuple[Tensor, ...],
+        boundaries: StepBoundaries | None = None,
+        graphs: StepGraphs | None = None,
+        *,
+        differentiate: bool,
+    ) -> tuple[Tensor, ...]:
+        if differentiate:
+            return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries, graphs)
+        return passed(self._engine, layer, calls, hidden)
+
+
+def _inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name in MODEL_INPUTS}

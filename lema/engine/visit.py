@@ -1,0 +1,404 @@
+"""Weights of streamed layers that train themselves: what stands for them in a layer's graph, and their gradients.
+
+A leased weight is a view of memory that holds another layer soon. In a graph it is stood for by a leaf: the same bytes,
+and requires grad. The gradients of a layer are complete when its one backward is over, for all micro-batches, added up
+one by one as gradient accumulation on the whole model adds them.
+
+Visits: one layer, forward and backward, over all micro-batches of a step, as one autograd function.
+
+The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation); the backward leases
+the layer again and recomputes (Chen et al. 2016, https://arxiv.org/abs/1604.06174), one micro-batch at a time. The top
+layer, the head and the loss are one visit: the graph is formed, used and freed while the layer is on lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
+from lema.backend import Backend
+from lema.backend.interrupt import NEVER
+from lema.engine.embed_head import Ends
+from lema.engine.oom import Room
+from lema.engine.recompute import Graph
+from lema.errors import ModelError
+from lema.model import Split
+from lema.model.capture import LayerCall, tensors_in
+from lema.stream import LayerStream, Lease
+
+__all__ = ["Engine", "Leaves", "TrainedWeights", "add", "passed", "turn", "visit"]
+
+
+Leaves = dict[str, Tensor]
+
+
+class TrainedWeights:
+    """Which weights of the decoder layers train, and who takes their gradients.
+
+    Args:
+        names: of each layer that trains, the names of its parameters, as a lease has them.
+        done: called with a layer and the gradients of its weights by name, on the device, when they are complete for
+            the pass; a weight that nothing reached has none. It keeps them until it has used them.
+        begun: returns the gradient that a weight has from the passes before, if any: what this one adds to.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, Collection[str]],
+        done: Callable[[int, Leaves], None],
+        begun: Callable[[int, str], Tensor | None] = lambda *_: None,
+    ) -> None:
+        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
+        self._done, self._begun = done, begun
+
+    def trains(self, layer: int) -> bool:
+        """Whether anything of a layer's own trains."""
+        return layer in self._names
+
+    def leaves(self, layer: int, lease: Lease) -> Leaves:
+        """Return what stands for the weights of a layer that train.
+
+        Raises:
+            ModelError: one is not in the lease, or is of a type that has no gradient.
+        """
+        found: Leaves = {}
+        for name in sorted(self._names.get(layer, ())):
+            weight = lease.weights.get(name)
+            if weight is None or not weight.is_floating_point():
+                what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
+                raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
+            found[name] = weight.detach().requires_grad_()
+        return found
+
+    def begin(self, layer: int, leaves: Leaves) -> None:
+        """Let gradients add to those of the passes before."""
+        for name, leaf in leaves.items():
+            leaf.grad = self._begun(layer, name)
+
+    def end(self, layer: int, leaves: Leaves) -> None:
+        """Hand the gradients of a layer over: nothing adds to them any more in this pass."""
+        if leaves:
+            self._done(layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+        for leaf in leaves.values():
+            leaf.grad = None
+
+
+def add(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Add a gradient to a leaf's, as autograd does."""
+    if gradient is not None:
+        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+
+class Engine:
+    """What every visit works with: the model in its parts, the stream of weights, the device.
+
+    Attributes:
+        anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
+        room: what fits on the device.
+        trained: the weights of layers that train themselves.
+        stop: asked before each micro-batch whether the run is to stop.
+        look: called in the backward with the gradients of hidden states as soon as they are formed, some of them None,
+            and with the number of the layer whose inputs these are; of the top layer's outputs, that of the layers.
+    """
+
+    def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
+        self.split, self.stream, self.backend = split, stream, backend
+        # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
+        self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
+        self.room = Room(stream, backend)
+        self.trained = TrainedWeights({}, lambda *_: None)
+        self.stop = NEVER
+        self.look: Callable[[int, Sequence[Tensor | None]], None] = _unseen
+        self._state: Tensor | None = None
+
+    def generator_state(self) -> Tensor:
+        """Return the generator's state; where nothing was drawn since it was last asked for, the tensor of that time.
+
+        Without dropout every layer and micro-batch has the same, and it takes kilobytes.
+        """
+        state = self.backend.rng_state()
+        if self._state is None or not torch.equal(state, self._state):
+            self._state = state
+        return self._state
+
+    def trains(self, layer: int) -> bool:
+        """Whether anything in a layer trains."""
+        return self.trained.trains(layer) or bool(self.adapters_of(layer))
+
+    def adapters_of(self, layer: int) -> list[nn.Parameter]:
+        """Return the trainable parameters of one layer."""
+        return [p for p in self.split.layers[layer].parameters() if p.requires_grad]
+
+
+def visit(
+    engine: Engine,
+    layer: int,
+    calls: Sequence[LayerCall],
+    hidden: Sequence[Tensor],
+    boundaries: StepBoundaries | None,
+    graphs: StepGraphs | None = None,
+) -> tuple[Tensor, ...]:
+    """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
+
+    Args:
+        engine: what to work with.
+        layer: its number.
+        calls: the layer's arguments, of each micro-batch.
+        hidden: its inputs.
+        boundaries: where they wait for the backward, which computes the layer again; None: its activations are kept.
+        graphs: where these wait then; None: on the device.
+    """
+    visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
+        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None), engine.anchor, *hidden
+    )
+    return visited
+
+
+@torch.no_grad()
+def passed(engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s."""
+    outputs, room, place = [], engine.room, f"in the forward of layer {layer}"
+    with (
+        room.at(place),
+        engine.stream.lease(layer) as lease,
+        engine.stream.trace.span("forward", f"layer {layer}"),
+    ):
+        for call, state in zip(calls, hidden, strict=True):
+            engine.stop.poll()
+            run = partial(engine.split.run_layer, layer, lease.weights, call, state)
+            outputs.append(room.tried(place, run, engine.generator_state()))
+    return tuple(outputs)
+
+
+def turn(engine: Engine, calls: Sequence[LayerCall], hidden: Sequence[Tensor], ends: Ends) -> Tensor:
+    """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
+    loss: Tensor = _Turn.apply(engine, calls, ends, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
+    return loss
+
+
+class _LayerVisit:
+    """One layer, forward and backward, over all micro-batches of a step."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        layer: int,
+        calls: Sequence[LayerCall],
+        boundaries: StepBoundaries | None,
+        graphs: StepGraphs | None,
+    ) -> None:
+        self._engine, self._layer, self._calls = engine, layer, calls
+        self._boundaries, self._away = boundaries, graphs
+        self._graphs: list[tuple[Graph, GradientEdge]] = []
+        self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
+        self._found: dict[int, Tensor] = {}  # gradients of the inputs
+        self._leaves: Leaves = {}  # for the weights that train
+
+    def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
+        """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
+        engine, layer, outputs = self._engine, self._layer, []
+        place = f"in the forward of layer {layer}"
+        with (
+            engine.room.at(place),
+            engine.stream.lease(layer) as lease,
+            engine.stream.trace.span("forward", f"layer {layer}"),
+        ):
+            self._leaves = engine.trained.leaves(layer, lease)
+            for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
+                engine.stop.poll()
+                given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
+                drawn = engine.generator_state()
+                run = partial(self._run, lease, index, given, needs=needs, state=drawn)
+                outputs.append(engine.room.tried(place, run, drawn))
+        return tuple(outputs)
+
+    def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
+        """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
+        engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
+        # Without addresses nothing can be said of which tensors are weights: the graph is made anew in the backward.
+        anew = compiled or not lease.has_address
+        again = None
+        if self._boundaries is not None:
+            again = self._runner(index, state, needs=needs, compiled=compiled, anew=anew)
+        keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.others()))
+        graph = Graph(again, engine.split.needless[self._layer], anew=anew, keep=keep)
+        with graph.built(lease):
+            if again is not None and not lease.has_address:
+                given = given.detach().requires_grad_(needs)  # so that a layer's graph is that of an evaluation too
+            elif needs:
+                given = graph_input(engine.anchor, given, self._found, index)
+            weights = {**lease.weights, **self._leaves}
+            output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
+        # The edge, not the output: that is the next layer's input, and kept as such.
+        self._graphs.append((graph, get_gradient_edge(output)))
+        return output.detach()
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
+        engine = self._engine
+        after = engine.backend.rng_state()
+        engine.trained.begin(self._layer, self._leaves)
+        with (
+            engine.room.at(f"in the backward of layer {self._layer}"),
+            engine.stream.lease(self._layer) as lease,
+            engine.stream.trace.span("backward", f"layer {self._layer}"),
+        ):
+            for index, gradient in enumerate(gradients):
+                engine.stop.poll()
+                graph, edge = self._graphs[index]
+                if self._away is not None:
+                    self._away.expect_after(self._layer, index)
+                with graph.differentiated(lease), self._fetched(index):
+                    graph.backward(edge, gradient)
+                self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
+        engine.backend.set_rng_state(after)
+        found = [self._found.get(index) for index in range(len(gradients))]
+        engine.look(self._layer, found)
+        engine.trained.end(self._layer, self._leaves)
+        self._leaves = {}
+        self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
+        return found
+
+    @contextmanager
+    def _fetched(self, index: int) -> Iterator[None]:
+        """Have micro-batch `index`'s boundary on the device for the length of a `with` block."""
+        if self._boundaries is None:
+            yield
+            return
+        with self._boundaries.kept(self._layer, index) as boundary:
+            self._boundary.append(boundary)
+            try:
+                yield
+            finally:
+                self._boundary.clear()
+
+    def _runner(
+        self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
+    ) -> Callable[[Lease], Tensor]:
+        """Return what runs a micro-batch through the layer again, from the generator state of the first time.
+
+        It does not hold the visit: the visit holds the graph that holds it, and what nobody wants any more would stay.
+        """
+        engine, layer, boundary = self._engine, self._layer, self._boundary
+        call, found = self._calls[index], self._found
+
+        def run(lease: Lease) -> Tensor:
+            engine.backend.set_rng_state(state)
+            if anew and (needs or not lease.has_address):
+                # It is this run that is differentiated. By its input too where nobody needs that and a device compiles
+                # what is run: so the lowest layer's backward is that of the others.
+                given = graph_input(engine.anchor, boundary[0], found, index)
+            else:
+                given = boundary[0].detach().requires_grad_(needs)
+            # Leaves again: what a module saves depends on whether its weight requires grad.
+            weights = {**lease.weights, **engine.trained.leaves(layer, lease)}
+            return engine.split.run_layer(layer, weights, call, given, compiled=compiled)
+
+        return run
+
+
+class _Visit(torch.autograd.Function):
+    """`_LayerVisit` as autograd sees it. `anchor` requires grad, so that the visit is differentiated even when the
+    lowest hidden state does not."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: _LayerVisit, anchor: Tensor, *hidden: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd does
+        ctx.visit = visit
+        return visit.forward(hidden, ctx.needs_input_grad[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.visit.backward(gradients)
+
+
+class _Turn(torch.autograd.Function):
+    """The top layer, the head and the loss: gradients are formed in the forward, handed on in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: Engine,
+        calls: Sequence[LayerCall],
+        ends: Ends,
+        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
+        *hidden: Tensor,
+    ) -> Tensor:
+        top, room = engine.split.num_layers - 1, engine.room
+        place = f"in the forward of layer {top}"
+        ctx.ends, ctx.inputs, ctx.gradients, ctx.engine = ends, [], [], engine
+        with room.at(place), engine.stream.lease(top) as lease:
+            total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
+            ctx.leaves = engine.trained.leaves(top, lease)
+            engine.trained.begin(top, ctx.leaves)
+            for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
+                engine.stop.poll()
+                needs = ctx.needs_input_grad[4 + index]
+                run = partial(_turned, engine, lease, ctx.leaves, call, ends, index, state, needs=needs)
+                # What the head has summed cannot be taken out of the sum again.
+                value, given, others = room.tried(place, run, engine.generator_state(), lambda: not ends.summed)
+                total = total + value
+                ctx.inputs.append(given)
+                ctx.gradients.append(others)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        factor = gradients[0] / ctx.ends.loss.scale
+        ctx.ends.head_backward(factor)
+        for found in ctx.gradients:
+            pairs = [(leaf, gradient * factor) for leaf, gradient in found if gradient is not None]
+            if pairs:
+                torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])  # adds to .grad, in order
+        for leaf in ctx.leaves.values():
+            if leaf.grad is not None:
+                leaf.grad *= factor  # 1, but where the loss was changed after it was formed
+        ctx.engine.trained.end(ctx.engine.split.num_layers - 1, ctx.leaves)
+        scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
+        ctx.gradients = ctx.inputs = ctx.ends = ctx.leaves = None
+        return None, None, None, None, *scaled
+
+
+def _turned(
+    engine: Engine,
+    lease: Lease,
+    leaves: Leaves,
+    call: LayerCall,
+    ends: Ends,
+    index: int,
+    state: Tensor,
+    *,
+    needs: bool,
+) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor | None]]]:
+    """Run one micro-batch through the top layer, the head and the loss, and back.
+
+    Returns:
+        The loss, the gradient of `state` if it is needed, and what else has a gradient, with that.
+    """
+    top, room, trace = engine.split.num_layers - 1, engine.room, engine.stream.trace
+    leaf = state.detach().requires_grad_(needs)
+    with torch.enable_grad(), trace.span("forward", f"layer {top}"):
+        output = engine.split.run_layer(top, {**lease.weights, **leaves}, call, leaf)
+    with room.at("in the head and the loss"), trace.span("forward", "head and loss"):
+        value, gradient = ends.turn(index, output.detach())
+    engine.look(top + 1, [gradient])
+    given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
+    wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
+    with room.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
+        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
+    pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, found, strict=True)
+    others = list(pairs)[needs:]
+    for weight, formed in others[len(others) - len(leaves) :]:
+        add(weight, formed)
+    engine.look(top, found[:needs])
+    return value, found[0] if needs else None, others[: len(others) - len(leaves)]
+
+
+def _unseen(layer: int, gradients: Sequence[Tensor | None]) -> None:
+    """Nobody looks."""

@@ -1,0 +1,23 @@
+"""Adapters: attached and drawn as PEFT does, saved in PEFT's files, merged, and divided among processes."""
+
+from typing import TYPE_CHECKING
+
+from lema import lazy_exports
+
+if TYPE_CHECKING:
+    from lema.lora.attach import count_lora_params, inject_lora_params, param_filter
+    from lema.lora.files import save_adapter
+    from lema.lora.merge import merge_lora_params
+
+__all__ = ["count_lora_params", "inject_lora_params", "merge_lora_params", "param_filter", "save_adapter"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "count_lora_params": "attach",
+        "inject_lora_params": "attach",
+        "merge_lora_params": "merge",
+        "param_filter": "attach",
+        "save_adapter": "files",
+    },
+)

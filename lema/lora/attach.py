@@ -1,0 +1,256 @@
+"""Adapters: PEFT's own layers, attached to a model whose weights are not there.
+
+Four functions are the whole of it: `param_filter` says what would be adapted, `inject_lora_params` attaches,
+`count_lora_params` counts, and `merge_lora_params` gives the weights of a model in memory with the adapter taken up.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection
+from copy import deepcopy
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND as ALL_LINEAR
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lema.config import LemaConfig
+from lema.config.peft import SETTING_OF
+from lema.errors import ConfigError, ModelError
+from lema.lora.checks import check_patterns
+from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
+from lema.lora.merge import WRAPPED
+from lema.lora.targets import default_targets
+from lema.model.skeleton import EmptyOnMeta, find_layers
+
+__all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
+
+
+BASE_LAYER = ".base_layer"  # where PEFT keeps the module it wraps
+
+# Warnings of PEFT's that nobody here can act on, or that are given by the names of the settings, one name at a time.
+SILENCED = (
+    ".*is_gradient_checkpointing.*",  # a property that transformers has renamed
+    "fan_in_fan_out is set to",  # PEFT sets it for each module as that module needs it
+    "The following (rank|alpha)_pattern keys",
+    "You have passed exclude_modules=",
+    "target_(modules|parameters)=.* were set",
+)
+
+
+def lora_config(
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Collection[str] | str | None,
+    **options: Any,
+) -> LoraConfig:
+    """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+    Args:
+        model: the model without adapters.
+        rank: of the two matrices.
+        alpha: the adapter's output is scaled by `alpha / rank`.
+        dropout: on the adapter's input.
+        targets: module names, or a regular expression over full names; None: every linear of the decoder layers but
+            the routers.
+        options: further options of PEFT's `LoraConfig`.
+
+    Raises:
+        ConfigError: PEFT refuses the options.
+    """
+    chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
+    try:
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=_whole(alpha),
+            lora_dropout=dropout,
+            target_modules=chosen,
+            task_type="CAUSAL_LM",
+            **options,
+        )
+    except ValueError as error:
+        raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
+    check_patterns(config, [name for name, _ in model.named_modules()])
+    every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
+    config.fan_in_fan_out = any(
+        isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
+        for name, module in model.named_modules()
+    )
+    return config
+
+
+def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
+    """Return PEFT's config of the adapter that the settings ask for.
+
+    Raises:
+        ConfigError: the settings do not fit the model.
+    """
+    _check_layers(model, config)
+    options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
+    options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
+    return lora_config(
+        model,
+        rank=options.pop("r"),
+        alpha=options.pop("lora_alpha"),
+        dropout=options.pop("lora_dropout"),
+        targets=options.pop("target_modules"),
+        **options,
+    )
+
+
+def _whole(alpha: float) -> Any:
+    """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
+    name, layers = find_layers(model)
+    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
+    indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if patterns is not None and name.rpartition(".")[2] not in patterns:
+        return  # they count in another list
+    if beyond := sorted(index for index in indices if index >= len(layers)):
+        raise ConfigError(
+            f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them",
+            where="lora_layers_to_transform",
+            how=f"layers are counted from 0, to {len(layers) - 1}",
+        )
+
+
+def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
+
+    Args:
+        model: without adapters; its weights may be on `meta`.
+        config: PEFT's, such as `lora_config` returns.
+
+    Raises:
+        ModelError: nothing would be; names what could.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    bare: PreTrainedModel = deepcopy(model, {id(tensor): _bare(tensor) for tensor in tensors})
+    with torch.random.fork_rng(devices=()):
+        _attach(bare, deepcopy(config))
+    adapted = {
+        WRAPPED.sub("", f"{name}.{part.parameter_name if isinstance(part, ParamWrapper) else 'weight'}")
+        for name, part in bare.named_modules()
+        if isinstance(part, LoraLayer)
+    }
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in adapted]
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def inject_lora_params(
+    model: PreTrainedModel, config: LoraConfig, device: torch.device, seed: int | None, read: Read | None = None
+) -> PeftModel:
+    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
+
+    The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model.
+
+    Args:
+        model: decoder layers on `meta`.
+        config: PEFT's.
+        device: where adapters live.
+        seed: of the initial values; the generator is left where it was. None: values are left unset, to be loaded.
+        read: reads the model's stored tensors, where something that trains begins with them (biases, modules that
+            train whole, DoRA's magnitudes).
+
+    Raises:
+        ModelError: no module matches, or one is to be trained in a way that cannot be streamed.
+    """
+    layers_name, _ = find_layers(model)
+    config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
+    check_saved_modules(model, config, layers_name)
+    with torch.random.fork_rng(devices=()):
+        peft_model = _attach(model, config)
+        try:
+            check_attached(model, config)
+        except ModelError:
+            take_off(model)  # for another attempt
+            raise
+        if seed is not None:
+            _warn_of_unmatched(model, config)
+            torch.manual_seed(seed)
+        make_real(model, config, device, layers_name, draw=seed is not None, read=read)
+    return peft_model
+
+
+def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    check_patterns(config, [name for name, _ in model.named_modules()])
+    try:
+        with warnings.catch_warnings():
+            for message in SILENCED:
+                warnings.filterwarnings("ignore", message=message)
+            with EmptyOnMeta():
+                peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        take_off(model)
+        hint = "an expression is for whole names; a list is for their ends. " * isinstance(config.target_modules, str)
+        raise ModelError(
+            f"the adapter does not fit this model: {error}",
+            where=f"lora_target_modules: {_listed(config)}",
+            how=f"{hint}linear modules of the decoder layers are: {', '.join(default_targets(model))}",
+        ) from error
+    assert isinstance(peft_model, PeftModel)
+    return peft_model
+
+
+def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
+    """Warn of every name in the settings that no module bears, most likely a slip."""
+    parts = [(name.replace(BASE_LAYER, ""), part) for name, part in model.named_modules()]
+    modules = {name for name, _ in parts}
+    parameters = {f"{name}.{part.parameter_name}" for name, part in parts if isinstance(part, ParamWrapper)}
+    adapted = parameters | {name for name, part in parts if isinstance(part, LoraLayer)}
+    unmatched = {
+        "lora_target_modules": _unmatched(config.target_modules, modules),
+        "lora_target_parameters": _unmatched(config.target_parameters, parameters),
+        "lora_exclude_modules": _unmatched(config.exclude_modules, modules),
+        "lora_modules_to_save": [one for one in config.modules_to_save or () if not _ends_any(modules, one)],
+        "lora_rank_pattern": [key for key in config.rank_pattern or () if not _matches(key, adapted)],
+        "lora_alpha_pattern": [key for key in config.alpha_pattern or () if not _matches(key, adapted)],
+    }
+    for setting, names in unmatched.items():
+        if names:
+            what = "parameter" if setting == "lora_target_parameters" else "module"
+            warnings.warn(f"{setting}: no {what} is named {', '.join(names)}", stacklevel=4)
+
+
+def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:
+    """Return those wanted that are the end of no name; an expression is one whole."""
+    if isinstance(wanted, str):
+        return [] if wanted.lower() == ALL_LINEAR or any(re.fullmatch(wanted, name) for name in names) else [wanted]
+    return sorted(one for one in wanted or () if not any(f".{name}".endswith(f".{one}") for name in names))
+
+
+def _ends_any(names: Collection[str], end: str) -> bool:
+    return any(name.endswith(end) for name in names)  # as PEFT has it
+
+
+def _matches(key: str, names: Collection[str]) -> bool:
+    return any(re.match(rf"(.*\.)?({key})$", name) for name in names)  # as PEFT has it
+
+
+def _listed(config: LoraConfig) -> str:
+    targets = config.target_modules or ()
+    return targets if isinstance(targets, str) else ", ".join(sorted(targets))
+
+
+def count_lora_params(model: nn.Module) -> int:
+    """Return how many adapter parameters train."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,0 +1,271 @@
+"""The two files of an adapter, distrusted: what PEFT would take as it comes is checked before PEFT sees it.
+
+Adapters are passed around more freely than models. A rank of a billion is made real before it is compared with the
+weights beside it, and text where a number belongs fails somewhere else, in words nobody understands.
+
+The regular expressions in an adapter's config, which come with adapters from anywhere.
+
+PEFT matches each of them with the names of all modules. There are some that take years for a name of thirty letters
+(https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS): here each is matched once
+beforehand, in a bounded time.
+
+Whether the tensors of an adapter fit the modules of its base model, by their shapes: before anyone loads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from lema.config.timelimit import limited
+from lema.errors import AdapterError, ModelError, WeightsError
+from lema.lora.shards import module_of
+from lema.storage.header import TensorRecord, damaged, open_regular, parse_json, read_header, regular_size
+from lema.storage.index import check_inside
+from lema.storage.modelfiles import MAX_CONFIG_BYTES
+
+__all__ = [
+    "MAX_SECONDS",
+    "check_file",
+    "check_patterns",
+    "check_ranks",
+    "check_shapes",
+    "check_types",
+    "read_json",
+    "read_records",
+]
+
+
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of an adapter.
+
+    Raises:
+        AdapterError: it cannot be read, is too large, leads out of its directory, or is no JSON object.
+    """
+    check_file(file)
+    try:
+        with open_regular(file) as stream:
+            return parse_json(file, stream.read())
+    except WeightsError as error:
+        raise AdapterError(f"this is no config of an adapter: {error.what}", where=str(file), how=error.how) from error
+
+
+def check_file(file: Path) -> None:
+    """Make sure that a small file of an adapter is a file, small, and in the adapter's directory.
+
+    Raises:
+        AdapterError: it is not.
+    """
+    try:
+        check_inside(file)
+        if (size := regular_size(file)) > MAX_CONFIG_BYTES:
+            raise damaged(file, f"it is {size} bytes long, more than the {MAX_CONFIG_BYTES} a config may have")
+    except WeightsError as error:
+        raise AdapterError(f"this is no config of an adapter: {error.what}", where=str(file), how=error.how) from error
+
+
+def read_records(file: Path) -> Mapping[str, TensorRecord]:
+    """Return what the header of an adapter's weights says; the tensors are not read.
+
+    Raises:
+        AdapterError: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
+    """
+    try:
+        check_inside(file)
+        _, records = read_header(file)
+    except WeightsError as error:
+        raise AdapterError(f"the adapter file is damaged: {error.what}", where=str(file), how=error.how) from error
+    if odd := [f"{name} ({record.dtype})" for name, record in records.items() if record.dtype not in FLOATING]:
+        raise AdapterError(
+            f"the adapter file is damaged: {', '.join(odd[:3])} are no floating numbers",
+            where=str(file),
+            how="copy or save the adapter again",
+        )
+    return records
+
+
+def check_types(config: LoraConfig, file: Path) -> None:
+    """Make sure that the values of a config are of the types that PEFT's own are of.
+
+    Raises:
+        AdapterError: one is not; names each.
+    """
+    wanted: dict[str, bool] = {
+        "r": type(config.r) is int and config.r > 0,
+        "lora_alpha": type(config.lora_alpha) in (int, float),
+        "lora_dropout": type(config.lora_dropout) in (int, float),
+        "base_model_name_or_path": _is_text(config.base_model_name_or_path),
+        "revision": _is_text(config.revision),
+        "target_modules": _are_names(config.target_modules) or _is_text(config.target_modules),
+        "exclude_modules": _are_names(config.exclude_modules) or _is_text(config.exclude_modules),
+        "layers_pattern": _are_names(config.layers_pattern) or _is_text(config.layers_pattern),
+        "modules_to_save": _are_names(config.modules_to_save),
+        "target_parameters": _are_names(config.target_parameters),
+        "layers_to_transform": _are_rows(config.layers_to_transform) or type(config.layers_to_transform) is int,
+        "rank_pattern": _is_table(config.rank_pattern, int),
+        "alpha_pattern": _is_table(config.alpha_pattern, int, float),
+        "trainable_token_indices": _are_rows(config.trainable_token_indices)
+        or (isinstance(rows := config.trainable_token_indices, dict) and all(map(_are_rows, rows.values()))),
+    }
+    if wrong := [f"{name} is {getattr(config, name)!r:.200}" for name, right in wanted.items() if not right]:
+        raise AdapterError(
+            f"this is no config of an adapter: {'; '.join(wrong)}", where=str(file), how="correct the file"
+        )
+
+
+def check_ranks(config: LoraConfig, weights: Path) -> None:
+    """Make sure that no rank of a config is beyond every size in the weights beside it, where there are any.
+
+    Raises:
+        AdapterError: one is, or the weights are damaged.
+    """
+    if not weights.is_symlink() and not weights.exists():
+        return
+    largest = max((size for record in read_records(weights).values() for size in record.shape), default=0)
+    asked = {"r": config.r, **{f"rank_pattern[{name!r}]": rank for name, rank in (config.rank_pattern or {}).items()}}
+    if beyond := [f"{name} is {rank}" for name, rank in asked.items() if rank > largest]:
+        raise AdapterError(
+            f"the adapter's config does not fit its weights: {'; '.join(beyond)}, and {weights.name} has no tensor so "
+            "large",
+            where=str(weights.parent),
+            how="copy or save the adapter again; its files come from different saves",
+        )
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _are_names(value: Any) -> bool:
+    return value is None or _all(value, str)
+
+
+def _are_rows(value: Any) -> bool:
+    return value is None or _all(value, int)
+
+
+def _is_table(value: Any, *kinds: type) -> bool:
+    return value is None or (isinstance(value, dict) and _all(value.values(), *kinds))
+
+
+def _all(values: Any, *kinds: type) -> bool:
+    listed = isinstance(values, Iterable) and not isinstance(values, str | dict)
+    return listed and all(type(one) in kinds for one in values)
+
+
+MAX_SECONDS = 3.0  # for all names and patterns; those of a large model take thousandths
+PLAIN = re.compile(r"[\w.-]*")  # there is one way to match it, and that is found at once
+
+
+def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
+    """Make sure that the patterns of an adapter's config can be matched with the names of modules.
+
+    Args:
+        config: PEFT's.
+        names: of all modules of the model.
+
+    Raises:
+        ModelError: one is no regular expression, or takes too long to match.
+    """
+    known, where = [one for name in names for one in (name, f"base_model.model.{name}")], ""
+    try:
+        with limited(MAX_SECONDS, _TooLong):
+            for option, pattern, within in _patterns(config):
+                if PLAIN.fullmatch(pattern):
+                    continue
+                where = f"{option}: {pattern:.200}"
+                matcher = re.compile(within.format(pattern) if within else pattern)
+                match = matcher.match if within else matcher.fullmatch
+                for name in known:
+                    match(name)
+    except _TooLong:
+        raise ModelError(
+            f"matching the names of the model's modules with this takes more than {MAX_SECONDS:g} seconds",
+            where=where,
+            how="name the modules in a list; do not use this adapter unless you trust it",
+        ) from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ModelError(f"this is no regular expression: {error}", where=where, how="correct it") from error
+
+
+def _patterns(config: LoraConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield each, and what PEFT puts it into: (option, pattern, a larger one; empty: it is to match whole names)."""
+    for option in ("target_modules", "exclude_modules"):
+        if isinstance(pattern := getattr(config, option), str):
+            yield option, pattern, ""
+    layers = config.layers_pattern
+    for pattern in [layers] if isinstance(layers, str) else layers or ():
+        yield "layers_pattern", pattern, r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
+    for pattern in config.modules_to_save or ():
+        yield "modules_to_save", pattern, r"(^|.*\.){}($|\..*)"
+    for option in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, option) or ():
+            yield option, pattern, r"(.*\.)?({})$"
+
+
+class _TooLong(Exception):
+    pass
+
+
+def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> None:
+    """Refuse an adapter that is not of this model.
+
+    Args:
+        tensors: by PEFT's names.
+        model: its parameters may be on `meta`.
+        base: what to call the model.
+
+    Raises:
+        AdapterError: a tensor is of a module that the model does not have, or has another shape than one of that
+            module would; it is named.
+    """
+    modules = dict(model.named_modules())
+    for name, tensor in tensors.items():
+        path, leaf = module_of(name)
+        module = modules.get(path)
+        if not leaf or module is None:
+            raise AdapterError(
+                f"{base} has no module that this tensor could be of",
+                where=name,
+                how="name the model it was trained on: --model",
+            )
+        wanted = _shape(module, leaf, _rank(tensors, name, leaf))
+        if wanted is not None and list(tensor.shape) != list(wanted):
+            raise AdapterError(
+                f"it is {list(tensor.shape)}, and in {base} it would be {list(wanted)}",
+                where=name,
+                how="the shards are not all there, were padded, or are of another model: --model names it",
+            )
+
+
+def _rank(tensors: Mapping[str, Tensor], name: str, leaf: str) -> int | None:
+    """The rank that the other of a module's two factors has."""
+    other = leaf.translate(str.maketrans("AB", "BA"))
+    factor = tensors.get(name.removesuffix(leaf) + other)
+    return None if factor is None or factor.dim() != 2 else factor.shape[1 if "B" in other else 0]
+
+
+def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | None:
+    """The shape that a tensor of an adapted module has; None: it is not known."""
+    if not leaf.startswith("lora_"):
+        whole = getattr(module, leaf.removeprefix("base_layer."), None)
+        return whole.shape if isinstance(whole, Tensor) else None
+    if isinstance(module, nn.Linear):
+        inputs, outputs = module.in_features, module.out_features
+    elif isinstance(module, nn.Embedding):
+        inputs, outputs = module.num_embeddings, module.embedding_dim
+    else:
+        return None
+    if leaf == "lora_B.bias":
+        return (outputs,)
+    if rank is None or leaf.startswith("lora_magnitude"):
+        return None
+    return (rank, inputs) if "_A" in leaf else (outputs, rank)

@@ -1,0 +1,245 @@
+"""Sharded adapters to PEFT's files and back: any shards become an adapter that loads anywhere, at any degree.
+
+Both directions only move numbers: no arithmetic is done on them, and nothing but the base model's config is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lema.backend.layout import Difference, KvLayout, Layout
+from lema.config.lemaconfig import CONFIG_NAME
+from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
+from lema.lora.base import BASE_NAME
+from lema.lora.checks import check_shapes
+from lema.lora.files import CONFIG, WEIGHTS, read_lora_config, read_safetensors
+from lema.lora.neuronx import read_foreign
+from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
+from lema.model import meta_model, read_config
+from lema.model.partition import layout_at, layouts_of
+from lema.storage import resolve_model
+from lema.storage.atomic import appearing, free_directory
+
+__all__ = ["Consolidated", "consolidate_adapter", "shard_adapter"]
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What was put together.
+
+    Attributes:
+        directory: where it lies, in PEFT's format.
+        tp: how many ranks it lay over.
+        num_tensors: of the adapter.
+        differing: where replicas differed and the first rank's were taken: name of the tensor -> on which ranks.
+        base: the base model whose modules its shapes were compared with; None: it is not here.
+    """
+
+    directory: Path
+    tp: int
+    num_tensors: int
+    differing: Mapping[str, list[Difference]]
+    base: str | None = None
+
+
+def consolidate_adapter(
+    shards: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    kv_layout: str | None = None,
+    check: bool = True,
+    model: str | None = None,
+) -> Consolidated:
+    """Put a sharded adapter together, as `adapter_config.json` and `adapter_model.safetensors`.
+
+    Args:
+        shards: the directory of shards, or the one it lies in: as `shard_adapter` writes it, or as the parallel library
+            for this kind of device does (`adapter_shards/model/*.pt` with `mp_metadata_pp_rank_*.json`).
+        out_dir: a new or empty directory.
+        kv_layout: of the latter, where replicas of keys and values lie; None: as its metadata says, else `tile`.
+        check: replicas must agree, bit for bit; else the first rank's are taken, and it is told which differ.
+        model: the base model, whose modules' shapes, by its config, the adapter must fit; None: the one it names, if
+            that is here.
+
+    Raises:
+        AdapterError: there are no shards, they are damaged or unsafe, do not fit together, or their replicas differ; or
+            the whole does not fit the base model.
+        ConfigError: `out_dir` is taken, or `kv_layout` is none.
+        WeightsError: `model` is given, and is neither a local directory nor in the hub cache.
+        DiskError: a file could not be written; nothing is left behind.
+    """
+    out, directory = free_directory(out_dir, 1), _find_shards(Path(shards))
+    config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
+    if config_file is None:
+        raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it beside the shards")
+    if (directory / LAYOUTS).is_file():
+        if kv_layout is not None:
+            raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
+        held = read_shards(directory)
+        tensors, differing = held.whole(check=check)
+        config, tp = _read_json(config_file), len(held.ranks)
+    else:
+        adapter = read_foreign(directory, None if kv_layout is None else _order(kv_layout), check=check)
+        tensors, differing, tp = dict(adapter.tensors), dict(adapter.differing), adapter.tp
+        config = _with_projections(_read_json(config_file), adapter.modules, config_file)
+    base = _compare(tensors, config, model)
+    with appearing(out) as partial:
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        _write_json(partial / CONFIG, config)
+        _copy_settings(config_file.parent, partial)
+    return Consolidated(out, tp, len(tensors), differing, base)
+
+
+def shard_adapter(
+    adapter_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    tp: int,
+    *,
+    kv_layout: str = "tile",
+    model: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Cut an adapter in PEFT's format up for a tensor-parallel group, along the plan that its base model comes with.
+
+    Every projection keeps its own A and B. The axis of the rank is never cut.
+
+    Args:
+        adapter_dir: with `adapter_config.json` and `adapter_model.safetensors`.
+        out_dir: a new or empty directory.
+        tp: how many ranks.
+        kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
+        model: the base model, of which the config is read; None: the one the adapter names.
+        trust_remote_code: run code that comes with the base model.
+
+    Raises:
+        AdapterError: there is no adapter, or it is damaged.
+        WeightsError: the base model is neither a local directory nor in the hub cache.
+        ModelError: the base model has no plan, or it does not cover a module of the adapter; it says which.
+        ConfigError: the model cannot be divided among so many ranks, or `out_dir` is taken.
+        DiskError: a file could not be written; nothing is left behind.
+    """
+    out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
+    saved = read_lora_config(adapter)
+    if saved is None:
+        raise AdapterError(f"there is no {CONFIG}", where=str(adapter), how="name the directory of a saved adapter")
+    base = model or saved.base_model_name_or_path
+    if not base:
+        raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")
+    directory = _config_directory(base, None if model else saved.revision, trust_remote_code)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    plan = layouts_of(config, tp, _order(kv_layout), trust_remote_code=trust_remote_code)
+    tensors = read_safetensors(adapter / WEIGHTS)
+    layouts = {name: _layout(name, tensor, plan) for name, tensor in tensors.items()}
+    with appearing(out) as partial:
+        _write_json(partial / CONFIG, _read_json(adapter / CONFIG))
+        _copy_settings(adapter, partial)
+        write_shards(partial / SHARDS, tensors, layouts, tp)
+    return out
+
+
+def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: str | None) -> str | None:
+    """Compare an adapter's shapes with its base model's, and return that; None: it is not here."""
+    base = model or config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        return None
+    try:
+        directory = _config_directory(base, None if model else config.get("revision"), trust=False)
+        skeleton = meta_model(read_config(directory))
+    except (WeightsError, ModelError, ConfigError):
+        if model:
+            raise
+        return None
+    check_shapes(tensors, skeleton, base)
+    return base
+
+
+def _config_directory(base: str, revision: str | None, trust: bool) -> Path:
+    """Where the base model's config is: here, since a whole model would be much to fetch for it."""
+    try:
+        return resolve_model(base, revision=revision, trust_remote_code=trust, download=False)
+    except WeightsError as error:
+        raise WeightsError(
+            f"the base model's config is not here: {error.what}",
+            where=error.where,
+            how="give a directory with its config.json: --model DIR (hf download ID config.json --local-dir DIR)",
+        ) from error
+
+
+def _order(kv_layout: str) -> KvLayout:
+    if kv_layout not in get_args(KvLayout):
+        raise ConfigError(f"{kv_layout!r} is no order of replicas", where="kv_layout", how="tile or interleave")
+    return cast(KvLayout, kv_layout)
+
+
+def _find_shards(given: Path) -> Path:
+    """The directory with the shards themselves: the one given, or the one of one adapter in it."""
+    beside = [given, given / SHARDS, *sorted(path / SHARDS for path in given.glob("adapter_*") if path.name != SHARDS)]
+    found = [path for path in beside if (path / LAYOUTS).is_file() or any(path.glob("mp_metadata_pp_rank_*.json"))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise AdapterError(
+            f"there are {len(found)} adapters here",
+            where=str(given),
+            how=f"name one of {', '.join(path.parent.name for path in found)}",
+        )
+    if (given / WEIGHTS).is_file():
+        raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
+    raise AdapterError(
+        "there are no shards of an adapter here",
+        where=str(given),
+        how=f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/",
+    )
+
+
+def _layout(name: str, tensor: Tensor, plan: Mapping[str, Layout]) -> Layout:
+    module, leaf = module_of(name)
+    try:
+        return layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
+    except ModelError as error:
+        raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
+
+
+def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, ...]], file: Path) -> dict[str, Any]:
+    """Let the config name the projections that the adapter is of, where it named modules they were fused in."""
+    for option in ("rank_pattern", "alpha_pattern"):
+        if fused := [key for key in config.get(option) or {} if key.rpartition(".")[2] in modules]:
+            raise AdapterError(
+                f"{option} names {fused[0]}, which is several modules in the base model",
+                where=str(file),
+                how=f"name {', '.join(modules[fused[0].rpartition('.')[2]])} there",
+            )
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
+        named = {new for target in targets for new in modules.get(target, (target,))}
+        if set(targets) != named:
+            return {**config, "target_modules": sorted(named)}
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file)) from error
+    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+        raise AdapterError("this is no config of a LoRA adapter", where=str(file), how="only LoRA adapters are sharded")
+    return content
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_settings(source: Path, out: Path) -> None:
+    for name in (CONFIG_NAME, BASE_NAME):
+        if (source / name).is_file():
+            (out / name).write_bytes((source / name).read_bytes())

@@ -1,0 +1,366 @@
+"""What PEFT writes of an adapter, as tensors by the names in its file, to be compared with what is in the file.
+
+Adapters on disk: PEFT's two files, unchanged; and a reader of the older `adapter_model.bin`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.utils import set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lema.backend import Parallel
+from lema.config import LemaConfig
+from lema.config.lemaconfig import CONFIG_NAME
+from lema.config.peft import SETTING_OF, refusals
+from lema.config.problems import SettingsError
+from lema.errors import AdapterError, ConfigError
+from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
+from lema.model.partition import held_adapter
+from lema.storage.diskspace import not_written
+from lema.storage.verify import check_finite, check_written
+
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "adapter_differences",
+    "check_same_adapter",
+    "load_weights",
+    "num_trained",
+    "read_lora_config",
+    "read_safetensors",
+    "read_settings",
+    "save_adapter",
+    "saved_tensors",
+]
+
+
+def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return the tensors of PEFT's file.
+
+    Args:
+        model: with the adapter.
+        state: its tensors by their names in it, where these are not its own; None: they are.
+    """
+    found = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def num_trained(model: PeftModel, whole: Mapping[str, Tensor] | None) -> int:
+    """Return how many numbers of a model train; `whole`: the tensors, where processes hold parts of them.
+
+    It is counted from what trains, and not from what PEFT chooses to save: an adapter saved empty is found by it.
+    """
+    if whole is not None:
+        return sum(tensor.numel() for tensor in whole.values())
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+OLD_WEIGHTS = "adapter_model.bin"
+ORDERED = frozenset({"lora_trainable_token_indices"})
+PREFIX = "base_model.model."  # of names in a model of PEFT's
+PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
+
+
+def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
+    """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format).
+
+    Args:
+        directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
+        overrides: settings that replace those saved.
+
+    Raises:
+        AdapterError: there is no adapter, or one of its files is not what it should be.
+        ConfigError: a setting is wrong, or an override contradicts the adapter.
+    """
+    saved = read_lora_config(directory)
+    if (directory / CONFIG_NAME).is_file():
+        check_file(directory / CONFIG_NAME)
+        config = LemaConfig.from_pretrained(directory, **overrides)
+    elif saved is not None:
+        named = {"model_name_or_path": saved.base_model_name_or_path}
+        if overrides.keys().isdisjoint({"model_name_or_path", "revision"}):
+            named["revision"] = saved.revision
+        config = LemaConfig(**{**named, **overrides})
+    else:
+        raise AdapterError(
+            f"there is neither {CONFIG_NAME} nor {CONFIG}",
+            where=str(directory),
+            how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
+        )
+    return config if saved is None else _agreed(config, saved, overrides, directory), saved
+
+
+def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any], directory: Path) -> LemaConfig:
+    """Let the settings say what the adapter is. Only its dropout may be changed, which is no part of the function."""
+    if "lora_dropout" in overrides:
+        saved.lora_dropout = config.lora_dropout
+    facts = {setting: _plain(option, getattr(saved, option)) for option, setting in SETTING_OF.items()}
+    asked = _asked(directory)
+    for name, fact in facts.items():
+        given = overrides.get(name)
+        if given is not None and not any(_same(name, given, one) for one in (fact, asked.get(name))):
+            raise ConfigError(
+                f"{name} is {given!r}, and the adapter was made with {fact!r}",
+                where=str(directory),
+                how=f"leave {name} out, or begin a new adapter in another directory",
+            )
+    try:
+        return LemaConfig(**{**config.model_dump(exclude_unset=True), **facts})
+    except SettingsError as error:
+        raise AdapterError(f"the adapter cannot be used: {error.what}", where=str(directory / CONFIG)) from error
+
+
+def _plain(option: str, value: Any) -> Any:
+    """Return the value of an option of PEFT's as the setting that says the same has it."""
+    if option in PATTERNS:
+        return dict(value or {})
+    if isinstance(value, set):
+        value = sorted(value)
+    return None if value in ([], (), {}, "") and option != "target_modules" else value
+
+
+def _asked(directory: Path) -> dict[str, Any]:
+    """Return the settings as they were when the adapter was begun; PEFT writes out what they came to mean."""
+    file = directory / CONFIG_NAME
+    return read_json(file) if file.is_file() else {}
+
+
+def _same(setting: str, one: Any, other: Any) -> bool:
+    """Whether two values of a setting mean the same; names and numbers of layers have no order, rows have one."""
+    if isinstance(one, list | tuple | set) and isinstance(other, list | tuple | set) and setting not in ORDERED:
+        return sorted(one) == sorted(other)
+    return bool(one == other)
+
+
+def check_same_adapter(model: PeftModel, directory: Path) -> None:
+    """Make sure that the adapter attached is the one in `directory`, but for its values and its dropout.
+
+    Raises:
+        ConfigError: settings have changed since it was saved; names each.
+    """
+    if differing := adapter_differences(model, directory):
+        names = " and ".join(setting for setting, _, _ in differing)
+        raise ConfigError(
+            "; ".join(f"{name} is {now!r}, and the adapter was made with {then!r}" for name, then, now in differing),
+            where=str(directory),
+            how=f"set {names} back, or begin a new run in another output_dir",
+        )
+
+
+def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, Any, Any]]:
+    """Return each setting of the adapter in `directory` that is another of the one attached: its name, then and now."""
+    saved, attached = read_lora_config(directory), model.peft_config["default"]
+    found: list[tuple[str, Any, Any]] = []
+    for option, setting in SETTING_OF.items():
+        if saved is None or option in ("lora_dropout", "init_lora_weights"):
+            continue
+        now, then = (_plain(option, getattr(config, option)) for config in (attached, saved))
+        if not _same(setting, now, then):
+            found.append((setting, then, now))
+    return found
+
+
+def read_lora_config(directory: Path) -> LoraConfig | None:
+    """Read `adapter_config.json`; None: the directory has none (the older format).
+
+    Raises:
+        AdapterError: the file cannot be read, or is not of a LoRA adapter.
+    """
+    file = directory / CONFIG
+    if not file.is_symlink() and not file.exists():
+        return None
+    try:
+        written = read_json(file)
+        kind = written["peft_type"]
+    except KeyError as error:
+        raise AdapterError(f"PEFT cannot read this adapter config: {error!r}", where=str(file)) from error
+    if kind != "LORA":
+        raise AdapterError(f"the adapter is of type {kind}", where=str(file), how="only LoRA adapters are supported")
+    unknown = sorted(written.keys() - {field.name for field in fields(LoraConfig)})
+    newer = [f"{name}, which this version of PEFT does not know" for name in unknown if written[name]]
+    if found := [*refusals(written), *newer]:
+        raise AdapterError(
+            f"the adapter cannot be used as it is: it has {'; '.join(found)}",
+            where=str(file),
+            how="upgrade peft" if newer else "use an adapter without this",
+        )
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+    # Any error at all: PEFT takes the types of a file from outside on trust.
+    except Exception as error:
+        raise AdapterError(f"PEFT cannot read this adapter config: {error}", where=str(file)) from error
+    assert isinstance(config, LoraConfig)
+    check_types(config, file)
+    check_ranks(config, directory / WEIGHTS)
+    initial: Any = config.init_lora_weights
+    if isinstance(initial, str):
+        config.init_lora_weights = True if initial.lower() == "eva" else cast(Any, initial.lower())
+        config.eva_config = None  # it read data before the first step, and is of no use by now
+    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
+    config.inference_mode = False  # PEFT saves every adapter as one that is not to be trained
+    return config
+
+
+def save_adapter(
+    model: PeftModel,
+    directory: Path,
+    base: str,
+    revision: str | None = None,
+    whole: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write PEFT's files, each whole or not at all, readable by whoever may read the directory.
+
+    Args:
+        model: with the adapter.
+        directory: made where it does not exist.
+        base: the base model as the user names it, written to `base_model_name_or_path`.
+        revision: of a hub id, written beside it.
+        whole: what trains, by its name in `model`, where processes hold parts of it (`lema.model.partition`); None: it
+            is whole.
+
+    Before they get their names, the tensors are read back and compared with those in memory, bit for bit.
+
+    Raises:
+        DiskError: a file could not be written, or reads back otherwise; what was there before is untouched.
+        NonFiniteError: something that would be saved is NaN or infinite; likewise.
+    """
+    model.peft_config["default"].base_model_name_or_path = base
+    model.peft_config["default"].revision = revision
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as name:
+            part = Path(name)
+            with warnings.catch_warnings():
+                # PEFT takes the bias of B, which has one dimension, for a shard.
+                warnings.filterwarnings("ignore", message=r"Adapter 'default': \d+ LoRA tensor\(s\) have invalid shape")
+                state = None if whole is None else {**model.state_dict(), **whole}
+                expected = saved_tensors(model, state)
+                check_finite(expected, directory / WEIGHTS)
+                model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
+            for file in part.iterdir():
+                _make_ordinary(file)
+            check_written(part / WEIGHTS, expected, num_trained(model, whole))
+            for file in part.iterdir():
+                file.replace(directory / file.name)
+    except (OSError, SafetensorError) as error:
+        raise not_written(f"the adapter could not be written: {error}", error, directory) from error
+
+
+def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
+    """Fill the adapter's parameters from a directory.
+
+    Args:
+        model: with the adapter attached; every one of its parameters must be in the file, and no other.
+        directory: with `adapter_model.safetensors`, or the older `adapter_model.bin`.
+        layers_name: dotted name of the decoder layers in the base model.
+        parallel: the processes that hold the adapter together, each of which takes its part; None: there is one.
+
+    Raises:
+        AdapterError: there is no adapter, it is damaged, or it does not fit the model.
+    """
+    file = directory / WEIGHTS
+    if file.is_file():
+        tensors = read_safetensors(file)
+    elif (file := directory / OLD_WEIGHTS).is_file():
+        tensors = _read_old(file, layers_name)
+    else:
+        raise AdapterError(
+            f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}",
+            where=str(directory),
+            how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
+        )
+    if parallel is not None:
+        tensors = held_adapter(model, parallel, tensors)
+    _begin_frozen(model, tensors, layers_name, file)
+    try:
+        outcome: Any = set_peft_model_state_dict(model, tensors)
+    except (RuntimeError, KeyError) as error:
+        raise AdapterError(f"the adapter does not fit the model: {error}", where=str(file)) from error
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing = [name for name in outcome.missing_keys if name in trained]
+    # With bias "all" PEFT writes the biases of a module that trains whole twice, and reads them once.
+    copies = {name for name in tensors if ".modules_to_save." in name}
+    twice = {name for name in copies if name.replace(".modules_to_save", "") in tensors}
+    unexpected = [name for name in outcome.unexpected_keys if name not in twice]
+    if missing or unexpected:
+        raise AdapterError(
+            "the adapter does not fit the model: "
+            f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(unexpected) or 'nothing'}",
+            where=str(file),
+            how="load it with the rank, target modules and base model it was trained with",
+        )
+
+
+def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: str, file: Path) -> None:
+    """Let frozen weights that PEFT saved beside the adapter (those of embeddings) stand where there are none yet."""
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name in tensors and parameter.is_meta:
+            if name.startswith(f"{PREFIX}{layers_name}."):
+                raise AdapterError(
+                    f"the adapter does not fit the model: unexpected {name}, a frozen weight of a decoder layer",
+                    where=str(file),
+                    how="use an adapter without it; those weights are streamed from the model",
+                )
+            if tensors[name].shape != parameter.shape:
+                raise AdapterError(
+                    f"the adapter does not fit the model: {name} is {list(tensors[name].shape)}, "
+                    f"and {list(parameter.shape)} in the model",
+                    where=str(file),
+                    how="load it with the base model it was trained with",
+                )
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensors[name], requires_grad=False)
+
+
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """Read the tensors of an adapter in PEFT's format.
+
+    Raises:
+        AdapterError: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
+    """
+    read_records(file)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"the adapter file is damaged: {error}", where=str(file)) from error
+
+
+def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
+    """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
+    try:
+        old = torch.load(file, weights_only=True, map_location="cpu")
+        named = {}
+        for name, tensor in old.items():
+            layer, _, rest = name.partition(".")
+            named[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+    except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
+        raise AdapterError(
+            f"this is not an adapter of the older format: {error}",
+            where=str(file),
+            how="only tensors are loaded from it",
+        ) from error
+    return named
+
+
+def _make_ordinary(file: Path) -> None:
+    """Flush a file to disk and give it the permissions any new file would have."""
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())

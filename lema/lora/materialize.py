@@ -1,0 +1,267 @@
+"""What an adapter trains, made real: drawn as PEFT draws it, or begun where the checkpoint has it.
+
+PEFT attaches its modules to a model whose layers are on `meta`, so none of their parameters has memory or a value. The
+matrices of LoRA are drawn from shapes alone. Biases and modules that train whole begin as copies of what is stored, and
+the magnitudes of DoRA (https://arxiv.org/abs/2402.09353) as norms of the stored weights: these are read for one layer
+at a time, once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import groupby
+from typing import Any, TypeVar, cast
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lema.errors import ModelError
+
+__all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "take_off"]
+
+
+ADAPTER = "default"  # PEFT's name for the only adapter
+SAVED = f".modules_to_save.{ADAPTER}"  # where PEFT keeps the copy that trains
+MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}"
+PLACES = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER}|lora_magnitude_vector\.{ADAPTER})\b")
+Read = Callable[[Collection[str]], Mapping[str, Tensor]]
+
+
+"""Names of tensors of the model without adapters -> those of them that are stored, on the device."""
+
+
+Kind = TypeVar("Kind")
+
+
+def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name: str) -> None:
+    """Refuse modules that cannot be trained whole, before anything is attached.
+
+    Raises:
+        ModelError: one holds decoder layers, or is a mere list of modules.
+    """
+    wanted = tuple(config.modules_to_save or ())
+    for name, module in model.named_modules():
+        if not name.endswith(wanted):  # what PEFT looks at
+            continue
+        where = f"lora_modules_to_save: {', '.join(wanted)}"
+        if f"{layers_name}.".startswith(f"{name}.") or name.rpartition(".")[0] == layers_name:
+            raise ModelError(
+                f"{name} holds whole decoder layers, which are not on the device to be trained",
+                where=where,
+                how="name modules inside a layer, or outside all of them",
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ModelError(f"{name} is a list of modules", where=where, how="name what is in it, such as its last")
+
+
+def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse what cannot be trained, once PEFT's modules are attached.
+
+    Raises:
+        ModelError: a module to train whole is adapted in part; or LoRA's matrices are to be tied to each other.
+    """
+    for name, wrapper in _of(ModulesToSaveWrapper, model):
+        if any(isinstance(part, LoraLayer | ModulesToSaveWrapper) for part in wrapper.original_module.modules()):
+            raise ModelError(
+                f"{name} is to be trained whole, and a part of it is adapted",
+                where=f"lora_modules_to_save: {', '.join(config.modules_to_save or ())}",
+                how="leave the one or the other out",
+            )
+    if getattr(config, "target_modules_to_tie", None):
+        raise ModelError(
+            "matrices of the embeddings and of the head cannot be tied to each other",
+            where="ensure_weight_tying",
+            how="leave it out, or train embeddings and head whole: in modules_to_save they can be tied",
+        )
+
+
+def take_off(model: nn.Module) -> None:
+    """Put back the modules that PEFT has wrapped, and freeze everything: the model is as it was before."""
+    for name, wrapper in list(_of(AuxiliaryTrainingWrapper, model)):
+        model.set_submodule(name, wrapper.original_module)
+    for name, module in list(_of(LoraLayer, model)):
+        if ".base_layer" not in name:  # what a wrapper wraps comes off with it
+            model.set_submodule(name, module.get_base_layer())
+    model.__dict__.pop("peft_config", None)
+    model.requires_grad_(False)
+
+
+def make_real(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    device: torch.device,
+    layers_name: str,
+    *,
+    draw: bool,
+    read: Read | None = None,
+) -> None:
+    """Give everything that trains its memory on the device, and the value it has in PEFT after `get_peft_model`.
+
+    Args:
+        model: with PEFT's modules attached.
+        config: PEFT's.
+        device: where adapters live.
+        layers_name: dotted name of the decoder layers in `model`.
+        draw: draw and read values; else they are left unset, to be loaded.
+        read: reads what is stored; needed where something begins with it.
+    """
+    for module in _as_drawn(model):
+        _make_matrices(module, config.init_lora_weights, device, draw=draw)
+    _tie(model, config)
+    if draw:
+        for _, rows in _of(TrainableTokensLayer, model):
+            if rows.tied_adapter is None:
+                rows.update_layer(ADAPTER, token_indices=rows.token_indices[ADAPTER])
+                rows.trainable_tokens_delta.float()
+        for names in _by_layer(_begun_as_stored(model, config, layers_name), layers_name):
+            wanted = {stored for stored in names.values() if stored is not None}
+            assert read is not None or not wanted, f"{next(iter(names))} begins with what is stored, and nobody reads"
+            _begin(model, config, names, read(wanted) if read is not None and wanted else {})
+    else:
+        for name, parameter in _unreal(model, config):
+            _put(model, name, torch.empty_like(parameter, device=device))
+    _tie(model, config)
+    assert not (unset := _unreal(model, config)), f"{unset[0][0]} has no value"
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.untyped_storage().nbytes() > parameter.nbytes:
+            parameter.data = parameter.data.clone()  # outside the layers, all frozen tensors lie in one allocation
+
+
+def _as_drawn(model: nn.Module) -> Iterator[LoraLayer]:
+    """Yield what is adapted in PEFT's order: all modules, then parameters; of those of one module, the inmost first."""
+    wrappers: list[ParamWrapper] = []
+    for _, module in _of(LoraLayer, model):
+        if isinstance(module, ParamWrapper):
+            wrappers.append(module)
+        else:
+            yield module
+    nest: list[ParamWrapper] = []
+    for wrapper in wrappers:
+        nest.append(wrapper)
+        if not isinstance(wrapper.base_layer, ParamWrapper):
+            yield from reversed(nest)
+            nest.clear()
+
+
+def _make_matrices(module: LoraLayer, init: Any, device: torch.device, *, draw: bool) -> None:
+    """Give LoRA's matrices memory, and the values PEFT would draw, in PEFT's order: A, B, then both as `init` says."""
+    for matrices in (module.lora_A, module.lora_B):
+        matrices.float().to_empty(device="cpu")  # cast first: on meta it costs nothing
+        if draw:
+            for matrix in matrices.values():
+                cast(nn.Linear, matrix).reset_parameters()
+    for rows in (module.lora_embedding_A, module.lora_embedding_B):
+        for name, matrix in rows.items():
+            rows[name] = nn.Parameter((torch.randn if draw else torch.empty)(matrix.shape))
+    if draw and init == "orthogonal" and module.lora_A:
+        module.orthogonal_init(ADAPTER)
+    elif draw and init:
+        module.reset_lora_parameters(ADAPTER, init)
+    for parts in _matrices(module):
+        if draw:
+            parts.to(_stored_dtype(module)).float()  # as PEFT: a fresh adapter has its module's dtype, then fp32
+        parts.to(device)
+
+
+def _unreal(model: nn.Module, config: LoraConfig) -> list[tuple[str, nn.Parameter]]:
+    """Return what has no memory and must have it: what trains, and what PEFT saves beside (of all biases, those of
+    modules whose copies train)."""
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and (parameter.requires_grad or (config.bias == "all" and name.endswith(".bias")))
+    ]
+
+
+def _begun_as_stored(model: nn.Module, config: LoraConfig, layers_name: str) -> dict[str, str | None]:
+    """Name what begins with what is stored, each with the tensor it begins with; None: that is in memory."""
+    begun: dict[str, str | None] = {}
+    for name, _ in _unreal(model, config):
+        begun[name] = PLACES.sub("", name)
+        if MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta:
+            begun[name] = None
+    for name, _ in model.named_buffers():
+        if SAVED in name and name.startswith(f"{layers_name}."):
+            begun[name] = PLACES.sub("", name)
+    return begun
+
+
+def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dict[str, str | None]]:
+    """Group names by the layer they are in, those outside the layers together."""
+
+    def layer(item: tuple[str, str | None]) -> int:
+        inside = item[0].startswith(f"{layers_name}.")
+        return int(item[0].removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
+
+    for _, group in groupby(sorted(names.items(), key=layer), layer):
+        yield dict(group)
+
+
+def _begin(model: nn.Module, config: LoraConfig, names: Mapping[str, str | None], found: Mapping[str, Tensor]) -> None:
+    """Set the parameters and buffers `names` to what they begin with."""
+    for name, stored in names.items():
+        if MAGNITUDE in name:
+            _measure(_adapted_by(model, name), config, None if stored is None else found[stored])
+        elif stored is not None and stored in found:  # a buffer that is not stored is as the module made it
+            _put(model, name, found[stored].clone())
+
+
+def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None) -> None:
+    """Let PEFT measure the magnitudes of a module, lent `weight` where its own is not in memory."""
+    base = cast(nn.Linear, module.get_base_layer())
+    own = base.weight
+    if weight is not None:
+        base.weight = nn.Parameter(weight, requires_grad=False)
+    for matrices in _matrices(module):
+        matrices.to(own.dtype)  # what PEFT measures is not in fp32 yet
+    with torch.no_grad():
+        cast(Any, module.lora_variant[ADAPTER]).init(module, adapter_name=ADAPTER, config=config)
+    for matrices in (*_matrices(module), module.lora_magnitude_vector):
+        matrices.float()
+    base.weight = own
+
+
+def _tie(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Let modules that PEFT ties to the embeddings' copy that trains share its weight."""
+    if tied := tuple(getattr(config, "modules_to_tie", None) or ()):
+        embeddings = cast(ModulesToSaveWrapper, model.get_input_embeddings())
+        for name, wrapper in _of(ModulesToSaveWrapper, model):
+            if name.endswith(tied):
+                saved = cast(nn.Linear, wrapper.modules_to_save[ADAPTER])
+                saved.weight = cast(nn.Embedding, embeddings.modules_to_save[ADAPTER]).weight
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+    else:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad)
+
+
+def _of(kind: type[Kind], model: nn.Module) -> Iterator[tuple[str, Kind]]:
+    """Yield a model's modules of one class, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            yield name, module
+
+
+def _adapted_by(model: nn.Module, magnitude: str) -> LoraLayer:
+    return cast(LoraLayer, model.get_submodule(magnitude.partition(MAGNITUDE)[0]))
+
+
+def _matrices(module: LoraLayer) -> tuple[nn.Module, ...]:
+    return module.lora_A, module.lora_B, module.lora_embedding_A, module.lora_embedding_B
+
+
+def _stored_dtype(module: LoraLayer) -> torch.dtype:
+    base = module.get_param() if isinstance(module, ParamWrapper) else cast(nn.Linear, module.get_base_layer()).weight
+    return cast(Tensor, base).dtype

@@ -1,0 +1,232 @@
+"""Rounds to a narrower type, to the nearest value or at random between the two neighbours.
+
+A weight drawn with a spread of 0.02 has neighbours about 1e-4 apart in bfloat16. A change of 1e-6 is nearly always lost
+to the nearest one, and with it what was trained. Stochastic rounding (Gupta et al. 2015,
+https://arxiv.org/abs/1502.02551) takes each neighbour with the probability that makes the mean exact.
+
+Takes an adapter up into the weights it adapts, module by module, without changing the model.
+
+`W + alpha / rank B A` is PEFT's own arithmetic on weights lent in fp32: the sum is formed in fp32 and rounded once, to
+the type of the weights. Training never does this; there the two paths stay apart, and no bit of the adapter is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, Literal, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from lema.errors import ConfigError
+
+__all__ = [
+    "ADAPTER",
+    "WRAPPED",
+    "Rounding",
+    "merge_in_place",
+    "merge_lora_params",
+    "merge_module",
+    "rounded",
+    "rounded_all",
+    "wrapped",
+]
+
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, name: str) -> Tensor:
+    """Return `exact` as `dtype`.
+
+    What is drawn depends on `seed`, `name` and the place in the tensor, and on nothing that was drawn before: a model
+    is rounded alike in any order and in any number of files.
+
+    Args:
+        exact: fp32, where it is to be rounded at random.
+        dtype: the type wanted. What is not a half precision is rounded to the nearest.
+        rounding: `nearest`, or `stochastic`: up or down, such that the mean is exact. Infinite values and those beyond
+            the largest of the type are rounded to the nearest in both.
+        seed: of what is drawn.
+        name: of the tensor.
+    """
+    near = exact.to(dtype)
+    if rounding == "nearest" or dtype not in (torch.bfloat16, torch.float16):
+        return near
+    missed = exact - near.to(exact.dtype)
+    bits = near.view(torch.int16)
+    away = torch.signbit(missed) == torch.signbit(near)  # floating point counts in magnitudes from zero
+    other = torch.where(away, bits + 1, bits - 1).view(dtype)
+    share = missed.abs() / (other.to(exact.dtype) - near.to(exact.dtype)).abs()
+    drawn = torch.rand(exact.shape, generator=_generator(seed, name), dtype=torch.float32).to(exact.device)
+    taken = (missed != 0) & (drawn < share)  # NaN is less than nothing
+    return torch.where(taken, other, near)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+ADAPTER = "default"  # PEFT's name for the only adapter
+WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # where PEFT keeps what it wraps
+OWN = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\b")  # where PEFT keeps what it adds
+Weight = Callable[[str, nn.Parameter], Tensor]
+
+
+"""A weight's name in the model without adapters, and what stands for it in the module -> its value, in its own type."""
+
+
+def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> dict[str, Tensor]:
+    """Return the weights of all adapted modules with the adapter taken up; the model is left as it is.
+
+    In half precision a change that is small beside the weights is lost where it is rounded to the nearest value (see
+    `lema.lora.merge`); `stochastic` keeps it in the mean, and is the same for the same seed.
+
+    Args:
+        model: with an adapter of PEFT's, its weights in memory.
+        rounding: of the sum in fp32 to the type of the weights.
+        seed: of stochastic rounding.
+
+    Returns:
+        The tensors by their names in the model without adapters, those of modules that train whole as well.
+
+    Raises:
+        ConfigError: the adapter is merged already, or a weight is not in memory.
+    """
+    found: dict[str, Tensor] = {}
+    for name, module in wrapped(_inner(model)):
+        if any(getattr(part, "merged_adapters", ()) for part in module.modules()):
+            raise ConfigError("the adapter is merged already", where=name, how="undo that first")
+        dtypes = {stored: parameter.dtype for _, _, stored, parameter in _base_of(name, module)}
+        merged = merge_module(name, module, _own)
+        found |= rounded_all(merged, dtypes, rounding, seed)
+    return found
+
+
+def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> Callable[[], None]:
+    """Have a model compute with its adapter taken up; return what undoes it.
+
+    The weights that were there are kept beside and put back: nothing is subtracted, so they are the same bits.
+
+    Args:
+        model: as of `merge_lora_params`.
+        rounding: as there.
+        seed: as there.
+
+    Raises:
+        ConfigError: as there.
+    """
+    found = merge_lora_params(model, rounding=rounding, seed=seed)
+    kept: list[tuple[nn.Module, str, nn.Parameter]] = []
+    marked: list[Any] = []
+    for name, module in wrapped(_inner(model)):
+        if isinstance(module, ModulesToSaveWrapper):
+            continue  # it computes with its copy as ever
+        for part, leaf, stored, parameter in _base_of(name, module):
+            kept.append((part, leaf, parameter))
+            part._parameters[leaf] = nn.Parameter(found[stored], requires_grad=False)
+        marked += [part for part in module.modules() if hasattr(part, "merged_adapters")]
+    for part in marked:
+        part.merged_adapters.append(ADAPTER)
+
+    def unmerge() -> None:
+        for part, leaf, parameter in kept:
+            part._parameters[leaf] = parameter
+        for part in marked:
+            part.merged_adapters.clear()
+        kept.clear()
+        marked.clear()
+
+    return unmerge
+
+
+def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tensor]:
+    """Lend a module its weights in fp32, let PEFT merge into them, and take them away again.
+
+    Args:
+        name: of what it wraps, in the model without adapters.
+        module: one of PEFT's, as `wrapped` gives them.
+        weight: gives the weights; PEFT changes what it gives.
+
+    Returns:
+        The tensors that result, by their names in the model without adapters; fp32 where they were lent.
+    """
+    lent = list(_base_of(name, module))
+    for part, leaf, stored, parameter in lent:
+        own = weight(stored, parameter)
+        narrow = own.is_floating_point() and own.dtype.itemsize < torch.float32.itemsize
+        part._parameters[leaf] = nn.Parameter(own.float() if narrow else own, requires_grad=False)
+    anything: Any = module
+    try:
+        with torch.no_grad():
+            if hasattr(module, "unload_and_optionally_merge_module"):
+                merged = anything.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                anything.merge()
+                merged = anything.get_base_layer()
+        return {f"{name}.{leaf}": tensor.detach() for leaf, tensor in merged.state_dict().items()}
+    finally:
+        for part, leaf, _, parameter in lent:
+            part._parameters[leaf] = parameter
+        for part in module.modules():
+            _forget_merge(part)
+
+
+def rounded_all(
+    tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], rounding: Rounding, seed: int
+) -> dict[str, Tensor]:
+    """Return tensors as the types given for them; those without one as they are."""
+    return {
+        name: rounded(tensor, dtypes[name], rounding, seed, name) if name in dtypes else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield PEFT's outermost modules, by the names of what they wrap."""
+    last = ""
+    for name, module in model.named_modules():
+        if last and name.startswith(f"{last}."):
+            continue
+        if isinstance(module, LoraLayer | AuxiliaryTrainingWrapper):
+            last = name
+            yield name, cast(nn.Module, module)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _base_of(name: str, module: nn.Module) -> list[tuple[nn.Module, str, str, nn.Parameter]]:
+    """List the frozen weights that an adapted module has: where each is, its name without adapters, and itself."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return []  # what trains in it is what it will be
+    return [
+        (part, leaf, WRAPPED.sub("", f"{inner}.{leaf}"), parameter)
+        for inner, part in module.named_modules(prefix=name)
+        for leaf, parameter in part._parameters.items()
+        if parameter is not None and not OWN.search(f"{inner.removeprefix(name)}.{leaf}")
+    ]
+
+
+def _own(stored: str, parameter: nn.Parameter) -> Tensor:
+    if parameter.is_meta:
+        raise ConfigError(
+            "the weight is not in memory, so that nothing can be merged into it",
+            where=stored,
+            how="merge on disk: lema.convert.merge.merge_adapter, or `lema merge`",
+        )
+    return parameter.detach().clone()
+
+
+def _forget_merge(part: Any) -> None:
+    """Have a module not take itself for merged: the weights it was merged into are gone."""
+    if hasattr(part, "merged_adapters"):
+        part.merged_adapters.clear()
+    getattr(part, "_caches", {}).pop(f"{ADAPTER}-weight_norm", None)  # DoRA's, for PEFT's own way back

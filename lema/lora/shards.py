@@ -1,0 +1,245 @@
+"""An adapter in pieces on disk, one safetensors file for each rank, and beside them how every tensor lies.
+
+The directory `adapter_shards` holds `tp_00.safetensors`, `tp_01.safetensors`, ... and `layout.json`: a version, the
+number of ranks, a SHA-256 of every file, and of every tensor its layout.
+
+How an adapter lies over ranks: derived from how the module lies that it is of.
+
+The axis of the rank is never cut, so that an adapter of rank 4 lies over 8 ranks like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lema.backend.layout import (
+    Difference,
+    Layout,
+    consolidate,
+    differences,
+    embedding,
+    layout_from_dict,
+    replicated,
+    shard,
+)
+from lema.errors import AdapterError, ConfigError, DataError
+
+__all__ = [
+    "LAYOUTS",
+    "SHARDS",
+    "Shards",
+    "join",
+    "layout_of_tensor",
+    "lora_layouts",
+    "module_of",
+    "read_shards",
+    "write_shards",
+]
+
+
+SHARDS = "adapter_shards"
+LAYOUTS = "layout.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shards:
+    """An adapter as the ranks hold it.
+
+    Attributes:
+        layouts: of every tensor, by its name in the whole adapter.
+        shapes: of every tensor, whole.
+        ranks: the tensors each rank holds, in the order of the ranks.
+    """
+
+    layouts: Mapping[str, Layout]
+    shapes: Mapping[str, list[int]]
+    ranks: Sequence[Mapping[str, Tensor]]
+
+    def whole(self, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]]]:
+        """Put all tensors together; return them, and which replicas of which differ (none, if `check`).
+
+        Raises:
+            AdapterError: a tensor is not what was saved; or, if `check`, replicas differ.
+        """
+        tensors, found = {}, {}
+        for name, layout in self.layouts.items():
+            tensors[name], differing = join([held[name] for held in self.ranks], layout, name, check=check)
+            if differing:
+                found[name] = differing
+            if list(tensors[name].shape) != self.shapes[name]:
+                raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {self.shapes[name]}", where=name)
+        return tensors, found
+
+
+def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
+    """Put one tensor of an adapter together; return it, and which replicas differ (none, if `check`).
+
+    Raises:
+        AdapterError: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ.
+    """
+    try:
+        found = [] if check else differences(held, layout)
+        return consolidate(held, layout, check=check), found
+    except DataError as error:
+        raise AdapterError(error.what, where=name, how=error.how) from error
+
+
+def write_shards(directory: Path, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tp: int) -> None:
+    """Cut an adapter up and write its pieces, in a directory that does not exist yet.
+
+    Raises:
+        ConfigError: a tensor cannot be divided among the ranks as its layout says.
+        OSError: a file could not be written.
+    """
+    directory.mkdir()
+    hashes = {}
+    for rank in range(tp):
+        file = directory / f"tp_{rank:02}.safetensors"
+        pieces = {name: shard(tensor, layouts[name], rank) for name, tensor in tensors.items()}
+        save_file(pieces, file, metadata={"format": "pt"})
+        hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        _flush(file)
+    described = {name: {"shape": list(tensor.shape), **layouts[name].to_dict()} for name, tensor in tensors.items()}
+    content = {"version": VERSION, "tp": tp, "files": hashes, "tensors": described}
+    (directory / LAYOUTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    _flush(directory / LAYOUTS)
+
+
+def read_shards(directory: Path) -> Shards:
+    """Read what `write_shards` wrote.
+
+    Raises:
+        AdapterError: a file is missing, damaged, or not what the layout says.
+    """
+    content = _read_layouts(directory / LAYOUTS)
+    layouts, shapes = {}, {}
+    for name, entry in content["tensors"].items():
+        shapes[name] = entry.pop("shape", None)
+        try:
+            layouts[name] = layout_from_dict(entry)
+        except (DataError, ConfigError) as error:
+            raise AdapterError(f"{name}: {error.what}", where=str(directory / LAYOUTS), how=error.how) from error
+    tp = content["tp"]
+    names = [f"tp_{rank:02}.safetensors" for rank in range(tp)]
+    if sorted(content["files"]) != sorted(names) or any(layout.tp != tp for layout in layouts.values()):
+        raise AdapterError(f"it does not describe {tp} ranks", where=str(directory / LAYOUTS), how="save it again")
+    ranks = [_read_rank(directory / name, content["files"][name]) for name in names]
+    for name, tensors in zip(names, ranks, strict=True):
+        if odd := sorted(tensors.keys() ^ layouts.keys()):
+            raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(directory / name))
+    return Shards(layouts, shapes, ranks)
+
+
+def _read_layouts(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
+    if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
+        raise AdapterError(
+            f"these shards have version {content['version']} of their format, and this lema reads {VERSION}",
+            where=str(file),
+            how="upgrade lema",
+        )
+    sound = (
+        isinstance(content, dict)
+        and content.get("version") == VERSION
+        and type(content.get("tp")) is int
+        and 1 <= content["tp"] <= 4096
+        and isinstance(content.get("files"), dict)
+        and isinstance(content.get("tensors"), dict)
+        and all(isinstance(entry, dict) for entry in content["tensors"].values())
+    )
+    if not sound:
+        raise AdapterError(f"{file.name} does not describe shards of an adapter", where=str(file), how="save it again")
+    return dict(content)
+
+
+def _read_rank(file: Path, digest: Any) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise AdapterError(
+            f"the shard {file.name} is missing", where=str(file), how="copy the directory again, with all its files"
+        )
+    try:
+        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
+        tensors: dict[str, Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(
+            f"the shard {file.name} is damaged: {error}", where=str(file), how="copy it again"
+        ) from error
+    return tensors
+
+
+def _flush(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+PREFIX = "base_model.model."  # of names in a model of PEFT's
+
+LEAF = re.compile(
+    r"\.(lora_A\.weight|lora_B\.(?:weight|bias)|lora_embedding_[AB]|lora_magnitude_vector(?:\.weight)?"
+    r"|(?:base_layer\.)?(?:weight|bias))$"
+)
+
+
+def lora_layouts(base: Layout, vocabulary: int | None = None) -> tuple[Layout, Layout]:
+    """Return the layouts of A `[rank, input]` and B `[output, rank]` of a module whose weight has the layout `base`.
+
+    Column-parallel: A is whole on every rank, B is cut along its outputs; heads and fused parts as they are in the
+    module. Row-parallel: A is cut along its inputs, B is whole.
+
+    Args:
+        base: of a linear weight `[output, input]`, or of an embedding `[vocabulary, hidden]`.
+        vocabulary: of an embedding: cut A `[rank, vocabulary]` by its so many entries; None: both are whole.
+    """
+    whole = replicated(base.tp)
+    if base.kind == "replicated":
+        return whole, whole
+    if base.kind == "embedding" and base.dim == 0:
+        return (whole if vocabulary is None else embedding(base.tp, vocabulary, dim=1)), whole
+    if base.kind == "embedding":  # cut along the hidden size
+        return whole, replace(base, dim=0)
+    return (whole, base) if base.dim == 0 else (base, whole)
+
+
+def module_of(name: str) -> tuple[str, str]:
+    """Return the module a tensor of PEFT's files is of, as the base model names it, and which tensor of it.
+
+    A name of another kind is returned whole, with an empty second.
+    """
+    found = LEAF.search(name)
+    if found is None or not name.startswith(PREFIX):
+        return name, ""
+    return name[len(PREFIX) : found.start()], found[1]
+
+
+def layout_of_tensor(leaf: str, module: Layout, axes: int) -> Layout:
+    """Return the layout of one tensor of an adapted module.
+
+    Args:
+        leaf: which one, as `module_of` says it.
+        module: the layout of the module's weight.
+        axes: how many the tensor has; one with a single axis goes along the module's outputs.
+    """
+    a, b = lora_layouts(module)
+    if leaf.startswith(("lora_A", "lora_embedding_A")):
+        return a
+    if leaf.startswith(("lora_B", "lora_embedding_B")):
+        return b
+    if axes > 1 and leaf.endswith("weight") and not leaf.startswith("lora_"):
+        return module  # one that trains whole
+    return b

@@ -1,0 +1,232 @@
+"""Whether a model streams, what an adapter trains in it, and if it does not stream, why: found out by trying.
+
+There is no list of ours. `transformers` names the types and has a default config for most. The model is built on
+`meta`, and its own forward is run up to the layers and from the layers to the logits on tensors that have shapes and no
+values: what training asks of a model is asked of it here, in a fraction of a second and in no memory.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from logging import CRITICAL, getLogger
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from lema.backend import load
+from lema.config import LemaConfig
+from lema.errors import LemaError
+from lema.lora.attach import configured_lora, inject_lora_params
+from lema.model import Split, meta_model, read_config
+from lema.model.skeleton import find_layers
+from lema.model.weight_names import needs_conversion
+from lema.storage import GlobalBinaryIndex, resolve_model
+from lema.storage.hub import own_weights
+
+__all__ = ["Row", "model_types", "survey", "survey_model", "try_model"]
+
+
+TOKENS = 8
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+LONGEST_REASON = 200  # characters
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one model.
+
+    Attributes:
+        model_type: the `model_type` of its `config.json`.
+        streams: None where it cannot be told without another config.
+        targets: the linear modules of its layers that an adapter trains by default.
+        reason: why it does not stream, why that is not known, or why adapters do not fit; one sentence.
+        source: where its weights are; empty where only the type was asked for.
+        prepare: whether its weights must be converted before they stream; None: no weights were looked at.
+    """
+
+    model_type: str
+    streams: bool | None
+    targets: tuple[str, ...] = ()
+    reason: str = ""
+    source: str = ""
+    prepare: bool | None = None
+
+
+def model_types() -> list[str]:
+    """Every type of which the installed `transformers` has a causal language model."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def survey(model_type: str) -> Row:
+    """Try the default config of a type.
+
+    Args:
+        model_type: one of `model_types()`.
+    """
+    with _quiet():
+        try:
+            model = meta_model(_default_config(model_type), torch.float32)
+        # Any error at all: configs and models are others' code, and what they say is passed on.
+        except Exception as error:  # noqa: BLE001
+            return Row(model_type, None, reason=_unknown(error))
+    return try_model(model, model_type)
+
+
+def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Row:
+    """Try a model that is on disk, with its own config, and see whether its weights stream as they are stored.
+
+    Args:
+        name_or_path: a model directory, a `.safetensors` file in one, or the hub id of a model in the cache.
+        revision: of the hub id.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ConfigError, WeightsError: there is no such model, or what is there is not one that can be tried.
+    """
+    directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code, download=False)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    index = GlobalBinaryIndex(own_weights(name_or_path, directory))
+    with _quiet():
+        model = meta_model(config, torch.float32, trust_remote_code=trust_remote_code)
+        try:
+            prepare = needs_conversion(model, index)
+        except LemaError as error:
+            return Row(config.model_type, False, reason=_sentence(error), source=name_or_path)
+    return replace(try_model(model, config.model_type), source=name_or_path, prepare=prepare)
+
+
+def try_model(model: PreTrainedModel, model_type: str) -> Row:
+    """Try one model.
+
+    Args:
+        model: as `meta_model` builds it; it is of no other use afterwards.
+        model_type: what the row shall say.
+    """
+    with _quiet():
+        try:
+            _run_parts(model)
+        except Exception as error:  # noqa: BLE001
+            if isinstance(error.__cause__ or error, VALUES_NEEDED):
+                return Row(model_type, None, reason="unknown without weights: what it computes depends on values")
+            refused = isinstance(error, LemaError)
+            if not (refused and error.__cause__ is None) and (own := _own_failure(model)):
+                return Row(model_type, None, reason=_unknown(own))  # not for our reasons
+            reason = _sentence(error) if refused else f"it runs whole, but not in parts: {_sentence(error)}"
+            return Row(model_type, False, reason=reason)
+        try:
+            return Row(model_type, True, _adapted(model))
+        except LemaError as error:
+            return Row(model_type, True, reason=f"no adapter by default: {_sentence(error)}")
+
+
+def _default_config(model_type: str) -> PreTrainedConfig:
+    config = CONFIG_MAPPING[model_type]()
+    if hasattr(config, "is_decoder"):  # what can be an encoder is here a causal language model
+        config.is_decoder = True
+    return config
+
+
+def _run_parts(model: PreTrainedModel) -> None:
+    """Run the model up to its layers, the first layer, and from the layers to the logits, in training and out of it."""
+    for training in (True, False):
+        with _shapes_only(model.train(training)):
+            split = Split(model, load("cpu"))
+            tokens = torch.ones(1, TOKENS, dtype=torch.long)
+            prelude = split.prelude({"input_ids": tokens}, split.layers[0].state_dict())
+            split.head(prelude.hidden)
+
+
+def _own_failure(model: PreTrainedModel) -> Exception | None:
+    """The error that the whole model raises in the same mode, without our parts; None: it runs."""
+    try:
+        with _shapes_only(model):
+            model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False)
+    except Exception as error:  # noqa: BLE001
+        return error
+    return None
+
+
+def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
+    """Attach the default adapter, and return the names of the modules that got one."""
+    _leave_one_of_each(find_layers(model)[1])
+    config = configured_lora(model, LemaConfig("-", lora_rank=1))
+    inject_lora_params(model, config, torch.device("cpu"), seed=None)
+    adapted = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return tuple(sorted({_short_name(name, module) for name, module in adapted}))
+
+
+def _short_name(name: str, module: LoraLayer) -> str:
+    """Name what is adapted: a linear module, or a parameter of one that has several."""
+    own = name.replace(".base_layer", "").rpartition(".")[2]
+    return f"{own}.{module.parameter_name}" if isinstance(module, ParamWrapper) else own
+
+
+def _leave_one_of_each(layers: nn.ModuleList) -> None:
+    """Empty every layer that is made like an earlier one: adapters fit both or neither."""
+    seen = set()
+    for index, layer in enumerate(layers):
+        made_of = tuple((name, type(module)) for name, module in layer.named_modules())
+        if made_of in seen:
+            layers[index] = nn.Identity()
+        seen.add(made_of)
+
+
+@contextmanager
+def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
+    """Run what is inside without values: parameters seem to be in memory, but only shapes and dtypes are computed."""
+    # The other implementations of experts sort tokens by values, or compute in half precision only.
+    model.set_experts_implementation("batched_mm")
+    owned = [module._parameters for module in model.modules() if module._parameters]
+    before = [dict(parameters) for parameters in owned]
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
+        try:
+            for parameters in owned:
+                parameters.update({name: _without_values(meta) for name, meta in parameters.items()})
+            yield
+        finally:
+            for parameters, originals in zip(owned, before, strict=True):
+                parameters.update(originals)
+
+
+def _without_values(meta: Tensor | None) -> nn.Parameter | None:
+    return None if meta is None else nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype), requires_grad=False)
+
+
+def _unknown(error: BaseException) -> str:
+    """Say why nothing can be said of a type: its default config makes no model that runs."""
+    cause = error.__cause__ if isinstance(error, LemaError) and error.__cause__ else error
+    if isinstance(cause, ImportError):
+        return f"unknown until a package is installed: {_sentence(cause)}"
+    return f"unknown until given a config: {_sentence(cause)}"
+
+
+def _sentence(error: BaseException) -> str:
+    """What an error says, in one line that is not too long."""
+    said = error.what if isinstance(error, LemaError) else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(said, LONGEST_REASON, placeholder=" ...")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence warnings and logs on a config that nobody trains; errors are raised, and told in the row."""
+    level, tracer = logging.get_verbosity(), getLogger("torch._subclasses.fake_tensor")
+    logging.set_verbosity_error()
+    before, tracer.level = tracer.level, CRITICAL
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        tracer.level = before

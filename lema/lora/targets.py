@@ -1,0 +1,174 @@
+"""What is adapted when nobody names anything: every linear of the decoder layers, but for the routers.
+
+A router is a linear whose outputs pick experts. Training one moves tokens from expert to expert under weights that
+stay as they are, so it is adapted only where it is named. Nothing here knows an architecture: `transformers` marks the
+modules whose outputs it records as router logits, its routers are called routers, and a router of anyone else's stands
+beside as many experts as it has outputs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraModel
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lema.model.skeleton import find_layers
+
+__all__ = ["default_targets", "linear_modules", "router_modules", "warn_of_left_out"]
+
+
+ROUTER = "router"
+
+
+def default_targets(model: PreTrainedModel) -> list[str]:
+    """Return the linears to adapt by default, as ends of names: each as short as tells it from all other modules.
+
+    Routers are left out, and what PEFT refuses to adapt, or takes for the weights of experts because of its name.
+
+    Args:
+        model: without adapters.
+    """
+    wanted, names = _adaptable(model)
+    return [end for end in _ends(wanted, names) if _peft_adapts(model, end)]
+
+
+def warn_of_left_out(model: PreTrainedModel) -> None:
+    """Warn of linears that are not adapted by default because PEFT does not adapt them in this model."""
+    wanted, names = _adaptable(model)
+    if left_out := [end for end in _ends(wanted, names) if not _peft_adapts(model, end)]:
+        warnings.warn(
+            f"PEFT does not adapt these linear modules of {type(model).__name__}, so they stay as they are: "
+            f"{', '.join(left_out)}",
+            stacklevel=3,
+        )
+
+
+def linear_modules(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the linear modules of the decoder layers, routers among them."""
+    layers_name, _ = find_layers(model)
+    return [name for name, module in model.named_modules() if name.startswith(f"{layers_name}.") and _is_linear(module)]
+
+
+def router_modules(model: PreTrainedModel) -> set[str]:
+    """Return the full names of the routers, and of every module that is part of one."""
+    numbers = set(_expert_numbers(model.config.to_dict()))
+    roots = _recorded(model) | _beside_experts(model, numbers)
+    if numbers:  # what is called a router may route other things in a model without experts
+        roots |= {name for name, module in model.named_modules() if _called_router(name, module)}
+    return {name for root in roots for name, _ in model.get_submodule(root).named_modules(prefix=root)}
+
+
+def _adaptable(model: PreTrainedModel) -> tuple[set[str], list[str]]:
+    """Return the names of the linears that are no routers, and those of all modules."""
+    return set(linear_modules(model)) - router_modules(model), [name for name, _ in model.named_modules()]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module maps its last dimension as a linear does, which PEFT's layer around it takes for granted."""
+    if not isinstance(module, nn.Linear | Conv1D) or module.weight.ndim != 2:
+        return False
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    rows, columns = module.weight.shape
+    size_in, size_out = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+    weights = {name: parameter.detach().to("meta") for name, parameter in module.named_parameters()}
+    given = torch.empty(1, 3, size_in, dtype=module.weight.dtype, device="meta")
+    try:
+        out = torch.func.functional_call(module, weights, (given,))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False  # it takes something of another shape
+    return isinstance(out, Tensor) and out.shape == (1, 3, size_out)
+
+
+def _called_router(name: str, module: nn.Module) -> bool:
+    return ROUTER in name.rpartition(".")[2].lower() or ROUTER in type(module).__name__.lower()
+
+
+def _recorded(model: nn.Module) -> set[str]:
+    """Name the modules whose outputs `transformers` records as router logits.
+
+    Some of those are whole blocks, which return their router's logits beside their own output: they have a router or
+    experts in them.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    marks = [part.can_record_outputs.get(f"{ROUTER}_logits") for part in parts]
+    specs = [spec for mark in marks for spec in (mark if isinstance(mark, list) else [mark])]
+    kinds: tuple[type[nn.Module], ...] = tuple(
+        {kind for spec in specs if isinstance(kind := getattr(spec, "target_class", spec), type)}
+    )
+
+    def is_block(module: nn.Module) -> bool:
+        inside = [(name, part) for name, part in module.named_modules() if name]
+        return any(isinstance(part, kinds) or _called_router(name, part) for name, part in inside) or any(
+            parameter.ndim == 3 for parameter in module.parameters()
+        )
+
+    return {name for name, module in model.named_modules() if isinstance(module, kinds) and not is_block(module)}
+
+
+def _beside_experts(model: nn.Module, numbers: Collection[int]) -> set[str]:
+    """Name the linears with as many outputs as there are experts beside them, where `numbers` has their number too."""
+    found = set()
+    for name, block in model.named_modules():
+        counts = {count for part in block.children() for count in _experts_in(part) if count in numbers}
+        found |= {
+            f"{name}.{leaf}"
+            for leaf, part in block.named_children()
+            if isinstance(part, nn.Linear) and part.out_features in counts
+        }
+    return found
+
+
+def _expert_numbers(config: Mapping[str, Any]) -> Iterator[int]:
+    """Every whole number that a config, or one inside it, gives under a key that speaks of experts."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _expert_numbers(value)
+        elif "expert" in str(key).lower() and type(value) is int and value > 0:
+            yield value
+
+
+def _experts_in(part: nn.Module) -> Iterator[int]:
+    """How many experts a module may be: one for each entry of a list, or of the first dimension of a weight."""
+    if isinstance(part, nn.ModuleList):
+        yield len(part)
+    elif not isinstance(part, _ConvNd):
+        yield from (parameter.shape[0] for parameter in part.parameters(recurse=False) if parameter.ndim == 3)
+
+
+def _ends(wanted: Collection[str], names: Collection[str]) -> list[str]:
+    """Return ends of names that match every wanted one and no other, as PEFT does. None begins with a number."""
+    others = [name.split(".") for name in set(names) - set(wanted)]
+    left, found, size = [name.split(".") for name in wanted], set(), 1
+    while left:
+        taken = {tuple(name[-size:]) for name in others}
+        ends = {tuple(name[-size:]): len(name) == size for name in left}
+        alone = {end for end, whole in ends.items() if whole or (end not in taken and not end[0].isdigit())}
+        left = [name for name in left if tuple(name[-size:]) not in alone]
+        found |= alone
+        size += 1
+    return sorted(".".join(end) for end in found)
+
+
+def _peft_adapts(model: PreTrainedModel, target: str) -> bool:
+    """Whether PEFT adapts the modules of that name, and as modules.
+
+    It refuses some, which kernels read without calling them. Of some models it takes names of linears for those of
+    experts that an earlier `transformers` kept one by one, and adapts the experts' weights in their place.
+    """
+    config = LoraConfig(target_modules=[target])
+    try:
+        LoraModel._check_target_module_compatiblity(None, config, model, target.rpartition(".")[2])  # type: ignore[arg-type] # self is not used
+        convert_peft_config_for_transformers(config, model, conversions=None)
+    except ValueError:
+        return False
+    return list(config.target_modules or ()) == [target]

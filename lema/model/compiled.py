@@ -1,0 +1,279 @@
+"""Decoder layers compiled with `torch.compile`, once for all that are alike.
+
+The first layer of each kind is the template. It is called with every tensor of the layer it stands for in place of its
+own: leased weights, adapters, buffers. So one graph serves them all, and gradients reach the right adapters.
+
+A compiled layer is not trusted before it has been tried: every shape that is new to a kind is run once beside the
+training, forward and backward. What cannot be compiled, or draws random numbers, runs as it is, with a warning.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lema.backend import Backend
+from lema.errors import LemaError
+from lema.model.capture import LayerCall, tensors_in
+from lema.model.layer_kinds import Attribute, kinds_of
+
+__all__ = ["CompiledLayers"]
+
+
+COMPILER = "inductor"  # torch's own name of it
+LONGEST_REASON = 300  # characters
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class _NotCompiled(Exception):
+    """Why a layer runs as it is."""
+
+
+class CompiledLayers:
+    """The layers of one model, each called through the compiled template of its kind.
+
+    Args:
+        layers: the model's decoder layers, adapters attached. They are compared here: make another after changing one.
+        name: of the list of layers, for warnings.
+        backend: whose generator is looked at.
+
+    Attributes:
+        kinds: for each layer, the number of its kind.
+        compilations: how many graphs have been compiled.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
+        self._layers, self._name, self._backend = layers, name, backend
+        kinds = kinds_of(layers, name)
+        self.kinds, self._firsts = kinds.of, kinds.firsts
+        self.compilations = 0
+        self._runs = 0  # of compiled graphs
+        self._templates = [layers[first] for first in self._firsts]
+        self._forwards = [_separate(template, self._compile) for template in self._templates]
+        self._modules = [list(layer.modules()) for layer in layers]
+        self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
+        self._own = [list(_own_tensors(layer)) for layer in layers]
+        self._labels = [
+            list(_labels(layer, layers[self._firsts[kind]], kinds.labels))
+            for layer, kind in zip(layers, self.kinds, strict=True)
+        ]
+        self._tried: dict[int, set[Any]] = {kind: set() for kind in range(len(self._templates))}
+        self._refused: dict[tuple[int, bool], str] = {}  # by kind, and whether it trains
+        self._warned: set[Any] = set()
+
+    def compiles(self, index: int) -> bool:
+        """Whether a layer is called compiled, as far as is known; where it is not, that is said in a warning, once."""
+        why = self._unfit(index)
+        if why is not None:
+            self._warn(index, why)
+        return why is None
+
+    def call(self, index: int, tensors: Mapping[str, Tensor], call: LayerCall, hidden: Tensor) -> Any:
+        """Call a layer compiled.
+
+        Args:
+            index: the layer's number.
+            tensors: the leased weights, by their names in the layer.
+            call: its arguments, but for the hidden state.
+            hidden: that, `[batch, sequence, hidden]`.
+
+        Returns:
+            What the layer returns; `NotImplemented` where it does not compile, which has been said in a warning.
+        """
+        if not self.compiles(index):
+            return NotImplemented
+        kind, training = self.kinds[index], self._layers[index].training
+        whole = {name: one for name, kept, key in self._own[index] if (one := kept[key]) is not None} | dict(tensors)
+        args, kwargs = call.arguments(_differentiable(hidden))
+        seen = (_signature((args, kwargs)), torch.is_grad_enabled(), training)
+        if seen not in self._tried[kind]:
+            try:
+                self._try(index, whole, args, kwargs)
+            except _NotCompiled as error:
+                self._refused[kind, training] = str(error)
+                self.compiles(index)  # no more, and it is said
+                return NotImplemented
+            self._tried[kind].add(seen)
+        runs = self._runs
+        out = self._run(index, whole, args, kwargs)
+        if self._runs == runs:
+            self._warn(index, "torch.compile gave it up; where it computes with its number, each layer needs a graph")
+        return out
+
+    def _unfit(self, index: int) -> str | None:
+        """Return why a layer is not called compiled."""
+        layer, first = self._modules[index], self._modules[self._firsts[self.kinds[index]]]
+        if any(self._hooks[index]):
+            return "a module in it has a hook"
+        if any(self._hooks[self._firsts[self.kinds[index]]]):
+            return "a module of the layer that stands for it has a hook"
+        if [part.training for part in layer] != [part.training for part in first]:
+            return "some of its modules are in training mode and some are not, unlike the layer that stands for it"
+        return self._refused.get((self.kinds[index], self._layers[index].training))
+
+    def _warn(self, index: int, why: str) -> None:
+        """Say once of every kind and reason that a layer is not compiled."""
+        if (said := (self.kinds[index], why)) in self._warned:
+            return
+        self._warned.add(said)
+        others = self.kinds.count(self.kinds[index]) - 1
+        alike = f", like the {others} of its kind" if others and why in self._refused.values() else ""
+        warnings.warn(f"{self._name}.{index} is not compiled{alike}: {why}", stacklevel=2)
+
+    def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
+        """Run a layer once, beside the training, where nothing sees it; what is compiled here is used ever after.
+
+        Raises:
+            _NotCompiled: it cannot be compiled, or draws random numbers.
+        """
+        state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
+        args, kwargs = _without_graph((args, kwargs))
+        try:
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                out = self._run(index, tensors, args, kwargs)
+                if torch.is_grad_enabled() and self.compilations > compilations:
+                    _differentiate(out, [*tensors_in((args, kwargs)), *tensors.values()])
+        # Any error at all: what fails is a compiler, in as many ways as it has parts.
+        except Exception as error:
+            if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
+                raise
+            raise _NotCompiled(textwrap.shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)) from error
+        finally:
+            drawn = not torch.equal(state, self._backend.rng_state())
+            self._backend.set_rng_state(state)
+        if drawn:
+            raise _NotCompiled("it draws random numbers, which another compilation might draw otherwise")
+        if self._runs == runs:
+            raise _NotCompiled("torch.compile left all of it as it is")
+
+    def _run(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
+        kind = self.kinds[index]
+        template = self._templates[kind]
+        # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
+        # they are its own, and a graph made for each answer.
+        with _forward(template, self._forwards[kind]), _labelled(self._labels[index]):
+            return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
+
+    def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        """Compile one graph, as `torch.compile` asks of a backend; count it, and its runs."""
+        from torch._dynamo import lookup_backend  # seconds to import
+
+        compiled = lookup_backend(COMPILER)(graph, list(inputs))
+        self.compilations += 1
+
+        def run(*given: Any) -> Any:
+            self._runs += 1
+            return compiled(*given)
+
+        return run
+
+
+def _differentiable(hidden: Tensor) -> Tensor:
+    """Return a hidden state that asks for a gradient where there is a graph, so that one graph serves all layers: the
+    lowest's need none."""
+    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()
+
+
+def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a template's own forward, compiled, with a cache of its own: torch keeps one for each code object."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(template).forward(template, *args, **kwargs)
+
+    own = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+    return torch.compile(own, backend=backend)
+
+
+@contextmanager
+def _forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a layer have another forward in the `with` block, even while it is replaced already."""
+    replacement = layer.__dict__.get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if replacement is None:
+            del layer.forward
+        else:
+            layer.forward = replacement
+
+
+def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Mapping[str, Tensor | None], str]]:
+    """Yield where a layer keeps the tensors it has itself: their names, and what they are in under which key."""
+    for path, part in layer.named_modules():
+        for kept in (part._parameters, part._buffers):
+            for key, tensor in kept.items():
+                if tensor is not None and not tensor.is_meta:
+                    yield f"{path}.{key}" if path else key, kept, key
+
+
+def _labels(
+    layer: nn.Module, template: nn.Module, labels: Collection[Attribute]
+) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+    """Yield the attributes that say which layer a layer is: the module in its template, its own, and the name."""
+    if layer is template:
+        return
+    parts, others = dict(layer.named_modules()), dict(template.named_modules())
+    for label in labels:
+        if label.module in parts and label.name in vars(parts[label.module]):
+            yield others[label.module], parts[label.module], label.name
+
+
+@contextmanager
+def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[None]:
+    """Let a template have a layer's number in the `with` block; where it is computed with, a graph is made for it."""
+    kept = [vars(part)[name] for part, _, name in labels]
+    try:
+        for part, other, name in labels:
+            vars(part)[name] = vars(other)[name]
+        yield
+    finally:
+        for (part, _, name), value in zip(labels, kept, strict=True):
+            vars(part)[name] = value
+
+
+def _without_graph(value: Any) -> Any:
+    """Return arguments whose tensors are leaves, and need gradients where those given do."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_without_graph(one) for one in value)
+    if type(value) is dict:
+        return {key: _without_graph(one) for key, one in value.items()}
+    return value
+
+
+def _differentiate(out: Any, inputs: Sequence[Tensor]) -> None:
+    """Form the gradients of a layer's inputs, and drop them."""
+    made = [one for one in tensors_in(out) if one.requires_grad]
+    wanted = [one for one in inputs if one.requires_grad]
+    if made and wanted:
+        torch.autograd.grad(made, wanted, [torch.zeros_like(one) for one in made], allow_unused=True)
+
+
+def _signature(value: Any) -> Any:
+    """Return what of a call's arguments a compiled graph may be made for."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((key, _signature(one)) for key, one in value.items())
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value)

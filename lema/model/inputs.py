@@ -1,0 +1,72 @@
+"""Micro-batches on their way to the device, all of a step in one copy that the host does not wait for.
+
+Copied one by one from memory that is not page-locked, every tensor would stop the host until the device has done all it
+was asked to do before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from lema.backend import Backend, Upload
+
+__all__ = ["Inputs"]
+
+
+ALIGNMENT = 64  # of a tensor in memory: torch's own
+NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
+MicroBatch = Mapping[str, Tensor]
+
+
+class Inputs:
+    """Puts the tensors of micro-batches on the device.
+
+    Args:
+        backend: the device.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._shared = backend.memory().shared
+        self._buffers: deque[tuple[Tensor, Upload]] = deque()
+
+    def place(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
+        """Return the same micro-batches on the device: views of memory that nothing else uses."""
+        device = self._backend.device
+        here = {
+            id(tensor): tensor for batch in micro_batches for tensor in batch.values() if tensor.device.type == "cpu"
+        }
+        if self._shared or not here:
+            return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches]
+        placed = self._upload(list(here.values()))
+        there = dict(zip(here, placed, strict=True))
+        return [{name: there.get(id(tensor), tensor) for name, tensor in batch.items()} for batch in micro_batches]
+
+    def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        buffer = self._buffer(end)
+        for tensor, start in zip(tensors, starts, strict=True):
+            _view(buffer, start, tensor).copy_(tensor)
+        upload = self._backend.device_slots(end, 1).upload(buffer[:end])
+        self._buffers.append((buffer, upload))
+        slot = upload.wait()
+        return [_view(slot, start, tensor) for tensor, start in zip(tensors, starts, strict=True)]
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """Return a host buffer that no copy reads any more; that of the step before last has long been copied."""
+        if len(self._buffers) < NUM_BUFFERS:
+            return self._backend.host_buffer(nbytes)
+        buffer, upload = self._buffers.popleft()
+        upload.drained()
+        return buffer if len(buffer) >= nbytes else self._backend.host_buffer(nbytes)
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the bytes from `start` on as a contiguous tensor of the shape and dtype of `like`."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

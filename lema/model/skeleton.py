@@ -1,0 +1,266 @@
+"""A bound on what a config may have built: tensors are counted, and no table grows beyond what memory may hold.
+
+The sizes come from a stranger's file. Parameters are on `meta` and cost nothing, whatever their shape, and a wrong
+shape shows when they are compared with the weights; but tables are real, and each tensor takes time to make.
+
+The model without its weights: built from its config, parameters on `meta`, buffers real, decoder layers found.
+
+Nothing here knows an architecture. `transformers` builds the modules; the stack of decoder layers is the one that the
+config's own pipeline plan names, or else the only list of modules as long as the config says the stack is.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lema.errors import LemaError, ModelError
+from lema.storage.index import check_inside
+from lema.storage.modelfiles import read_config_file
+from lema.storage.remotecode import check_code
+
+__all__ = [
+    "MAX_TABLES_BYTES",
+    "MAX_TABLE_BYTES",
+    "MAX_TENSORS",
+    "EmptyOnMeta",
+    "SizeLimit",
+    "find_layers",
+    "meta_model",
+    "read_config",
+]
+
+
+MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
+MAX_TABLE_BYTES = 256 << 20  # of one table
+MAX_TABLES_BYTES = 2 << 30  # of all the large ones of a model together
+COUNTED_FROM = 16 << 20  # bytes; smaller ones are not counted
+TABLES = frozenset({torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn})
+MASKS = frozenset({torch.tril, torch.triu})
+
+
+class SizeLimit(TorchFunctionMode):
+    """Active while a model is built.
+
+    Raises:
+        ModelError: inside, where the model would have too many tensors, or tables that are too large.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors = self._bytes = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is torch.empty:
+            self._tensors += 1
+            if self._tensors > MAX_TENSORS:
+                raise _too_large(f"more than {MAX_TENSORS:,} tensors")
+        elif func in TABLES and str(given.get("device")) != "meta":
+            self._count(func(*args, **{**given, "device": "meta"}))
+        elif func in MASKS and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
+            self._count(args[0])
+        return func(*args, **given)
+
+    def _count(self, like: torch.Tensor) -> None:
+        if like.nbytes > MAX_TABLE_BYTES:
+            raise _too_large(f"a table of {like.nbytes:,} bytes, more than {MAX_TABLE_BYTES:,}")
+        if like.nbytes >= COUNTED_FROM:
+            self._bytes += like.nbytes
+            if self._bytes > MAX_TABLES_BYTES:
+                raise _too_large(f"tables of {self._bytes:,} bytes, more than {MAX_TABLES_BYTES:,}")
+
+
+def _too_large(what: str) -> ModelError:
+    return ModelError(f"the config asks for {what}", where="config.json", how="check the sizes in the file")
+
+
+UNTOUCHED_FROM = 1 << 20  # bytes
+
+
+def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read `config.json` of a model directory.
+
+    Args:
+        directory: the model's.
+        trust_remote_code: run the model's own code where it has some; no code is run without it.
+
+    Raises:
+        ModelError: no config, one that this `transformers` cannot read, or one that needs code that is not trusted.
+        WeightsError: trusted code is not there, or is a link out of the directory.
+    """
+    read_config_file(directory)
+    check_code(directory, trusted=trust_remote_code)
+    for file in sorted(directory.glob("*.py")) if trust_remote_code else ():
+        check_inside(file)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    # Any error at all: configs are others' code, run on a file from outside, and what they say is passed on.
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot read this config: {_said(error)}",
+            where=str(directory / "config.json"),
+            how="check the file, or upgrade transformers if the model is newer than it",
+        ) from error
+    assert isinstance(config, PreTrainedConfig)
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            "the model adds a loss of its routers' outputs, which cannot be streamed",
+            where=f"{directory / 'config.json'}: output_router_logits",
+            how="set output_router_logits to false there; frozen routers learn nothing from it",
+        )
+    return config
+
+
+def meta_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build the causal language model of `config` with every parameter on `meta` and every buffer real.
+
+    Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint.
+
+    Args:
+        config: the model's own config.
+        dtype: of the parameters; None: the one the config names, else float32.
+        attn_implementation: as in `from_pretrained`; None: transformers' choice.
+        trust_remote_code: as in `read_config`, which checked the code.
+
+    Raises:
+        ModelError: `transformers` has no causal language model for this config, or it asks for sizes no model has.
+    """
+    if dtype is None:
+        dtype = getattr(config, "dtype", None) or torch.float32
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options["trust_remote_code"] = trust_remote_code
+    try:
+        model = _build(config, {"dtype": dtype, **options}, EmptyOnMeta())
+        if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
+            model = _build(config, {"dtype": dtype, **options}, nullcontext())
+    except LemaError as error:
+        raise ModelError(error.what, where=_place(config), how=error.how) from error
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build this model as a causal language model: {_said(error)}",
+            where=_place(config),
+            how="`lema models` lists what streams"
+            if attn_implementation is None
+            else f"attn_implementation is {attn_implementation!r}: install what it needs, or leave the setting out",
+        ) from error
+    model.tie_weights()  # building on `meta` made a parameter of its own for every name
+    model.config.use_cache = False  # a captured cache would grow again on recomputation
+    return model
+
+
+def _place(config: PreTrainedConfig) -> str:
+    """Where a config comes from: its file, where it was read from one, and its type."""
+    kind = f"model_type {config.model_type!r}"
+    return f"{Path(config.name_or_path) / 'config.json'}: {kind}" if config.name_or_path else kind
+
+
+def _said(error: Exception) -> str:
+    """What an error says; some say nothing but what they are, as `KeyError: 'x'` and `AssertionError` do."""
+    return str(error) if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: {error}"
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Makes `torch.empty`, which weights begin as, take no memory: not even an address, of which a large model would
+    take so many that the heap is left full of holes. Large `torch.zeros`, which buffers begin as too, are real, but
+    take memory only where they are written to."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is torch.zeros and not {"device", "out", "layout"} & given.keys():
+            like = func(*args, **given, device="meta")
+            return _untouched_zeros(like) if like.nbytes >= UNTOUCHED_FROM else func(*args, **given)
+        return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))
+
+
+def _untouched_zeros(like: Tensor) -> Tensor:
+    """Return zeros for which the system finds memory when they are first written; torch would write them at once."""
+    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
+    return zeros.requires_grad_(like.requires_grad)
+
+
+def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]) -> PreTrainedModel:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
+        model = AutoModelForCausalLM.from_config(config, **options)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Find the stack of decoder layers: its dotted name in `model`, and the list itself.
+
+    It is looked for in what the model calls its decoder, so not in the towers of other modalities: first by the
+    config's pipeline plan, then by what `transformers` marks as a layer to checkpoint, then by its length.
+
+    Raises:
+        ModelError: there is no such list, or more than one.
+    """
+    root, decoder = _decoder(model)
+    lists = _outermost_lists(decoder, root)
+    config: PreTrainedConfig = model.config
+    plan = getattr(config, "base_model_pp_plan", None) or {}
+    length = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    rules: tuple[Callable[[str, nn.ModuleList], bool], ...] = (
+        lambda name, _: name.rpartition(f"{root}.")[2] in plan,
+        lambda _, layers: all(isinstance(layer, GradientCheckpointingLayer) for layer in layers),
+        lambda _, layers: len(layers) == length,
+        lambda _, __: True,
+    )
+    found: list[str] = []
+    for rule in rules:
+        if found := [name for name, layers in lists.items() if rule(name, layers)]:
+            break
+    if len(found) != 1:
+        raise ModelError(
+            "no stack of decoder layers was found" if not found else "its layers are in more than one stack",
+            where=f"{_place(config)}: {', '.join(found) or 'no list of modules'}",
+            how="only models with one stack of decoder layers stream",
+        )
+    return found[0], lists[found[0]]
+
+
+def _decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """What the model itself says generates text, and its name; the model where it says nothing."""
+    decoder = model.get_decoder()
+    for name, module in model.named_modules():
+        if module is decoder and _outermost_lists(module, name):  # some call their head a decoder
+            return name, module
+    return "", model
+
+
+def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
+    """The lists of modules that are in no other list, nor in a model within the model that reads no tokens."""
+    lists: dict[str, nn.ModuleList] = {}
+    closed: list[str] = []
+    for name, module in decoder.named_modules(prefix=root):
+        if any(name.startswith(f"{outer}.") for outer in closed):
+            continue
+        if isinstance(module, nn.ModuleList) and len(module):
+            lists[name] = module
+            closed.append(name)
+        elif isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids" and module is not decoder:
+            closed.append(name)
+    return lists

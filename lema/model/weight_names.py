@@ -1,0 +1,395 @@
+"""Which tensors on disk become which tensors of the model, by the rules `transformers` itself loads with.
+
+Published names and shapes differ from those in memory: prefixes come and go, experts are stored one by one and fused
+in memory, a tied head is stored once. `transformers` keeps these rules in a table per model type and applies them in
+`from_pretrained`; here the same table and the same functions decide, name by name, before any weight is read.
+
+The names of a layer's weights: what each is called on disk, and in the layer now that adapters wrap its modules.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from lema.errors import ModelError, WeightsError
+from lema.storage import GlobalBinaryIndex
+from lema.storage.header import TensorRecord
+from lema.storage.quantized.records import QuantizedRecord, Stored, fold
+from lema.stream.placement import DTYPES
+
+__all__ = [
+    "Conversion",
+    "LayerNames",
+    "NameMap",
+    "checkpoint_dtype",
+    "grouped",
+    "map_names",
+    "match_names",
+    "needs_conversion",
+    "stored_name",
+    "target_dtypes",
+    "warn_of_unused",
+]
+
+
+Read = Callable[[list[TensorRecord], torch.dtype], Iterator[Tensor]]
+HALVES = ("F16", "BF16")
+SHOWN = 8  # kinds of names in one line
+
+
+@dataclass
+class Conversion:
+    """Tensors on disk which only together give tensors of the model: stacked, concatenated, split or transposed.
+
+    Attributes:
+        first: the in-memory name `transformers` files the conversion under.
+        sources: the tensors on disk with the pattern of the converter each matched, in the converter's order.
+        shapes: in-memory name -> shape of every tensor that comes out.
+    """
+
+    first: str
+    converter: WeightConverter
+    sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    @property
+    def described(self) -> str:
+        """The sources, in words."""
+        files = ", ".join(sorted({record.file.name for _, record in self.sources}))
+        return f"{len(self.sources)} tensors in {files} ({self.sources[0][1].name} ...)"
+
+    def run(self, model: PreTrainedModel, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Read the sources and convert them; the sources are cast to `dtype` first, as `from_pretrained` does.
+
+        `read` is given the sources of one pattern, and returns an iterator that reads each when it is asked for.
+        """
+        converter = deepcopy(self.converter)
+        by_pattern: dict[str, list[TensorRecord]] = {}
+        for pattern, record in self.sources:
+            by_pattern.setdefault(pattern, []).append(record)
+        # The converter calls for its tensors one by one and lets go of them; so must this frame.
+        tensors = {pattern: read(records, dtype) for pattern, records in by_pattern.items()}
+        for pattern, record in self.sources:
+            lazy: Any = partial(next, tensors[pattern])
+            converter.add_tensor(self.first, record.name, pattern, lazy)
+        del tensors, lazy
+        with torch.no_grad():
+            converted: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+@dataclass
+class NameMap:
+    """How every tensor of a model is filled from a checkpoint.
+
+    Attributes:
+        direct: in-memory name -> the tensor on disk with the same shape.
+        conversions: the tensors that must be rearranged.
+        tied: in-memory name that is not stored -> the stored in-memory name it shares its weights with.
+        kept: buffers that the checkpoint need not store; the model's own values stand.
+        ignored: tensors on disk that `transformers` says no model needs.
+        unused: further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
+    """
+
+    direct: dict[str, Stored] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    ignored: list[Stored] = field(default_factory=list)
+    unused: list[Stored] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[str]:
+        """The in-memory names of what is stored quantised."""
+        return [name for name, record in self.direct.items() if isinstance(record, QuantizedRecord)]
+
+
+def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, Stored]:
+    """Find the tensor on disk for every tensor of the model that is stored as it is in memory.
+
+    Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
+    disk that the model has no place for are named in a warning.
+
+    Args:
+        model: as `from_config` builds it, without adapters; its parameters may be on `meta`.
+
+    Raises:
+        WeightsError: tensors are missing, of another shape or type (all are named), or need a conversion.
+    """
+    names = map_names(model, index)
+    warn_of_unused(names, stacklevel=3)
+    if names.conversions:
+        examples = ", ".join(sorted(record.name for _, record in names.conversions[0].sources)[:4])
+        raise WeightsError(
+            f"{len(names.conversions)} tensors of the model are stored in another form than it uses in memory, "
+            f"for one {names.conversions[0].first} as {examples} ...",
+            where=str(index.path),
+            how="convert once with `lema prepare MODEL OUT` and use OUT",
+        )
+    return names.direct | {name: names.direct[source] for name, source in names.tied.items()}
+
+
+def needs_conversion(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
+    """Whether the checkpoint must be prepared before it streams, because tensors are fused, split or transposed.
+
+    Raises:
+        WeightsError: as `match_names`.
+    """
+    return bool(map_names(model, index).conversions)
+
+
+def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
+    """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes.
+
+    A tensor of the model that is not on disk is an error, where `from_pretrained` would draw it at random. One on disk
+    that the model has no place for is not: published checkpoints carry towers and prediction layers of other uses.
+
+    Raises:
+        ModelError: the checkpoint is quantised in a form that is not read here.
+        WeightsError: tensors are missing, stored twice, of another shape or of a type the model cannot be loaded from;
+            all are named, with those not used.
+    """
+    stored = fold(index)
+    quantized = any(isinstance(record, QuantizedRecord) for record in stored.values())
+    if not quantized and (settings := getattr(model.config, "quantization_config", None)) is not None:
+        raise ModelError(
+            f"the checkpoint is quantised by the method {_method(settings)!r}, and such weights cannot be streamed",
+            where=f"{index.path}: quantization_config",
+            how="use the unquantised model; `lema prepare --quantize` makes of it what streams",
+        )
+    state: dict[str, Tensor] = model.state_dict()
+    names, twice = _assign(model, index, stored, state)
+    misshapen = [
+        f"{name}: {list(state[name].shape)} in the model, {list(record.shape)} in {record.file.name} as {record.name}"
+        for name, record in names.direct.items()
+        if tuple(state[name].shape) != record.shape
+    ]
+    mistyped = list(_mistyped(names, state))
+    for conversion in names.conversions:
+        misshapen += _dry_run(model, conversion, state)
+        twice += [
+            f"{name}: as {names.direct[name].name} in {names.direct[name].file.name} and in {conversion.described}"
+            for name in conversion.shapes
+            if name in names.direct
+        ]
+    filled = set(names.direct).union(*(conversion.shapes or [conversion.first] for conversion in names.conversions))
+    missing = _tie_and_keep(model, names, [name for name in state if name not in filled], filled)
+    if missing or twice or misshapen or mistyped:
+        complaints = [
+            _complaint("missing", missing),
+            _complaint("not used", [f"{record.name} in {record.file.name}" for record in names.unused]),
+            _complaint("stored twice under different names", twice),
+            _complaint("of another shape", misshapen),
+            _complaint("of a type the model cannot be loaded from", mistyped),
+        ]
+        raise WeightsError(
+            "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)]),
+            where=str(index.path),
+            how="check that config.json and the weights are of the same model",
+        )
+    return names
+
+
+def warn_of_unused(names: NameMap, stacklevel: int) -> None:
+    """Warn of tensors on disk that the model has no place for; `stacklevel` as in `warnings.warn`."""
+    if unused := [record.name for record in names.unused]:
+        warnings.warn(
+            f"{len(unused)} tensors on disk are not used, for the model has no place for them: {grouped(unused)}",
+            stacklevel=stacklevel,
+        )
+
+
+def grouped(names: Sequence[str]) -> str:
+    """Write many names in few: those that differ only in their numbers as one, with how many they are."""
+    counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+    shown = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
+    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more kinds" if len(shown) > SHOWN else "")
+
+
+def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
+    """The dtype `from_pretrained` gives a model by default: that of its config, else of its first floating tensor."""
+    configured = getattr(config, "dtype", None)
+    if isinstance(configured, torch.dtype):
+        return configured
+    stored = (DTYPES.get(record.dtype) for record in index.values())
+    return next((dtype for dtype in stored if dtype and dtype.is_floating_point and dtype.itemsize > 1), torch.float32)
+
+
+def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """In-memory name -> dtype `from_pretrained` would give it: the model's, but for the few it keeps in float32."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    state: dict[str, Tensor] = model.state_dict()
+    if not plan:
+        return {name: tensor.dtype for name, tensor in state.items()}
+    search = build_glob_alternation(list(plan))[0].search
+    # One width for the whole plan: transformers only ever widens to float32.
+    (wide,) = set(plan.values())
+    return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
+
+
+def _method(settings: Any) -> str:
+    found = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(getattr(found, "value", found))
+
+
+def _assign(
+    model: PreTrainedModel, index: GlobalBinaryIndex, stored: dict[str, Stored], state: dict[str, Tensor]
+) -> tuple[NameMap, list[str]]:
+    """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does.
+
+    Returns the map and the names that two tensors claim.
+    """
+    transforms = [] if index.in_memory_names else get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    ignorable = _ignorable_unexpected(model)
+    names, conversions = NameMap(), dict[str, Conversion]()
+    twice: list[str] = []
+    for name in sorted(stored, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
+        record, prefix = stored[name], model.base_model_prefix
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            ignore = ignorable is not None and ignorable.search(target)
+            (names.ignored if ignore else names.unused).append(record)
+        elif target in names.direct or (pattern is None and target in conversions):
+            other = names.direct.get(target) or conversions[target].sources[0][1]
+            twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
+        elif pattern is None:
+            names.direct[target] = record
+        elif isinstance(record, QuantizedRecord):
+            raise ModelError(
+                f"{name} is quantised, and must be rearranged with others into {target}",
+                where=str(record.file),
+                how="prepare the unquantised model with --quantize",
+            )
+        else:
+            conversions.setdefault(target, Conversion(target, by_pattern[pattern])).sources.append((pattern, record))
+    names.conversions = list(conversions.values())
+    return names, twice
+
+
+def _dry_run(model: PreTrainedModel, conversion: Conversion, state: dict[str, Tensor]) -> list[str]:
+    """Run a conversion on tensors without bytes, to learn what comes out and whether it fits the model."""
+
+    def shapes_only(records: list[TensorRecord], dtype: torch.dtype) -> Iterator[Tensor]:
+        return (torch.empty(record.shape, dtype=dtype, device="meta") for record in records)
+
+    try:
+        outcome = conversion.run(model, shapes_only, state[conversion.first].dtype)
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        return [f"{conversion.first}: cannot be made of {conversion.described}: {error}"]
+    conversion.shapes = {name: tensor.shape for name, tensor in outcome.items()}
+    sources = conversion.described
+    return [
+        f"{name}: {list(state[name].shape) if name in state else 'not'} in the model, {list(shape)} from {sources}"
+        for name, shape in conversion.shapes.items()
+        if name not in state or state[name].shape != shape
+    ]
+
+
+def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
+    """Say which tensors are whole numbers where the model computes with fractions, or the other way round.
+
+    Any floating type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one
+    checkpoint, and what is read as the other is noise.
+    """
+    plain = [(name, record) for name, record in names.direct.items() if isinstance(record, TensorRecord)]
+    plain += [(one.first, record) for one in names.conversions for _, record in one.sources]
+    halves = Counter(record.dtype for _, record in plain if record.dtype in HALVES)
+    rare = min(halves, key=lambda dtype: halves[dtype]) if len(halves) > 1 else None
+    for name, record in plain:
+        stored, wanted = DTYPES.get(record.dtype), state[name].dtype
+        if stored is None or stored.is_floating_point != wanted.is_floating_point or record.dtype == rare:
+            among = ", among others of the other type of 16 bits" if record.dtype == rare else ""
+            yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}{among}"
+
+
+def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: set[str]) -> list[str]:
+    """Fill what is missing from tied partners and from the model's own buffers; return what is still missing.
+
+    Tying is symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others.
+    """
+    groups: dict[str, list[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(target)
+    for group in groups.values():
+        if stored := next((name for name in group if name in filled), None):
+            names.tied |= {name: stored for name in group if name in missing}
+    patterns = model._keys_to_ignore_on_load_missing
+    ignorable = re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names.kept = [
+        name for name in missing if name not in names.tied and name in buffers and ignorable and ignorable.search(name)
+    ]
+    return [name for name in missing if name not in names.tied and name not in names.kept]
+
+
+def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
+    """Stored tensors nobody needs: those the model class lists, and two buffers that moved in all models at once."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+def _complaint(what: str, items: list[str]) -> str:
+    return "\n".join([f"  {len(items)} {what}:", *(f"    {item}" for item in items)]) if items else ""
+
+
+WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps
+
+
+def stored_name(name: str) -> str:
+    """Return what a parameter of a layer is called where it is stored, given its name with adapters attached."""
+    return WRAPPED.sub("", name)
+
+
+class LayerNames:
+    """The names in one layer, as its modules are now.
+
+    Args:
+        layer: adapters attached or not. A parameter that trains is its own; what is leased in its place is left out.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}
+        owned = parameters | {name: name for name, _ in layer.named_buffers()}
+        self._now = {stored_name(name): now for name, now in owned.items()}
+        wrappers = [(name, part) for name, part in layer.named_modules() if isinstance(part, ParamWrapper)]
+        self._set_in_place = {stored_name(f"{name}.{part.parameter_name}") for name, part in wrappers}
+
+    def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name weights as the layer does now: an adapter moves those of the modules it wraps."""
+        return {
+            # An adapted parameter is set to itself when PEFT parametrizes it. `data` counts its changes by itself: else
+            # this would be taken for a change of every weight in the slot.
+            now: tensor.data if name in self._set_in_place else tensor
+            for name, tensor in weights.items()
+            if (now := self._now[name]) is not None
+        }

@@ -1,0 +1,180 @@
+"""What memory is spent on: slots, layers that stay, boundary activations, layers that are not recomputed.
+
+Any choice of R residents saves the same bytes per pass. Even spacing is the one that keeps the link and the compute
+busy together: between two residents there is always a streamed layer whose upload their compute can hide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from lema.errors import MemoryLimitError
+from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts, host_parts, seconds
+
+__all__ = ["scattered", "solve", "spread"]
+
+
+MARGIN = 1.1  # speeds are measured once and vary: what is just hidden by them might show
+_TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+
+
+def spread(count: int, num_layers: int) -> tuple[int, ...]:
+    """Return `count` layer numbers out of `num_layers`, evenly spaced."""
+    if not 0 <= count <= num_layers:
+        raise ValueError(f"{count} residents out of {num_layers} layers")
+    return tuple((2 * index + 1) * num_layers // (2 * count) for index in range(count))
+
+
+def scattered(num_layers: int) -> tuple[int, ...]:
+    """Return all layers in an order of which every beginning is spread about evenly.
+
+    It is van der Corput's (1935): by the layers' numbers with their bits reversed.
+    """
+    bits = max(1, (num_layers - 1).bit_length())
+    return tuple(sorted(range(num_layers), key=lambda layer: int(f"{layer:0{bits}b}"[::-1], 2)))
+
+
+def solve(
+    demand: Demand,
+    speeds: Speeds,
+    num_slots: int,
+    *,
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    host_cache: Literal["none", "fill", "all"] = "none",
+    recompute: bool = True,
+    boundaries: Tier | None = None,
+    saved_on: Tier = "device",
+) -> Allocation:
+    """Return the allocation with the fastest step among those whose predicted peaks are within the limits.
+
+    Of those equally fast it is the one with boundaries nearest to the computation, then the one that takes least.
+    Every allocation that fits a limit fits a larger one, so more memory never makes the predicted step slower.
+
+    Args:
+        demand: what a step needs.
+        speeds: how fast bytes come.
+        num_slots: of the ring on the device.
+        device_limit: bytes on the device; None: no more is used than streaming needs.
+        host_limit: bytes of host memory for weights and activations; None: they are not counted.
+        host_cache: keep in host memory, of the layers that do not stay on the device, none, as many as help, or all.
+        recompute: drop each layer's graph and compute it again; else every layer's activations are kept.
+        boundaries: where they wait; None: where it is best.
+        saved_on: without `recompute`, where activations wait; with it, those that are kept stay on the device.
+
+    Raises:
+        MemoryLimitError: nothing fits.
+    """
+    limited = device_limit is not None
+    places = tuple(tier for tier in _TIERS if tier != "host" or not demand.shared)  # where that is the same memory
+    tiers = (boundaries,) if boundaries is not None else places if limited and recompute else places[:1]
+    cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
+    fitting: list[tuple[tuple[float, int, int], Allocation]] = []
+    refused: list[Allocation] = []
+    for bare in _candidates(demand, num_slots, tiers, limited=limited, recompute=recompute):
+        bare = bare if recompute else replace(bare, saved_on=saved_on)
+        if host_cache == "all":
+            bare = replace(bare, host_cached=frozenset(range(len(demand.layers))) - bare.residents)
+        room = _left(device_limit, device_parts(demand, bare))
+        host_room = _left(host_limit, host_parts(demand, bare))
+        if room < 0 or host_room < 0:
+            refused.append(bare)
+            continue
+        if host_cache == "fill":
+            bare = replace(bare, host_cached=frozenset(_cacheable(demand, bare, host_limit)))
+        if recompute and device_limit is not None:
+            bare = replace(bare, saved=frozenset(_savable(demand, bare, room)))
+        key = (seconds(demand, bare, cautious), _TIERS.index(bare.boundaries), len(bare.residents))
+        fitting.append((key, bare))
+    if not fitting:
+        raise _nothing_fits(demand, refused, device_limit, host_limit)
+    best = min(fitting, key=lambda entry: entry[0])[1]
+    if host_cache == "fill":
+        best = _least_cached(demand, cautious, best, host_limit)
+    return _least_saved(demand, cautious, best) if recompute else best
+
+
+def _candidates(
+    demand: Demand, num_slots: int, tiers: Sequence[Tier], *, limited: bool, recompute: bool
+) -> Iterator[Allocation]:
+    """Yield every number of residents with every place for boundaries; without a limit, what streaming needs alone."""
+    saved = frozenset[int]() if recompute else frozenset(demand.visited_twice)
+    num_layers = len(demand.layers)
+    for count in range(num_layers + 1 if limited else 1):
+        residents = frozenset(spread(count, num_layers))
+        for tier in tiers:
+            yield Allocation(num_slots, residents, frozenset(), tier, saved)
+
+
+def _left(limit: int | None, parts: dict[str, int]) -> float:
+    return math.inf if limit is None else limit - sum(parts.values())
+
+
+def _savable(demand: Demand, bare: Allocation, room: float) -> Iterator[int]:
+    """Yield the layers whose activations fit, taken in an order that does not depend on the room."""
+    inputs = 0 if bare.boundaries == "device" else demand.boundary_bytes  # they stay with the activations
+    for index in scattered(len(demand.layers)):
+        if index in demand.visited_twice:
+            room -= demand.layers[index].saved_bytes + inputs
+            if room < 0:
+                return
+            yield index
+
+
+def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[int]:
+    """Return the streamed layers that fit in host memory: all, if then the ring is not needed, or a beginning."""
+    streamed = [index for index in scattered(len(demand.layers)) if index not in bare.residents]
+    if _left(limit, host_parts(demand, replace(bare, host_cached=frozenset(streamed)))) >= 0:
+        return streamed
+    room, chosen = _left(limit, host_parts(demand, bare)), []
+    for index in streamed:
+        room -= demand.host_copies * demand.layers[index].slot_bytes
+        if room < 0:
+            break
+        chosen.append(index)
+    return chosen
+
+
+def _least_cached(demand: Demand, speeds: Speeds, best: Allocation, limit: int | None) -> Allocation:
+    """Give back of the layers in host memory those that make the step no faster."""
+    options = (replace(best, host_cached=chosen) for chosen in _beginnings(demand, best.host_cached))
+    fitting = (one for one in options if _left(limit, host_parts(demand, one)) >= 0)
+    return next(one for one in fitting if seconds(demand, one, speeds) <= seconds(demand, best, speeds))
+
+
+def _least_saved(demand: Demand, speeds: Speeds, best: Allocation) -> Allocation:
+    """Give back of the activations those that make the step no faster."""
+    options = (replace(best, saved=chosen) for chosen in _beginnings(demand, best.saved))
+    return next(one for one in options if seconds(demand, one, speeds) <= seconds(demand, best, speeds))
+
+
+def _beginnings(demand: Demand, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
+    ordered = [index for index in scattered(len(demand.layers)) if index in chosen]
+    return (frozenset(ordered[:count]) for count in range(len(ordered) + 1))
+
+
+def _nothing_fits(
+    demand: Demand, refused: list[Allocation], device_limit: int | None, host_limit: int | None
+) -> MemoryLimitError:
+    """Say which limit is too small, and what would be enough."""
+    on_device = min((sum(device_parts(demand, one).values()), one.slots) for one in refused)[0]
+    if device_limit is not None and on_device > device_limit:
+        largest = max(layer.slot_bytes for layer in demand.layers)
+        return MemoryLimitError(
+            f"{device_limit:,} bytes of device memory cannot hold the layer slots ({refused[0].slots} of {largest:,} "
+            f"bytes) beside {demand.fixed_bytes:,} bytes of embeddings, head, adapters, optimizer state and one "
+            "micro-batch in one layer",
+            where="device_memory",
+            how=f"allow at least {on_device:,} bytes, or lower micro_batch_size or prefetch_depth",
+        )
+    usable = [one for one in refused if _left(device_limit, device_parts(demand, one)) >= 0]
+    needed = min(sum(host_parts(demand, one).values()) for one in usable)
+    to_disk = ", set activation_offloading: disk" if any(one.saved_on == "host" for one in usable) else ""
+    return MemoryLimitError(
+        f"{needed:,} bytes of host memory are needed for weights and activations, {host_limit or 0:,} are allowed",
+        where="host_memory",
+        how=f"allow that much{to_disk}, use strategy: streaming, or lower prefetch_depth",
+    )

@@ -1,0 +1,332 @@
+"""What one optimizer step needs, in bytes and seconds, and what it takes under an allocation: pure Python.
+
+A step has two phases, up through the layers and down again. In each, layers are computed while others are read and
+uploaded, so a phase lasts as long as the slowest of the three. The top layer, the head and the loss are one visit, at
+the end of the way up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from lema.stream.schedule import fetched, training_order
+
+__all__ = [
+    "Allocation",
+    "Demand",
+    "HostTraining",
+    "LayerCost",
+    "Phase",
+    "Speeds",
+    "Tier",
+    "device_parts",
+    "down_seconds",
+    "fetches",
+    "host_parts",
+    "phases",
+    "saved_elsewhere",
+    "seconds",
+]
+
+
+Tier = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What memory is spent on.
+
+    Attributes:
+        slots: of the ring on the device.
+        residents: layers that stay on the device.
+        host_cached: layers that stay in host memory, between disk and device.
+        boundaries: where boundary activations wait for the backward.
+        saved: layers whose activations are kept, so not recomputed.
+        saved_on: where those activations wait for the backward, with these layers' inputs.
+    """
+
+    slots: int
+    residents: frozenset[int] = frozenset()
+    host_cached: frozenset[int] = frozenset()
+    boundaries: Tier = "device"
+    saved: frozenset[int] = frozenset()
+    saved_on: Tier = "device"
+
+    def summary(self) -> str:
+        """Say it in a few words."""
+        kept = {
+            "resident": len(self.residents),
+            "cached in host memory": len(self.host_cached),
+            "not recomputed": len(self.saved),
+        }
+        parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
+        where = {"device": "", "host": "in host memory", "disk": "on disk"}
+        waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
+        return ", ".join(parts + [f"{what} {place}" for what, place in waiting.items() if place])
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer in one step, all micro-batches together.
+
+    Attributes:
+        slot_bytes: on the device.
+        read_bytes: from disk, at each read.
+        upload_bytes: over the link, at each upload.
+        saved_bytes: its activations, where they are kept for the backward.
+        expand: seconds of expanding its weights, at each lease; 0: they are stored as they are used.
+        forward: seconds.
+        recompute: seconds of running it again in the backward.
+        backward: seconds, without that.
+        micro_saved_bytes: of its activations those of the largest micro-batch.
+        gradient_bytes: of those of its weights that train themselves, as they leave the device.
+    """
+
+    slot_bytes: int
+    read_bytes: int
+    upload_bytes: int
+    saved_bytes: int = 0
+    expand: float = 0.0
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+    micro_saved_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HostTraining:
+    """What weights of the layers that train themselves take of host memory, beside the copy that streams.
+
+    Attributes:
+        masters: in fp32; 0: the copy that streams is in fp32, and is them.
+        moments: AdamW's two of each parameter.
+        gradients: that wait for their step.
+        stepping: what the optimizer makes, one tensor at a time.
+        mapped: of masters, moments and gradients those that are in files, which the others do not count.
+    """
+
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    stepping: int = 0
+    mapped: int = 0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One step, whatever memory there is for it.
+
+    Attributes:
+        layers: from the lowest up.
+        lowest: the lowest layer that gradients reach.
+        outside_bytes: embeddings, final norm, head.
+        adapter_bytes: what trains, with gradients and optimizer state.
+        working_bytes: one micro-batch in one layer, or in the head, where that is more.
+        flight_bytes: hidden states between two layers, and the layers' other arguments.
+        expanded_bytes: the weights of one layer as they are used, where they are stored smaller.
+        boundary_bytes: the inputs of one layer, of all micro-batches.
+        micro_boundary_bytes: the inputs of one layer, of the largest micro-batch.
+        turn: seconds of the head and the loss, forward and backward.
+        rest: seconds of what is done between steps, and before the layers.
+        gathered_bytes: layers that are put together from the parts of all processes; 0: each process has them whole.
+        processes: of this machine, which have its host memory together.
+        shared: the device computes in host memory: host buffers are its slots.
+        training: what weights of the layers that train themselves take of host memory, in each process.
+    """
+
+    layers: tuple[LayerCost, ...]
+    lowest: int = 0
+    outside_bytes: int = 0
+    adapter_bytes: int = 0
+    working_bytes: int = 0
+    flight_bytes: int = 0
+    expanded_bytes: int = 0
+    boundary_bytes: int = 0
+    micro_boundary_bytes: int = 0
+    turn: float = 0.0
+    rest: float = 0.0
+    gathered_bytes: int = 0
+    processes: int = 1
+    shared: bool = False
+    training: HostTraining = HostTraining()
+
+    @property
+    def top(self) -> int:
+        """The layer at which the step turns."""
+        return len(self.layers) - 1
+
+    @property
+    def visited_twice(self) -> range:
+        """The layers that keep their inputs on the way up and are leased again on the way down."""
+        return range(self.lowest, self.top)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device memory that no allocation changes."""
+        beside = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
+        return self.outside_bytes + self.adapter_bytes + self.gradient_bytes + beside
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Those of layers whose weights train: one layer's are formed while the one before still has its own there."""
+        return 2 * max((layer.gradient_bytes for layer in self.layers), default=0)
+
+    @property
+    def host_copies(self) -> int:
+        """How often a machine's memory has the bytes of a host-cached layer that one process works with.
+
+        Processes share what is the same for all; of parts, each has its own.
+        """
+        return self.processes if self.gathered_bytes else 1
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast bytes come: from disk to host memory, and from there to the device, in bytes per second.
+
+    Attributes:
+        disk: of a model's file, read in order.
+        link: from host memory to the device; infinite where they are the same memory.
+    """
+
+    disk: float
+    link: float = math.inf
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds that computing, the link and the disk are each busy for in one phase."""
+
+    compute: float
+    link: float
+    disk: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the phase lasts when all three go on at once."""
+        return max(self.compute, self.link, self.disk)
+
+
+STAGED = 3  # boundaries between where they wait and their layer: one in use, the others on their way
+STAGING = 256 * 2**20  # bytes of host memory through which activations go to the disk and come back
+
+
+def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
+    """Return the peak of device memory by part, in bytes."""
+    away, gone = _away(demand, allocation), saved_elsewhere(demand, allocation)
+    staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
+    through = _streamed(demand, allocation, in_place=demand.shared)
+    kept = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
+    # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
+    passing = max((demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone), default=0)
+    return {
+        "slots": _ring(demand, allocation, through),
+        "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
+        "outside": demand.outside_bytes,
+        "adapters": demand.adapter_bytes,
+        "gradients": demand.gradient_bytes,
+        "working": demand.working_bytes,
+        "flight": demand.flight_bytes,
+        "expanded": demand.expanded_bytes,
+        "gathered": demand.gathered_bytes,
+        "boundaries": (len(demand.visited_twice) - away - len(gone)) * demand.boundary_bytes + staged,
+        "saved": kept + passing,
+    }
+
+
+def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
+    """Return the peak of host memory by part, in bytes, of all processes of a machine.
+
+    Where the device computes in it, the ring is its slots.
+    """
+    away = _away(demand, allocation) * demand.boundary_bytes
+    staged = min(away, STAGED * demand.micro_boundary_bytes)
+    saved, training = sum(saved_elsewhere(demand, allocation).values()), demand.training
+    return {
+        "ring": demand.processes * _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
+        "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
+        "boundaries": demand.processes * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
+        "saved": demand.processes * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
+        "masters": demand.processes * training.masters,
+        "moments": demand.processes * training.moments,
+        "waiting": demand.processes * training.gradients,
+        "stepping": demand.processes * training.stepping,
+    }
+
+
+def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
+    """Return the layers whose activations are kept and leave the device, and their bytes, those of inputs included."""
+    if allocation.saved_on == "device":
+        return {}
+    gone = sorted(allocation.saved.intersection(demand.visited_twice))
+    return {index: demand.layers[index].saved_bytes + demand.boundary_bytes for index in gone}
+
+
+def _away(demand: Demand, allocation: Allocation) -> int:
+    """Return how many layers' inputs leave the device; that of a layer whose activations are kept stays with them."""
+    if allocation.boundaries == "device":
+        return 0
+    return len(demand.visited_twice) - len(allocation.saved.intersection(demand.visited_twice))
+
+
+def _streamed(demand: Demand, allocation: Allocation, *, in_place: bool) -> list[int]:
+    """Return the layers that pass through a ring; those in host memory do not where they are used `in_place`."""
+    held = allocation.residents | (allocation.host_cached if in_place else frozenset())
+    return [layer for layer in range(len(demand.layers)) if layer not in held]
+
+
+def _ring(demand: Demand, allocation: Allocation, layers: list[int]) -> int:
+    return min(allocation.slots, len(layers)) * max((demand.layers[layer].slot_bytes for layer in layers), default=0)
+
+
+def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phase, Phase]:
+    """Return the way up, the turn with it, and the way down."""
+    layers, twice = demand.layers, demand.visited_twice
+    top = layers[demand.top]
+    up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.turn
+    down = sum(down_seconds(demand, allocation, index) for index in twice)
+    inputs, saved = _away(demand, allocation) * demand.boundary_bytes, sum(saved_elsewhere(demand, allocation).values())
+    moved = inputs + saved
+    spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
+    # On the way up activations go against the stream of weights, which the link carries both ways at once.
+    loads_up, loads_down = fetches(len(layers), allocation.slots, allocation.residents, demand.lowest)
+    reads_up, reads_down = fetches(
+        len(layers), allocation.slots, allocation.residents | allocation.host_cached, demand.lowest
+    )
+    link_up = max(sum(layers[index].upload_bytes for index in loads_up), moved) / speeds.link
+    link_down = (sum(layers[index].upload_bytes for index in loads_down) + moved) / speeds.link
+    link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)  # the other way
+    disk_up = (sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
+    disk_down = (sum(layers[index].read_bytes for index in reads_down) + spilled) / speeds.disk
+    return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
+
+
+def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
+    """Return the seconds that a layer computes on the way down."""
+    layer = demand.layers[index]
+    return layer.expand + layer.backward + (0.0 if index in allocation.saved else layer.recompute)
+
+
+@lru_cache(maxsize=4096)
+def fetches(num_layers: int, slots: int, held: frozenset[int], lowest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the layers that one step after many others fetches on the way up, and on the way down.
+
+    Args:
+        num_layers: decoder layers.
+        slots: of the ring they pass through.
+        held: layers that are fetched once for good.
+        lowest: no layer below it is visited on the way down.
+    """
+    whole = training_order(num_layers, lowest)
+    first, then_up = fetched(whole, slots, held), fetched(whole + whole[:num_layers], slots, held)
+    return then_up[len(first) :], fetched(whole * 2, slots, held)[len(then_up) :]
+
+
+def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
+    """Return how long a step takes when everything overlaps that can."""
+    up, down = phases(demand, allocation, speeds)
+    return up.seconds + down.seconds + demand.rest

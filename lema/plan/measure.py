@@ -1,0 +1,412 @@
+"""How long one layer takes: visited as training visits it.
+
+What this machine reaches, found in seconds: reading the model's own file, copying to the device, computing layers.
+
+Of layers one of each kind is timed. Weights are read only to see how fast they come, and are not looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lema.activations.kept import BoundaryArena
+from lema.backend import Backend
+from lema.config import LemaConfig
+from lema.engine.loss import LossChunks
+from lema.engine.optim import make_optimizer
+from lema.engine.visit import Engine, TrainedWeights, visit
+from lema.model import Split
+from lema.model.capture import LayerCall, tensors_in
+from lema.plan.blueprint import Blueprint
+from lema.plan.cost import Speeds
+from lema.plan.machine import Machine
+from lema.plan.step import StepShape, Timings
+from lema.plan.workload import Workload, calls_of
+from lema.stream import LayerStream
+from lema.stream.placement import LayerBytes
+from lema.stream.reader import LayerReader
+from lema.stream.workers import Ticket
+
+__all__ = [
+    "ENOUGH",
+    "Clock",
+    "LayerSeconds",
+    "calibrate",
+    "layer_seconds",
+    "made_up",
+    "median_seconds",
+    "probe",
+    "process_bytes",
+    "with_values",
+]
+
+
+Clock = Callable[[], float]
+ENOUGH = 1.0  # seconds that one measurement takes, about
+REPEATS = 5
+PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One micro-batch in one layer.
+
+    Attributes:
+        forward: seconds.
+        recompute: of running it again, as far as the backward needs it.
+        backward: without that.
+        expand: of expanding weights that are stored quantised, once in each lease.
+    """
+
+    forward: float
+    recompute: float
+    backward: float
+    expand: float
+
+
+def layer_seconds(
+    split: Split,
+    layers: Sequence[LayerBytes],
+    index: int,
+    call: LayerCall,
+    hidden: Tensor,
+    backend: Backend,
+    clock: Clock = time.perf_counter,
+    trained: Collection[str] = (),
+) -> LayerSeconds:
+    """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated.
+
+    Args:
+        split: the model; its adapters have memory.
+        layers: its decoder layers as bytes.
+        index: of the layer, which is read.
+        call: of it, tensors without values.
+        hidden: its input.
+        backend: the device.
+        clock: seconds.
+        trained: those of its weights that train themselves; their gradients are dropped.
+    """
+    args, kwargs = call.others()
+    plain = LayerCall(with_values(args, backend), with_values(kwargs, backend), call.hidden_is_keyword)
+    given, gradient = hidden.detach().requires_grad_(), torch.ones_like(hidden)
+    with (
+        closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index})) as stream,
+        closing(BoundaryArena(backend)) as arena,
+    ):
+        engine = Engine(split, stream, backend)
+        engine.trained = TrainedWeights({index: trained}, lambda *_: None)
+
+        def visits(*, recompute: bool) -> Iterator[None]:
+            boundaries = arena.step([given], [index]) if recompute else None
+            (output,) = visit(engine, index, [plain], [given], boundaries)
+            yield
+            torch.autograd.backward(output, gradient)
+            yield
+
+        forward, again = _phases(lambda: visits(recompute=True), backend, clock)
+        _, backward = _phases(lambda: visits(recompute=False), backend, clock)
+        expand = _expanding(stream, index, backend, clock) if layers[index].expansions else 0.0
+    for parameter in split.layers[index].parameters():
+        parameter.grad = None
+    return LayerSeconds(max(0.0, forward - expand), max(0.0, again - backward), max(0.0, backward - expand), expand)
+
+
+def _expanding(stream: LayerStream, index: int, backend: Backend, clock: Clock) -> float:
+    """Return the seconds that a lease takes of a layer whose weights are stored quantised."""
+
+    def lease() -> None:
+        with stream.lease(index):
+            pass
+
+    return median_seconds(lease, backend, clock)
+
+
+def with_values(value: Any, backend: Backend) -> Any:
+    """Give tensors without values memory on the device: masks let everything through."""
+    if isinstance(value, Tensor):
+        make = torch.zeros if value.dtype == torch.long else torch.ones
+        real = make(value.shape, dtype=value.dtype, device=backend.device)
+        return made_up(real) if value.is_floating_point() else real
+    if isinstance(value, dict):
+        return {key: with_values(item, backend) for key, item in value.items()}
+    if isinstance(value, tuple | list) and any(True for _ in tensors_in(value)):
+        return type(value)(with_values(item, backend) for item in value)
+    return value
+
+
+def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock) -> tuple[float, float]:
+    """Return the seconds of the two parts of a visit: medians, the first visit left out."""
+    measured: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while len(measured) < 2 or (len(measured) <= REPEATS and time.perf_counter() - began < ENOUGH):
+        moments = [clock()]
+        for _ in visit():
+            backend.synchronize()
+            moments.append(clock())
+        measured.append((moments[1] - moments[0], moments[2] - moments[1]))
+    first, second = zip(*measured[1:], strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+def median_seconds(work: Callable[[], object], backend: Backend, clock: Clock = time.perf_counter) -> float:
+    """Return the median of a few runs, the first left out."""
+    measured: list[float] = []
+    began = time.perf_counter()
+    while len(measured) < 2 or (len(measured) <= REPEATS and time.perf_counter() - began < ENOUGH):
+        start = clock()
+        work()
+        backend.synchronize()
+        measured.append(clock() - start)
+    return statistics.median(measured[1:])
+
+
+def made_up(tensor: Tensor) -> Tensor:
+    """Fill a tensor with small numbers: zeros, subnormals and overflows compute at another speed."""
+    if tensor.is_floating_point():
+        few = torch.randn(min(PERIOD, tensor.numel())).mul_(0.02)
+        flat = tensor.detach().view(-1)
+        for start in range(0, flat.numel(), PERIOD):
+            part = flat[start : start + PERIOD]
+            part.copy_(few[: part.numel()])
+    elif not tensor.is_meta:
+        tensor.detach().zero_()
+    return tensor
+
+
+FREE_PART = 4  # what lies outside the layers is made up only if it takes less than this part of free memory
+
+
+def probe(
+    blueprint: Blueprint,
+    workload: Workload,
+    config: LemaConfig,
+    shape: StepShape,
+    backend: Backend,
+    clock: Clock = time.perf_counter,
+) -> tuple[Machine, Timings]:
+    """Measure this machine with one micro-batch of a run.
+
+    Args:
+        blueprint: the model, its adapter on the backend's device.
+        workload: what a micro-batch costs.
+        config: of the run.
+        shape: of its steps.
+        backend: the device.
+        clock: seconds, by which computing is timed; reading and copying are by those that pass.
+    """
+    split = Split(blueprint.model, backend, parallel=blueprint.parallel)
+    speeds = _speeds(blueprint.layers, backend)
+    largest = max(blueprint.layers, key=lambda layer: layer.nbytes)
+    total, host = backend.memory().total, psutil.virtual_memory().total
+    dtype = blueprint.model.dtype
+    rate = _matmul(largest, shape.micro_batch.tokens, dtype, backend)
+    timings = _Timer(blueprint, config, shape, backend, split, clock).timings(workload, rate)
+    half = dtype.itemsize < 4
+    return Machine(backend.name, total, host, speeds, rate if half else math.nan, math.nan if half else rate), timings
+
+
+def calibrate(
+    model: PreTrainedModel,
+    layers: Sequence[LayerBytes],
+    workload: Workload,
+    shape: StepShape,
+    backend: Backend,
+) -> tuple[Speeds, Timings]:
+    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is.
+
+    Args:
+        model: adapters attached; the decoder layers' weights on `meta`.
+        layers: its decoder layers as bytes.
+        workload: what a micro-batch costs.
+        shape: of a step.
+        backend: the device.
+    """
+    state, training = backend.rng_state(), model.training
+    with torch.random.fork_rng(devices=[]):
+        speeds = _speeds(layers, backend)
+        split = Split(model, backend)
+        firsts, calls, like = calls_of(split, layers, shape.micro_batch)
+        model.train()
+        hidden = with_values(like, backend)
+        found = [
+            layer_seconds(split, layers, index, call, hidden, backend)
+            for index, call in zip(firsts, calls, strict=True)
+        ]
+    model.train(training)
+    backend.set_rng_state(state)
+    rate = max(work.forward / max(one.forward, 1e-9) for work, one in zip(workload.works, found, strict=True))
+    return speeds, _timings(found, workload.head.flops / max(rate, 1.0))
+
+
+def process_bytes() -> int:
+    """Return the memory that this process takes for itself: interpreter, libraries, module objects."""
+    gc.collect()
+    status = Path("/proc/self/status")
+    if not status.exists():
+        resident: int = psutil.Process().memory_info().rss
+        return resident
+    anonymous = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
+    return int(anonymous.split()[1]) * 1024
+
+
+def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> Speeds:
+    """Return the speeds of the disk that the layers are on, and of the link to the device."""
+    largest = max(layers, key=lambda layer: layer.nbytes)
+    return Speeds(_disk(layers, backend), math.inf if backend.memory().shared else _link(largest, backend))
+
+
+def _disk(layers: Sequence[LayerBytes], backend: Backend) -> float:
+    """Return how fast the reader reads layers, some at a time, in bytes per second."""
+    reader, under_way = LayerReader(), deque[Ticket]()
+    buffers = deque(backend.host_buffer(max(layer.nbytes for layer in layers)) for _ in range(3))
+    began, number = time.perf_counter(), 0
+    while time.perf_counter() - began < ENOUGH or len(under_way):
+        if len(under_way) == len(buffers) or time.perf_counter() - began >= ENOUGH:
+            under_way.popleft().wait()
+        else:
+            under_way.append(reader.submit(layers[number % len(layers)], buffers[0]))
+            buffers.rotate(-1)
+            number += 1
+    speed = reader.bytes_read / (time.perf_counter() - began)
+    reader.close()
+    return speed
+
+
+def _link(layer: LayerBytes, backend: Backend) -> float:
+    """Return how fast a layer is copied to the device, in bytes per second."""
+    buffer, slots = backend.host_buffer(layer.nbytes), backend.device_slots(layer.nbytes, 1)
+
+    def copy() -> None:
+        upload = slots.upload(buffer)
+        upload.wait()
+        upload.release()
+
+    return layer.nbytes / median_seconds(copy, backend)
+
+
+def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend) -> float:
+    """Return the operations per second of multiplying a micro-batch by the layer's largest matrix."""
+    placed = (*layer.tensors, *(expansion.placed for expansion in layer.expansions))
+    shapes = [tensor.shape[-2:] for tensor in placed if len(tensor.shape) > 1]
+    rows, columns = max(shapes, key=lambda shape: shape.numel(), default=torch.Size((1024, 1024)))
+    states = made_up(torch.empty(tokens, columns, dtype=dtype, device=backend.device))
+    weight = made_up(torch.empty(rows, columns, dtype=dtype, device=backend.device))
+    return 2 * tokens * rows * columns / median_seconds(lambda: states @ weight.t(), backend)
+
+
+class _Timer:
+    """Times the parts of a step."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        config: LemaConfig,
+        shape: StepShape,
+        backend: Backend,
+        split: Split,
+        clock: Clock,
+    ) -> None:
+        self.blueprint, self.config, self.shape, self.backend, self.split = blueprint, config, shape, backend, split
+        self.clock = clock
+
+    def timings(self, workload: Workload, rate: float) -> Timings:
+        blueprint = self.blueprint
+        names = () if blueprint.trained is None else blueprint.trained.names
+        firsts, calls, like = calls_of(self.split, blueprint.layers, self.shape.micro_batch, names)
+        blueprint.model.train()
+        hidden = with_values(like, self.backend)
+        (entered,) = self.split.enter([hidden])
+        for index in firsts:
+            for parameter in self.split.layers[index].parameters():
+                if not parameter.is_meta:  # the adapter's, which has memory and no values yet
+                    made_up(parameter)
+        found = [
+            layer_seconds(
+                self.split,
+                blueprint.layers,
+                index,
+                call,
+                entered,
+                self.backend,
+                self.clock,
+                names[index] if names else (),
+            )
+            for index, call in zip(firsts, calls, strict=True)
+        ]
+        return _timings(found, *self._ends(workload, hidden, rate), self._optimizer(firsts))
+
+    def _ends(self, workload: Workload, hidden: Tensor, rate: float) -> tuple[float, float]:
+        """Return the seconds of the head with the loss, and of what comes before the layers; of a model whose ends are
+        too large to be made up, what the head's operations take."""
+        if self.blueprint.outside_bytes > psutil.virtual_memory().available / FREE_PART:
+            return workload.head.flops / rate, 0.0
+        batch = self.shape.micro_batch
+        tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)
+        with _made_up_outside(self.blueprint.model, self.split, self.backend):
+            chunks = LossChunks(self.split.head, [tokens], self.config.loss_chunk_tokens)
+            head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), self.backend, self.clock)
+            prelude = median_seconds(lambda: self.split.prelude({"input_ids": tokens}, {}), self.backend, self.clock)
+        return head, prelude
+
+    def _optimizer(self, firsts: Sequence[int]) -> float:
+        """Return the seconds of the optimizer's step, from that over the adapters of one layer of each kind."""
+        trained = self.blueprint.trained
+        if trained is not None:  # in host memory, in fp32
+            parameters = [nn.Parameter(made_up(torch.empty(max(trained.layers[index].count, 1)))) for index in firsts]
+        else:
+            parameters = [one for index in firsts for one in self.split.layers[index].parameters() if one.requires_grad]
+        if not parameters:
+            return 0.0
+        optimizer = make_optimizer(parameters, self.config)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        seconds = median_seconds(optimizer.step, self.backend, self.clock)
+        for parameter in parameters:
+            parameter.grad = None
+        return seconds * self.blueprint.adapter_parameters / sum(parameter.numel() for parameter in parameters)
+
+
+def _timings(found: Sequence[LayerSeconds], head: float, prelude: float = 0.0, optimizer: float = 0.0) -> Timings:
+    return Timings(
+        tuple(one.forward for one in found),
+        tuple(one.recompute for one in found),
+        tuple(one.backward for one in found),
+        head,
+        tuple(one.expand for one in found),
+        prelude,
+        optimizer,
+    )
+
+
+@contextmanager
+def _made_up_outside(model: nn.Module, split: Split, backend: Backend) -> Iterator[None]:
+    """Give what lies outside the layers values and memory for the length of a `with` block."""
+    inside = {id(parameter) for parameter in split.layers.parameters()}
+    owned = [(module, dict(module._parameters)) for module in model.modules()]
+    made: dict[int, nn.Parameter] = {}
+    try:
+        for module, parameters in owned:
+            for name, parameter in parameters.items():
+                if parameter is not None and parameter.is_meta and id(parameter) not in inside:
+                    if id(parameter) not in made:
+                        real = torch.empty(parameter.shape, dtype=parameter.dtype, device=backend.device)
+                        made[id(parameter)] = nn.Parameter(made_up(real), requires_grad=False)
+                    module._parameters[name] = made[id(parameter)]
+        yield
+    finally:
+        for module, parameters in owned:
+            module._parameters.update(parameters)

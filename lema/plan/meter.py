@@ -1,0 +1,143 @@
+"""Counts what a computation costs while it runs on tensors without values: bytes alive at once, and FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+__all__ = ["Tally"]
+
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+PICKS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
+
+
+class Tally(TorchDispatchMode):
+    """Counts the bytes of what is made in the `with` block and still alive, and the floating-point operations.
+
+    Views count once, with what they are views of. What existed before is given to `leave_out`: it, and views of it, are
+    not counted. Neither is what is picked out of it by index, as stand-ins for experts' weights are: an implementation
+    that computes with values in hand copies no weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's is
+        self.flops = 0
+        self.peak = 0
+        self._saved: set[int] = set()
+        self._steps: list[_Step] = []
+        self._steps_to_saved = 0
+        self._numbered: list[StorageWeakRef] = []  # whose numbers nothing else may get while they tell steps apart
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._left_out: dict[int, Tensor] = {}
+
+    @property
+    def live(self) -> int:
+        """Bytes made here and alive now."""
+        self._forget_freed()
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+    def leave_out(self, tensors: Iterable[Any]) -> None:
+        """Count none of these."""
+        self._left_out.update({_storage(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one that was made here."""
+        return _storage(tensor) not in self._left_out
+
+    def save(self, tensor: Tensor) -> None:
+        """Take note that the backward needs a tensor."""
+        self._saved.add(_storage(tensor))
+        self._steps_to_saved = len(self._steps)
+
+    def flops_to_saved(self) -> int:
+        """Return the operations that make what was saved: all as far as the last of it, but for matrix products that
+        reach none of it."""
+        wanted, flops = set(self._saved), 0
+        for step in reversed(self._steps[: self._steps_to_saved]):
+            if step.made & wanted or not step.product:
+                wanted |= step.given
+                flops += step.flops
+        return flops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        run = _grouped if func is aten._grouped_mm.default else func
+        result = run(*args, **kwargs)
+        formula = FORMULAS.get(func._overloadpacket)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        self.flops += flops
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        if func in PICKS and not self.counts(args[0]):
+            self.leave_out(made)
+        for tensor in made:
+            if self.counts(tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._numbered.append(self._alive[storage._cdata][0])
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        product = func._overloadpacket in PRODUCTS or formula is None
+        self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _forget_freed(self) -> None:
+        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
+            del self._alive[key]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation; `product`: a matrix product, or what is nothing beside one."""
+
+    flops: int
+    product: bool
+    given: frozenset[int]
+    made: frozenset[int]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _grouped(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return what `torch._grouped_mm` would; its own rule for shapes refuses dtypes that its kernel takes."""
+    if first.dim() == 2 and second.dim() == 2:
+        assert offs is not None
+        return first.new_empty(len(offs), first.shape[0], second.shape[1])
+    if first.dim() == 2 or second.dim() == 2:
+        return first.new_empty(first.shape[-2], second.shape[-1])
+    return first.new_empty(first.shape[0], first.shape[1], second.shape[2])
+
+
+def _grouped_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
+    if first.dim() == 2:
+        return int(2 * first.numel() * second.shape[-1])
+    return int(2 * first.shape[-2] * second.numel())
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    # What torch's own table leaves out.
+    aten._grouped_mm: _grouped_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

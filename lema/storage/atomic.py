@@ -1,0 +1,321 @@
+"""Directories that are there whole or not at all, wherever a kill or a power cut comes.
+
+A directory is filled under a name of its own (`.NAME.<token>.part`), flushed to disk, given a manifest, read back and
+compared with it; then it takes its name, and the directory above is flushed. One of that name that was there steps
+aside (`.old`) for that moment, and is put back by `sweep` where a kill came in it. What is deleted is called `.gone`
+first, so that half a directory never bears the name of a whole one. Each is locked (`flock`) by the process that works
+on it; what can be locked has been left by a kill.
+
+A file being written lies under a name of its own, locked, until it is complete; what a kill leaves is swept later.
+
+The lock goes with the process that holds it. So a partial file that can be locked has no writer any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lema.errors import AdapterError, ConfigError, DiskError
+from lema.storage.diskspace import disk_error
+from lema.storage.manifest import check_manifest, write_manifest
+
+__all__ = ["appearing", "commit", "discard", "free_directory", "open_partial", "replace_file", "sweep"]
+
+
+READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EISDIR}
+PART, OLD, GONE = "part", "old", "gone"
+LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
+
+
+def commit(directory: Path, fill: Callable[[Path], None]) -> None:
+    """Have a directory appear under its name, complete; one that is there already is replaced.
+
+    Args:
+        directory: its name; the directories above are made where they do not exist.
+        fill: writes all that is in it, but for the manifest, into the directory it is given.
+
+    Raises:
+        OSError: it could not be written; what was there before is untouched, and nothing is left behind.
+        DiskError: it does not read back as it was written; likewise.
+        Exception: whatever `fill` raises; likewise.
+    """
+    _make(directory.parent)
+    sweep(directory.parent, directory.name)
+    with _begun(directory) as part:
+        fill(part)
+        _settle(part)
+        write_manifest(part)
+        _flush(part)
+        try:
+            check_manifest(part)
+        except AdapterError as error:
+            raise DiskError(
+                f"what was written does not read back as it was written: {error.what}",
+                where=error.where.replace(part.name, directory.name),
+                how="look after the disk; what was saved before is untouched",
+            ) from error
+        _rename(part, directory)
+        _flush(directory.parent)
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory; half of it never bears its name.
+
+    Raises:
+        OSError: it could not be deleted.
+    """
+    with _locked(directory):
+        gone = _aside(directory, GONE)
+        directory.rename(gone)
+        shutil.rmtree(gone)
+
+
+def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None:
+    """Remove what killed runs have left beside directories, and put back what they had moved aside.
+
+    Args:
+        parent: where they are; it need not exist.
+        name: of a directory; None: there is none besides the checkpoints, which are always swept.
+        alone: nothing else writes there, even where directories cannot be locked.
+    """
+    with suppress(OSError):  # what cannot be listed is not ours to clear
+        for left in sorted(parent.iterdir()):
+            found = LEFT.fullmatch(left.name)
+            if found is None or left.is_symlink() or not left.is_dir():
+                continue
+            if found["name"] == name or re.fullmatch(r"checkpoint-\d+", found["name"]):
+                _clear(left, parent / found["name"], found["kind"], alone=alone)
+
+
+def _clear(left: Path, directory: Path, kind: str, *, alone: bool) -> None:
+    with suppress(OSError):  # what another process has cleared meanwhile, or owns, is not ours to touch
+        descriptor = os.open(left, READ)
+        try:
+            if not (_lock(descriptor, wait=False) or alone):
+                return
+            if kind == OLD and not directory.exists():
+                left.rename(directory)
+                return
+            shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _begun(directory: Path) -> Iterator[Path]:
+    """Give an empty directory to write into, locked; it goes at the end, unless it has got another name."""
+    part, descriptor = _begin(directory)
+    try:
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _begin(directory: Path) -> tuple[Path, int]:
+    while True:
+        part = _aside(directory, PART)
+        part.mkdir()
+        with suppress(FileNotFoundError):  # another process may sweep it between its making and its locking
+            descriptor = os.open(part, READ)
+            _lock(descriptor, wait=True)
+            if part.exists():
+                return part, descriptor
+            os.close(descriptor)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, where the file system has any."""
+    descriptor = os.open(directory, READ)
+    try:
+        _lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Take the lock of a directory; False: there are none here, or, where nobody waits, another process has it.
+
+    A network's file system may lock files and no directories.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in NO_LOCKS and error.errno != errno.EWOULDBLOCK:
+            raise
+        return False
+    return True
+
+
+def _rename(part: Path, directory: Path) -> None:
+    """Give a directory its name; one that is there already steps aside until then."""
+    if not directory.exists():
+        part.rename(directory)
+        return
+    with _locked(directory):
+        old = _aside(directory, OLD)
+        directory.rename(old)
+        try:
+            part.rename(directory)
+        except OSError:
+            old.rename(directory)
+            raise
+        with suppress(OSError):  # the new one is there; what is left of the old one is swept later
+            shutil.rmtree(old.rename(_aside(directory, GONE)))
+
+
+def _settle(part: Path) -> None:
+    """Flush a directory, and give its files the permissions that any new file would have."""
+    for folder, folders, files in os.walk(part, topdown=False):
+        mode = Path(folder).stat().st_mode & 0o666  # of a directory just made: what the umask lets through
+        for name in files:
+            path = Path(folder, name)
+            path.chmod(mode)
+            _flush(path)
+        del folders
+        _flush(Path(folder))
+
+
+def _make(directory: Path) -> None:
+    """Make a directory and those above it, each on disk in the one it lies in."""
+    if not directory.exists():
+        _make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _flush(directory.parent)
+
+
+def _flush(path: Path) -> None:
+    """Have a file or directory on disk, and, of a file, let what is read of it next come from there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(directory: Path, kind: str) -> Path:
+    return directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def open_partial(file: Path) -> tuple[int, Path]:
+    """Make a new file that is to become `file`, and remove those that killed runs meant to become it.
+
+    Returns:
+        Its descriptor, open for reading and writing, and its name, to be renamed to `file` or removed.
+
+    Raises:
+        OSError: it could not be made.
+    """
+    for left in _partials(file):
+        _remove_if_abandoned(left)
+    while True:
+        partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+        # 0o666 and not mkstemp's 0o600: the file gets the permissions the umask gives any other.
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _lock_file(descriptor, wait=True)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, partial
+        os.close(descriptor)  # another run swept it between its making and its locking
+
+
+def _partials(file: Path) -> Iterator[Path]:
+    pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}\.partial")
+    with suppress(FileNotFoundError):
+        yield from (other for other in sorted(file.parent.iterdir()) if pattern.fullmatch(other.name))
+
+
+def _remove_if_abandoned(partial: Path) -> None:
+    # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
+    with suppress(OSError):
+        descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if _lock_file(descriptor, wait=False):
+                partial.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _lock_file(descriptor: int, wait: bool) -> bool:
+    """Take the lock of a file; False: another has it, or this file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        return False
+    return True
+
+
+def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
+    """Return where a model may be written.
+
+    Raises:
+        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
+    """
+    if max_shard_size < 1:
+        raise ConfigError(
+            f"a file cannot hold {max_shard_size} bytes", where="max_shard_size", how="give a size such as 5GB"
+        )
+    out = Path(out_dir).resolve()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError("the place for the model is taken", where=str(out), how="name a new or an empty directory")
+    return out
+
+
+@contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """Give a sibling to write into, which takes the name of `directory` at the end; on failure it goes."""
+    partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _flush_all(*partial.iterdir(), partial)  # what has its name is on disk
+        partial.replace(directory)
+        _flush_all(directory.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise disk_error(error, directory) from error
+        raise
+
+
+def _flush_all(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Write a small file in one step: it is there whole, or as it was.
+
+    Raises:
+        DiskError: it could not be written.
+    """
+    try:
+        descriptor, partial = open_partial(file)
+    except OSError as error:
+        raise disk_error(error, file) from error
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            partial.replace(file)  # before it is closed: what is not locked may be swept
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise disk_error(error, file) from error

@@ -1,0 +1,170 @@
+"""Writes one file in whole blocks from threads of its own, past the page cache where the file system allows it.
+
+Through the page cache every byte costs a copy and a page, and a flush at the end for which everything waits. Here bytes
+go to the disk while the next are being made, and nothing that other programs keep in the cache is pushed out.
+"""
+
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+__all__ = ["BLOCK", "CHUNK_BYTES", "NUM_CHUNKS", "BlockFile", "reserve"]
+
+
+BLOCK = 4096  # a write past the page cache must begin and end on a block, in the file and in memory
+CHUNK_BYTES = 8 << 20  # of one write: large enough for any disk
+NUM_CHUNKS = 4  # one being filled, two being written, one waiting
+THREADS = 2  # writes under way: a disk is idle between them otherwise
+
+
+class BlockFile:
+    """A file of known size, filled through views of memory that are written behind the caller's back.
+
+    The views may be asked for in any order of offsets, but no byte twice. A write that fails is raised by a later call.
+
+    Args:
+        descriptor: of the file, open for reading and writing; it stays open.
+        path: its name, to open it a second time past the page cache.
+        size: of the file when it is complete; the space is taken at once, so a full disk is noticed before the work.
+
+    Raises:
+        OSError: the disk is full or failing; so do all methods but `close`.
+    """
+
+    def __init__(self, descriptor: int, path: Path, size: int) -> None:
+        self._plain, self._size = descriptor, size
+        reserve(descriptor, size)
+        self._direct = _open_direct(path)
+        self._direct_works = self._direct is not None
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-write")
+        self._pending: deque[tuple[Future[None], memoryview | None]] = deque()
+        self._memory: memoryview | None = None  # of the chunk being filled
+        self._num_chunks = 0
+        self._base = self._begin = self._end = 0  # of the chunk: where it starts, and what of it is filled
+        self._edges: dict[int, tuple[memoryview, int]] = {}  # blocks filled in part, and how many of their bytes are
+
+    def views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield memory for the bytes from `offset` on; what is in it when the next is asked for is what is written."""
+        end = offset + nbytes
+        while offset < end:
+            memory = self._at(offset)
+            stop = min(end, self._base + CHUNK_BYTES)
+            yield memory[offset - self._base : stop - self._base]
+            offset = self._end = stop
+            if stop == self._base + CHUNK_BYTES:
+                self._send()
+
+    def finish(self) -> None:
+        """Block until every byte is on the disk."""
+        self._send()
+        assert not self._edges, f"bytes in {len(self._edges)} blocks were never given"
+        while self._pending:
+            self._pending.popleft()[0].result()
+        os.ftruncate(self._plain, self._size)  # the last block was padded
+        os.fsync(self._plain)
+
+    def close(self) -> None:
+        """Wait for the writes under way, drop those that have not begun."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct, self._direct_works = None, False
+
+    def _at(self, offset: int) -> memoryview:
+        """Return the memory of the chunk whose next byte is the one at `offset`."""
+        if self._memory is None or offset != self._end:
+            self._send()
+            self._memory = self._free()
+            self._base = offset // CHUNK_BYTES * CHUNK_BYTES
+            self._begin = self._end = offset
+        return self._memory
+
+    def _free(self) -> memoryview:
+        if self._num_chunks < NUM_CHUNKS:
+            self._num_chunks += 1
+            return _pages(CHUNK_BYTES)
+        while True:
+            written, memory = self._pending.popleft()
+            written.result()
+            if memory is not None:
+                return memory
+
+    def _send(self) -> None:
+        """Hand what is filled of the chunk to the writers: whole blocks at once, the others when they are whole."""
+        if self._memory is None:
+            return
+        memory, begin, end = self._memory, self._begin, self._end
+        first, last = -(-begin // BLOCK) * BLOCK, end // BLOCK * BLOCK
+        if begin < first:
+            self._add_to_block(memory, begin, min(first, end))
+        if end > max(last, begin) and last >= first:
+            self._add_to_block(memory, last, end)
+        if first < last:
+            self._submit(memory[first - self._base : last - self._base], first, memory)
+        else:
+            self._submit(memory[:0], 0, memory)  # nothing to write; the memory comes back all the same
+        self._memory = None
+
+    def _add_to_block(self, memory: memoryview, begin: int, end: int) -> None:
+        """Keep the bytes of a block that is not filled yet; write it when it is."""
+        block = begin // BLOCK
+        kept, filled = self._edges.pop(block) if block in self._edges else (_pages(BLOCK), 0)
+        start = begin - block * BLOCK
+        kept[start : start + end - begin] = memory[begin - self._base : end - self._base]
+        filled += end - begin
+        if filled == min(BLOCK, self._size - block * BLOCK):
+            self._submit(kept, block * BLOCK, None)
+        else:
+            self._edges[block] = kept, filled
+
+    def _submit(self, view: memoryview, offset: int, memory: memoryview | None) -> None:
+        self._pending.append((self._pool.submit(self._write, view, offset), memory))
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        if self._direct is not None and self._direct_works:
+            try:
+                _write_all(self._direct, view, offset)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct_works = False  # this file system refuses after all
+        _write_all(self._plain, view, offset)
+
+
+def _open_direct(path: Path) -> int | None:
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct writes
+            raise
+        return None
+
+
+def reserve(descriptor: int, size: int, start: int = 0) -> None:
+    """Give a file its size, and take the space from `start` on at once; the bytes then lie together, too."""
+    os.ftruncate(descriptor, size)
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    try:
+        os.posix_fallocate(descriptor, start, size - start)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise  # the others say that this file system cannot reserve; then writing finds out
+
+
+def _pages(nbytes: int) -> memoryview:
+    """Zeroed memory that begins on a page."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count

@@ -1,0 +1,96 @@
+"""Room on the disk: whether what is to be written fits, and whether what failed, failed for want of room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from pathlib import Path
+
+from lema.errors import DiskError, DiskFull, Stopped
+
+__all__ = ["check_room", "disk_error", "free_bytes", "is_full", "not_written", "say_passed_over", "unsaved"]
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
+MORE_ROOM = "free some space, or choose an output_dir on another disk; what was saved before is untouched"
+
+
+def free_bytes(place: Path) -> int | None:
+    """Return how many bytes an ordinary user may still write at a place, which need not exist yet; None: unknown."""
+    for directory in (place, *place.absolute().parents):
+        try:
+            found = os.statvfs(directory)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize if found.f_blocks else None  # some file systems do not say
+    return None
+
+
+def check_room(place: Path, nbytes: int, what: str) -> None:
+    """Make sure that a place has room for what is about to be written, before any of it is.
+
+    Args:
+        place: a directory, or where one is to be.
+        nbytes: of the tensors.
+        what: they are of, for the error.
+
+    Raises:
+        DiskFull: it has not.
+    """
+    needed, free = nbytes + nbytes // 64 + MARGIN, free_bytes(place)
+    if free is not None and free < needed:
+        raise DiskFull(
+            f"the disk is too full for {what}: {needed:,} bytes are needed, and {free:,} are free",
+            where=str(place),
+            how=MORE_ROOM,
+        )
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error came of a disk, or a quota, that was full; safetensors says so in words alone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, DiskFull) or (isinstance(seen, OSError) and seen.errno in FULL):
+            return True
+        if any(f"(os error {number})" in str(seen) for number in FULL):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def not_written(what: str, error: BaseException, where: Path) -> DiskError:
+    """Return what to raise where something could not be written: `DiskFull`, where that is why.
+
+    Args:
+        what: could not be written, and why.
+        error: what writing it raised.
+        where: it was to be.
+    """
+    kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, "see whether the place may be written to")
+    return kind(what, where=str(where), how=how)
+
+
+def say_passed_over(error: DiskFull, after: str) -> None:
+    """Warn that a checkpoint is not written for want of room, and that the run goes on; `after` says after what."""
+    warnings.warn(
+        f"no checkpoint after {after}: {error.what} ({error.where}). The run goes on, those before are as they were, "
+        "and the next is tried when it is due; free some space before the run ends",
+        stacklevel=3,
+    )
+
+
+def unsaved(stopped: Stopped, error: DiskFull) -> DiskFull:
+    """Return the error of a run that was stopped, and had no room for its checkpoint; raise it `from stopped`."""
+    return DiskFull(f"{stopped.what}, which is not saved: {error.what}", where=error.where, how=error.how)
+
+
+def disk_error(error: OSError, file: Path) -> DiskError:
+    """Say what an `OSError` met while reading or writing `file` means, and how to mend it."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    what = f"the disk is full: {file.name} could not be written" if full else f"{file.name}: {error.strerror or error}"
+    how = "free space, or choose another place" if full else "check that the place exists and may be written"
+    return (DiskFull if full else DiskError)(what, where=str(file), how=how)

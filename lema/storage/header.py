@@ -1,0 +1,163 @@
+"""One safetensors header, read and distrusted: lengths, dtypes, shapes and offsets are checked before they are used.
+
+Model files come from strangers. What passes here gives every byte of the data section to exactly one tensor, as
+https://github.com/huggingface/safetensors#format demands, and no tensor a byte outside its file.
+"""
+
+import json
+import stat
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lema.errors import WeightsError
+
+__all__ = [
+    "DTYPE_BITS",
+    "MAX_HEADER_BYTES",
+    "TensorRecord",
+    "damaged",
+    "open_regular",
+    "parse_json",
+    "read_header",
+    "regular_size",
+]
+
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor on disk: `nbytes` bytes at the absolute `offset` of `file`, C-contiguous, little-endian."""
+
+    name: str
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
+    """The metadata and the tensors of one safetensors file, these in the order of their bytes.
+
+    Raises:
+        WeightsError: the file is missing, not a regular file, truncated, or its header is not sound.
+    """
+    size = regular_size(file)
+    with open_regular(file) as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise damaged(file, f"it is {size} bytes long, too short for a safetensors header")
+        length = int.from_bytes(prefix, "little")
+        if length > MAX_HEADER_BYTES:
+            raise damaged(file, f"its header claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed")
+        if 8 + length > size:
+            raise damaged(file, f"its header claims {length} bytes but the file has only {size}")
+        raw = stream.read(length)
+    header = parse_json(file, raw)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged(file, "__metadata__ is not a map of strings")
+    data_start, data_size = 8 + length, size - 8 - length
+    records = sorted(
+        (_record(file, name, entry, data_start) for name, entry in header.items()), key=lambda r: (r.offset, r.nbytes)
+    )
+    _check_coverage(file, records, data_start, data_size)
+    return metadata, {record.name: record for record in records}
+
+
+def _record(file: Path, name: str, entry: Any, data_start: int) -> TensorRecord:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise damaged(file, f"the entry of tensor {name!r} is not dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise damaged(file, f"tensor {name!r} has the unknown dtype {dtype!r}")
+    if not _are_sizes(shape):
+        raise damaged(file, f"tensor {name!r} has the shape {shape!r}, which is not a list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise damaged(file, f"tensor {name!r} has the data_offsets {offsets!r}, which are not [begin, end]")
+    nbytes, bits = offsets[1] - offsets[0], prod(shape) * DTYPE_BITS[dtype]
+    if nbytes * 8 != bits:
+        raise damaged(
+            file, f"tensor {name!r} ({dtype} {shape}) needs {-(-bits // 8)} bytes but its offsets give {nbytes}"
+        )
+    return TensorRecord(name, file, data_start + offsets[0], nbytes, dtype, tuple(shape))
+
+
+def _are_sizes(value: Any) -> bool:
+    # type(), not isinstance(): JSON's true is an int to Python.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _check_coverage(file: Path, records: list[TensorRecord], data_start: int, data_size: int) -> None:
+    """Every byte of the data section belongs to exactly one tensor, as the format demands."""
+    position = data_start
+    for record in records:
+        if record.offset + record.nbytes > data_start + data_size:
+            missing = record.offset + record.nbytes - data_start - data_size
+            raise damaged(file, f"it is truncated: tensor {record.name!r} ends {missing} bytes past its end")
+        if record.offset != position:
+            fault = "overlaps the tensor before it" if record.offset < position else "leaves a gap before it"
+            raise damaged(file, f"tensor {record.name!r} {fault}")
+        position += record.nbytes
+    if position != data_start + data_size:
+        raise damaged(file, f"{data_start + data_size - position} bytes at its end belong to no tensor")
+
+
+def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`, which came from `file`; a name given twice is an error, not the last one's victory."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) != len(pairs):
+            twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise damaged(file, f"its JSON gives {', '.join(map(repr, twice))} twice")
+        return names
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        kind = "is not JSON" if file.name.endswith(".json") else "does not begin with a safetensors header"
+        raise damaged(file, f"it {kind} ({type(error).__name__}: {str(error)[:200]})") from error
+    if not isinstance(parsed, dict):
+        raise damaged(file, "its JSON is not an object")
+    return parsed
+
+
+def regular_size(file: Path) -> int:
+    """Bytes of a file that is there and is neither a pipe nor a device, which could block or never end."""
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise _unopened(file, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise WeightsError(f"{file.name} is not a regular file", where=str(file), how="give a regular file")
+    return status.st_size
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a file whose size was asked before."""
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise _unopened(file, error) from error
+
+
+def _unopened(file: Path, error: OSError) -> WeightsError:
+    what = f"{file.name} cannot be opened ({error.strerror})"
+    return WeightsError(what, where=str(file), how="check the path and its permissions")
+
+
+def damaged(file: Path, what: str) -> WeightsError:
+    """The error that says what is wrong with a file whose bytes cannot be right."""
+    return WeightsError(f"{file.name} is damaged: {what}", where=str(file), how="download or save the file again")

@@ -1,0 +1,152 @@
+"""Turns what the user calls the model (a directory, a file, a hub id) into a local directory with its files.
+
+A hub id is fetched by `huggingface_hub` into its own cache, safetensors and the small files beside them only: no
+pickles, and no code unless the user trusts it. Offline mode, tokens, mirrors and cache location are that library's own
+environment variables.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+from lema.errors import DiskError, WeightsError
+from lema.storage.remotecode import require_commit
+
+__all__ = ["ALLOWED_FILES", "CODE_FILES", "IGNORED_FILES", "own_weights", "resolve_model"]
+
+
+ALLOWED_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+CODE_FILES = ("*.py",)
+
+# A second copy of the same weights, in the layout of the model's makers or of another runtime.
+IGNORED_FILES = ("*/*.safetensors", "consolidated*.safetensors")
+
+
+def resolve_model(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    download: bool = True,
+) -> Path:
+    """Find the local directory of a model, downloading it from the hub if it is a hub id not yet in the cache.
+
+    Whatever exists on disk, or is spelt like a path, is never sent to the hub.
+
+    Args:
+        name_or_path: a model directory; a `.safetensors` file or index in one; or a hub id such as `org/name`.
+        revision: branch, tag or commit on the hub; not used for local models.
+        trust_remote_code: fetch the model's code as well; on the hub it must be pinned by a commit.
+        download: ask the hub for what is not in the cache.
+
+    Raises:
+        ConfigError: code is trusted and `revision` is not a commit.
+        WeightsError: there is no such directory, or the hub does not have the model or does not give it.
+        DiskError: the disk filled up while downloading.
+    """
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        if path.name.endswith((".safetensors", ".json")):
+            return path.parent
+        raise WeightsError(
+            f"{path.name} is not a model",
+            where=str(path),
+            how="give a model directory, a .safetensors file, or a hub id",
+        )
+    if isinstance(name_or_path, os.PathLike) or _looks_local(name):
+        raise WeightsError(f"{name} does not exist", where=str(path.absolute()), how="check the path of the model")
+    if trust_remote_code:
+        require_commit(name, revision)
+    return _download(name, revision, ALLOWED_FILES + (CODE_FILES if trust_remote_code else ()), download)
+
+
+def own_weights(name_or_path: str | os.PathLike[str], directory: Path) -> Path:
+    """Return the weights of a model given as a directory, a hub id, or one file or index in `directory`."""
+    path = Path(name_or_path).expanduser()
+    return path if path.is_file() and path.name != "config.json" else directory
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "~")) or "\\" in name or Path(name).is_absolute() or name.endswith(".safetensors")
+
+
+def _download(name: str, revision: str | None, files: tuple[str, ...], online: bool) -> Path:
+    # Imported here: the command line must not pay for it when the model is local.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = name if revision is None else f"{name} at revision {revision}"
+    try:
+        directory = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(files),
+            ignore_patterns=list(IGNORED_FILES),
+            local_files_only=not online,
+        )
+    except HFValidationError as error:
+        raise WeightsError(
+            f"{name!r} is neither an existing directory nor a hub id",
+            where=where,
+            how="check the path, or give org/name",
+        ) from error
+    except GatedRepoError as error:
+        raise WeightsError(
+            f"the hub gives {name} only to accounts that accepted its terms",
+            where=where,
+            how=f"accept them at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise WeightsError(
+            f"{name!r} is not a local directory, and the hub has no such model (or it is private)",
+            where=where,
+            how="check the spelling; for a private model set HF_TOKEN",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise WeightsError(f"the hub has no such revision of {name}", where=where, how="check the revision") from error
+    except LocalEntryNotFoundError as error:
+        if not online:
+            raise WeightsError(
+                f"{name!r} is neither a local directory nor in the hub cache",
+                where=where,
+                how=f"check the path; or fetch it first: hf download {name}",
+            ) from error
+        cause = error.__cause__
+        reason = f"the hub answered: {cause}" if isinstance(cause, HfHubHTTPError) else "the hub cannot be reached"
+        raise WeightsError(
+            f"{name!r} is not a local directory, is not in the hub cache, and {reason}",
+            where=where,
+            how="check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory",
+        ) from error
+    except HfHubHTTPError as error:
+        raise WeightsError(f"the hub did not give the model: {error}", where=where, how="try again later") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskError(
+                f"the disk is full: {name} could not be downloaded",
+                where=str(error.filename or "hub cache"),
+                how="free space, or set HF_HOME to a larger disk; what was downloaded is kept",
+            ) from error
+        raise WeightsError(f"the hub cannot be reached: {error}", where=where, how="check the connection") from error
+    return _with_weights(Path(directory), where)
+
+
+def _with_weights(directory: Path, where: str) -> Path:
+    if not any(directory.glob("*.safetensors")):
+        raise WeightsError(
+            "there are no .safetensors weights of this model (other formats are pickled and can run code)",
+            where=f"{where}, in {directory}",
+            how="go online if only a part of it was downloaded; if there are none on the hub and you trust it, convert "
+            "it: AutoModelForCausalLM.from_pretrained(ID).save_pretrained(OUT)",
+        )
+    return directory

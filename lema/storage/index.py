@@ -1,0 +1,214 @@
+"""Where every tensor of a model lies on disk: name -> file, offset, dtype, shape (the Global Binary Index).
+
+A model is one safetensors file, or several under the hub's `model.safetensors.index.json`. An index from a stranger may
+name only files of its own directory; the hub cache, whose snapshots are links into blobs, is known and allowed.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lema.errors import WeightsError
+from lema.storage.header import (
+    MAX_HEADER_BYTES,
+    TensorRecord,
+    damaged,
+    open_regular,
+    parse_json,
+    read_header,
+    regular_size,
+)
+
+__all__ = ["INDEX_NAME", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
+
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it
+MARKED = ("true", "yes")  # transformers takes metadata of torchao's files that is JSON, as "true" is, for theirs
+MAX_NAME = 200  # characters; file systems have 255 bytes
+SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
+
+
+class GlobalBinaryIndex(Mapping[str, TensorRecord]):
+    """Every tensor of a model, by name, over all its files; the headers are read and checked, the tensors are not.
+
+    Args:
+        path: a model directory, one `.safetensors` file, or a `.safetensors.index.json`.
+
+    Attributes:
+        root: the directory the files lie in.
+        files: the `.safetensors` files, in the order of their names.
+        records: tensor name -> `TensorRecord`, in file order and, within a file, in the order of the bytes.
+        metadata: file -> the strings its writer left in the header.
+
+    Raises:
+        WeightsError: a file is missing, damaged, not safetensors, or lies outside `root`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        entry = _entry(self.path)
+        self.root = entry.parent
+        weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else None
+        self.files = (entry,) if weight_map is None else _shards(entry, weight_map)
+        self.records: dict[str, TensorRecord] = {}
+        self.metadata: dict[Path, dict[str, str]] = {}
+        for file in self.files:
+            self.metadata[file], records = read_header(file)
+            for name, record in records.items():
+                if (other := self.records.get(name)) is not None:
+                    raise WeightsError(
+                        f"tensor {name!r} is stored twice",
+                        where=f"{other.file} and {file}",
+                        how="delete the shard left over from another download or save",
+                    )
+                self.records[name] = record
+        if weight_map is not None:
+            self._check_promises(entry, weight_map)
+
+    def __getitem__(self, name: str) -> TensorRecord:
+        return self.records[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __repr__(self) -> str:
+        return f"GlobalBinaryIndex({str(self.path)!r}: {len(self)} tensors, {len(self.files)} files, {self.nbytes} B)"
+
+    @property
+    def in_memory_names(self) -> bool:
+        """Whether the files were prepared, so names and shapes are those `transformers` uses in memory."""
+        return all(metadata.get(PREPARED_MARK) in MARKED for metadata in self.metadata.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(record.nbytes for record in self.records.values())
+
+    def _check_promises(self, index: Path, weight_map: dict[str, str]) -> None:
+        broken = [
+            f"{name} (in {file})"
+            for name, file in weight_map.items()
+            if name not in self.records or self.records[name].file.name != file
+        ]
+        if broken:
+            raise WeightsError(
+                f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}",
+                where=str(index),
+                how="download the model again; index and shards come from different saves",
+            )
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    size = regular_size(index)
+    if size > MAX_HEADER_BYTES:
+        raise damaged(index, f"it is {size} bytes long, more than the {MAX_HEADER_BYTES} an index may have")
+    with open_regular(index) as stream:
+        weight_map = parse_json(index, stream.read()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise damaged(index, "it has no weight_map from tensor names to file names")
+    for name, file in weight_map.items():
+        if not _is_name(file):
+            raise WeightsError(
+                f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it",
+                where=f"{index}: weight_map[{name!r}]",
+                how="an index may only name files of its own directory; do not use this model unless you trust it",
+            )
+    return weight_map
+
+
+def _shards(index: Path, weight_map: dict[str, str]) -> tuple[Path, ...]:
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    if missing := [file.name for file in files if not _is_there(file)]:
+        raise WeightsError(
+            f"{len(missing)} files of the model are missing: {', '.join(missing)}",
+            where=str(index),
+            how="download the model again; the copy is not complete",
+        )
+    for file in files:
+        check_inside(file)
+    return tuple(files)
+
+
+def _is_name(file: Any) -> bool:
+    named = isinstance(file, str) and file.endswith(".safetensors") and len(file) <= MAX_NAME
+    return named and not {"/", "\\", "\0"} & set(file)
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except (OSError, ValueError):  # no file can have such a name
+        return False
+
+
+def check_inside(file: Path) -> None:
+    """Refuse a link which leaves the model's directory, but for the hub cache, whose snapshots are links into blobs.
+
+    Raises:
+        WeightsError: the link leads elsewhere.
+    """
+    target, root = file.resolve(), file.parent.resolve()
+    if target.is_relative_to(root):
+        return
+    for snapshot in (root, *root.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+            shared = repository.parent / "blobs"  # one store for all repositories, if the hub library has marked it so
+            stores = [repository / "blobs", *([shared] if (shared / SHARED_BLOBS_MARK).is_file() else [])]
+            if any(target.is_relative_to(store) for store in stores):
+                return
+            break
+    raise WeightsError(
+        f"{file.name} is a link that leaves the model's directory, to {target}",
+        where=str(file),
+        how="copy the file into the directory if you trust it",
+    )
+
+
+def _entry(path: Path) -> Path:
+    """The file to begin with: the single file, or the index of a sharded model."""
+    if path.is_dir():
+        entry = _entry_of_directory(path)
+        check_inside(entry)
+        return entry
+    if path.name.endswith((".safetensors", ".json")) and path.exists():
+        return path
+    if path.exists():
+        raise WeightsError(
+            f"{path.name} is not a safetensors file",
+            where=str(path),
+            how="give a model directory or a .safetensors file",
+        )
+    raise WeightsError(f"{path} does not exist", where=str(path), how="check the path of the model")
+
+
+def _entry_of_directory(directory: Path) -> Path:
+    for name in (SINGLE_NAME, INDEX_NAME):  # in the order transformers looks for them
+        if os.path.lexists(directory / name):
+            return directory / name
+    files = sorted(directory.glob("*.safetensors"))
+    weights = [file for file in files if not file.name.startswith("adapter_")]
+    if len(weights) == 1:
+        return weights[0]
+    if weights:
+        raise WeightsError(
+            f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}",
+            where=str(directory),
+            how=f"add {INDEX_NAME}, or name the one file that holds the model",
+        )
+    if binaries := sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)):
+        raise WeightsError(
+            f"the weights are pickled ({', '.join(binaries)}): such files can run code and cannot be streamed",
+            where=str(directory),
+            how="if you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)",
+        )
+    what = "only adapter weights" if files else "no .safetensors file"
+    raise WeightsError(
+        f"there is {what} in {directory}", where=str(directory), how="give the directory of the base model"
+    )

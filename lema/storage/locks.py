@@ -1,0 +1,148 @@
+"""One run per output directory: a second one would rotate the first one's checkpoints away, and mix their logs.
+
+The lock is the kernel's (`flock`) on a file in that directory. It goes with the process that holds it, so the file of a
+run that was killed locks nothing.
+
+A run's own directory: locked while it runs, and cleared of what killed runs have left in the midst of a save.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from lema.backend import Replicas
+from lema.backend.collectives import first_alone
+from lema.errors import ConfigError, DiskError
+from lema.storage.atomic import sweep
+
+__all__ = ["LOCK", "one_run", "run_lock"]
+
+
+LOCK = ".lock"
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}  # of file systems without them
+
+
+@contextmanager
+def run_lock(output_dir: Path) -> Iterator[bool]:
+    """Have a directory to oneself, in a `with` block; it is given whether there is a lock.
+
+    Where the file system knows none, a warning says so, and the run goes on without.
+
+    Args:
+        output_dir: made where it does not exist.
+
+    Raises:
+        ConfigError: another run writes there; says which process it is.
+        DiskError: the lock's file cannot be written.
+    """
+    file, made = output_dir / LOCK, not output_dir.exists()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = _taken(file)
+    except OSError as error:
+        raise DiskError(
+            f"the output directory cannot be written to: {error.strerror}",
+            where=str(error.filename or output_dir),
+            how="see whether the place exists and may be written to, or choose another output_dir",
+        ) from error
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # the lock goes with the descriptor, whatever becomes of the file
+                file.unlink()
+            os.close(descriptor)
+        if made:
+            with suppress(OSError):  # a run that wrote nothing leaves nothing
+                output_dir.rmdir()
+
+
+def _taken(file: Path) -> int | None:
+    """Return the descriptor of the lock's file, locked; None: there are no locks there."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(descriptor, file):  # else a run that ended meanwhile has taken the file with it
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                return descriptor
+        except OSError as error:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            if error.errno == errno.EWOULDBLOCK:
+                raise ConfigError(
+                    f"another run writes to this directory: {holder}",
+                    where=str(file.parent),
+                    how="wait until it has ended, or choose another output_dir",
+                ) from error
+            with suppress(OSError):
+                file.unlink()
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(f"{file.parent}: no locks on this file system; nothing keeps a second run out", stacklevel=5)
+            return None
+        os.close(descriptor)
+
+
+def _is_still(descriptor: int, file: Path) -> bool:
+    """Whether a descriptor is of the file that has its name now."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    return False
+
+
+def _holder(descriptor: int) -> str:
+    """Say who holds a lock, as its file does."""
+    pid, _, host = os.pread(descriptor, 256, 0).decode(errors="replace").strip().partition(" ")
+    return f"process {pid} on {host}" if pid and host else "it has not said which process it is"
+
+
+# What the save at a run's end, beside its checkpoints, is under until it is whole.
+UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss\.png)\.\d+\.part")
+
+
+@contextmanager
+def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) -> Iterator[None]:
+    """Have a run write alone to a directory, in a `with` block; of several processes the first has its lock.
+
+    Args:
+        replicas: the processes, each of which calls this.
+        output_dir: where the run writes.
+        below: further directories in it that hold checkpoints.
+
+    Raises:
+        ConfigError: another run writes there; in every process.
+        DiskError: it cannot be written to; likewise.
+    """
+    with ExitStack() as stack:
+
+        def enter() -> None:
+            alone = stack.enter_context(run_lock(output_dir))
+            for directory in (output_dir, *below):
+                sweep(directory, alone=alone)
+            if alone:
+                _clear(output_dir)
+
+        first_alone(replicas, enter)
+        yield
+
+
+def _clear(output_dir: Path) -> None:
+    """Remove what a run that was killed while it saved its adapter has left in its directory."""
+    for left in list(output_dir.iterdir()):
+        if UNFINISHED.fullmatch(left.name):
+            with suppress(OSError):  # what another user owns is not ours to touch
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()

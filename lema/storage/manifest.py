@@ -1,0 +1,127 @@
+"""What a directory on disk is made of: the size and the SHA-256 of every file in it, written last.
+
+`manifest.json` is what makes a directory whole: without one it was never finished, and where a file is not as the
+manifest says, it is not what was saved. safetensors itself has no checksum: a flipped bit would load in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from lema.errors import AdapterError
+
+__all__ = ["MANIFEST", "check_manifest", "write_manifest"]
+
+
+MANIFEST = "manifest.json"
+ALGORITHM = "sha256"
+FILES = "files"
+TENSORS = {".safetensors", ".bin"}  # of a file that is read wherever it lies, so that none may be beside the manifest
+ANOTHER = "name another checkpoint, or copy this one again from where it is whole"
+
+
+def write_manifest(directory: Path) -> None:
+    """Write `manifest.json` for the files in a directory, and flush it to disk; call it when they are all written.
+
+    Args:
+        directory: what is in it, folders below it too, is named by its path from here.
+
+    Raises:
+        OSError: a file cannot be read, or the manifest not be written.
+    """
+    found = {name: _facts(directory / name) for name in _names(directory)}
+    text = _text({"algorithm": ALGORITHM, FILES: found})
+    with (directory / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_manifest(directory: Path, spared: Collection[str] = ()) -> None:
+    """Read every file of a directory back, and compare it with what its manifest says.
+
+    Files that the manifest does not name are let be, such as notes of the user's; those with tensors are not.
+
+    Args:
+        directory: of which `write_manifest` wrote a manifest.
+        spared: names of files that may be missing or damaged.
+
+    Raises:
+        AdapterError: there is no manifest, it is damaged, or a file is missing, damaged or too many; names the file.
+    """
+    said = _read(directory)
+    for name, facts in said.items():
+        if name in spared:
+            continue
+        path = directory / name
+        try:
+            size = path.stat().st_size if path.is_file() else None
+            found = _facts(path) if size == facts["size"] else {}
+        except OSError as error:
+            raise _damaged(f"a file cannot be read: {error.strerror}", path) from error
+        if size is None:
+            raise _damaged("a file is missing", path)
+        if size != facts["size"]:
+            raise _damaged(f"a file has {size:,} bytes, and {facts['size']:,} were written", path)
+        if found != facts:
+            raise _damaged("a file is not what was written: its SHA-256 is another", path)
+    for name in _names(directory):
+        if name not in said and Path(name).suffix in TENSORS:
+            raise _damaged("a file with tensors is there that was not written with the others", directory / name)
+
+
+def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Return the size and the hash of each file, as the manifest says."""
+    file = directory / MANIFEST
+    try:
+        there = file.read_bytes()
+        written = json.loads(there)
+    except FileNotFoundError as error:
+        raise _damaged(f"there is no {MANIFEST}: it was never finished, or is of an earlier version", file) from error
+    except OSError as error:
+        raise _damaged(f"the manifest cannot be read: {error.strerror}", file) from error
+    except ValueError as error:
+        raise _damaged(f"the manifest is damaged: {error}", file) from error
+    files = written.get(FILES) if isinstance(written, dict) else None
+    if not isinstance(files, dict) or not files or written.keys() != {"algorithm", FILES}:
+        raise _damaged(f"the manifest is damaged: it names no {FILES}", file)
+    if written["algorithm"] != ALGORITHM:
+        raise _damaged(f"the manifest's hashes are {written['algorithm']!r}, not {ALGORITHM}", file)
+    for name, facts in files.items():
+        if not isinstance(facts, dict) or facts.keys() != {"size", ALGORITHM} or not _inside(name):
+            raise _damaged(f"the manifest is damaged at {name!r}", file)
+        if type(facts["size"]) is not int or not isinstance(facts[ALGORITHM], str):
+            raise _damaged(f"the manifest is damaged at {name!r}", file)
+    if _text(written).encode() != there:  # a last byte may be missing that JSON does not miss
+        raise _damaged("the manifest is not as it was written", file)
+    return files
+
+
+def _text(written: Any) -> str:
+    return json.dumps(written, indent=1) + "\n"
+
+
+def _inside(name: str) -> bool:
+    """Whether a name is a path below the directory, as `write_manifest` writes it."""
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
+def _names(directory: Path) -> list[str]:
+    """Return the files below a directory, but for the manifest itself, by their paths from it."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, ALGORITHM)
+        return {"size": file.tell(), ALGORITHM: digest.hexdigest()}
+
+
+def _damaged(what: str, path: Path) -> AdapterError:
+    return AdapterError(what, where=str(path), how=ANOTHER)

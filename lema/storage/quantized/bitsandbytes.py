@@ -1,0 +1,125 @@
+"""nf4 as bitsandbytes stores it: blocks of 64 weights with a scale each, the scales quantised in blocks themselves.
+
+The format is that of QLoRA (https://arxiv.org/abs/2305.14314); the names are those of `Linear4bit.state_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.storage.quantized.records import PartSpecs, flat_pieces, quiet_import
+
+__all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
+
+
+BLOCK, NESTED_BLOCK = 64, 256
+STATE = "quant_state.bitsandbytes__nf4"
+STATE_BYTES = 256  # filled up with spaces: known before the weights are read, and what follows it is aligned
+
+
+def takes(shape: Sequence[int]) -> bool:
+    """Whether a weight of this shape can be quantised: where blocks do not fill the rows, bitsandbytes 0.50 expands
+    some shapes on a processor as if they did."""
+    return len(shape) == 2 and shape[-1] % BLOCK == 0
+
+
+def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:  # noqa: ARG001
+    """Say what a weight becomes: the dtype and shape of each part. What the library says of it is a part itself."""
+    elements = prod(shape)
+    blocks = -(-elements // BLOCK)
+    parts: PartSpecs = {
+        "": (torch.uint8, ((elements + 1) // 2, 1)),
+        "absmax": (torch.uint8, (blocks,)),
+        "nested_absmax": (torch.float32, (-(-blocks // NESTED_BLOCK),)),
+        "nested_quant_map": (torch.float32, (256,)),
+        "quant_map": (torch.float32, (16,)),
+        STATE: (torch.uint8, (STATE_BYTES,)),
+    }
+    return parts, {}
+
+
+def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Quantise a weight, some blocks at a time; return its parts, and what the library says of it."""
+    functional = quiet_import("bitsandbytes.functional")
+    flat = weight.reshape(-1)
+    done = [functional.quantize_4bit(flat[span], blocksize=BLOCK, quant_type=kind) for span in flat_pieces(flat, BLOCK)]
+    # The library's own way to quantise the scales, which is of all of them together.
+    scales = torch.cat([state.absmax for _, state in done])
+    offset = scales.mean()
+    absmax, nested = functional.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCK)
+    state = functional.QuantState(
+        absmax=absmax,
+        shape=weight.shape,
+        dtype=weight.dtype,
+        blocksize=BLOCK,
+        code=done[0][1].code,
+        quant_type=kind,
+        offset=offset,
+        state2=nested,
+    )
+    parts: dict[str, Tensor] = {"": torch.cat([packed for packed, _ in done]), **state.as_dict(packed=True)}
+    padded = torch.full((STATE_BYTES,), ord(" "), dtype=torch.uint8)
+    padded[: parts[STATE].numel()] = parts[STATE]
+    return parts | {STATE: padded}, {key: value for key, value in state.as_dict().items() if key not in parts}
+
+
+def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
+    """Fill `out` with what the library dequantises the parts to, some blocks at a time."""
+    functional = quiet_import("bitsandbytes.functional")
+    scales, packed, flat = parts["absmax"], parts[""].reshape(-1).view(torch.uint8), out.view(-1)
+    if "nested_absmax" in parts:
+        nested = functional.QuantState(
+            absmax=parts["nested_absmax"],
+            code=parts["nested_quant_map"],
+            blocksize=about["nested_blocksize"],
+            dtype=getattr(torch, about["nested_dtype"]),
+        )
+        scales = (functional.dequantize_blockwise(scales, nested) + about["nested_offset"]).float()
+    block = about["blocksize"]
+    for span in flat_pieces(flat, block):
+        size = span.stop - span.start
+        state = functional.QuantState(
+            absmax=scales[span.start // block : -(-span.stop // block)],
+            shape=torch.Size((1, size)),
+            blocksize=block,
+            quant_type=about["quant_type"],
+            dtype=out.dtype,
+        )
+        piece = packed[span.start // 2 : (span.stop + 1) // 2, None]
+        flat[span].copy_(functional.dequantize_4bit(piece, state).reshape(-1))
+
+
+def part_name(parameter: str, part: str) -> str:
+    """Return what a part is called in a file."""
+    return f"{parameter}.{part}" if part else parameter
+
+
+def metadata(abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:  # noqa: ARG001
+    """Return what the library writes into a file's header: nothing."""
+    return {}
+
+
+def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization_config` by which `transformers` loads what is written.
+
+    Args:
+        kind: "nf4".
+        dtype: what weights expand to.
+        unchanged: the linear modules that are not quantised.
+    """
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=list(unchanged),
+    )
+    made: dict[str, Any] = config.to_dict()
+    return made

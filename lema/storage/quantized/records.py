@@ -1,0 +1,229 @@
+"""A quantised parameter on disk: several tensors, under names of a library's choosing, that expand to one.
+
+The libraries that quantise and expand: imported only when a quantised model is prepared or opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.config.quiet import hushed
+from lema.errors import ConfigError, ModelError, WeightsError
+from lema.storage.header import TensorRecord
+from lema.storage.index import GlobalBinaryIndex
+
+__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import"]
+
+
+QUANT_STATE = ".quant_state.bitsandbytes__"
+FLOATS = ("float32", "float16", "bfloat16")
+LARGEST_STATE = 1 << 16  # bytes of what bitsandbytes writes beside a weight; it needs fewer than 300
+TORCHAO_CLASSES = ("Int8Tensor", "Float8Tensor")
+
+# Of a torchao tensor, what would make its product with an input another than that of what it expands to.
+CHANGES_PRODUCTS = ("act_quant_kwargs", "act_pre_scale")
+
+
+@dataclass(frozen=True)
+class QuantizedRecord:
+    """One parameter that is stored quantised.
+
+    Attributes:
+        name: the parameter's.
+        library: whose format it is: "torchao" or "bitsandbytes".
+        parts: what the library calls each stored tensor -> where it is.
+        shape: of the parameter.
+        about: what the library says of the parameter beside its tensors.
+    """
+
+    name: str
+    library: str
+    parts: Mapping[str, TensorRecord]
+    shape: tuple[int, ...]
+    about: Mapping[str, Any]
+
+    @property
+    def file(self) -> Path:
+        """The file of its first tensor."""
+        return next(iter(self.parts.values())).file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
+Stored = TensorRecord | QuantizedRecord
+
+
+def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
+    """Return every tensor of an index by name, with the tensors of each quantised parameter as one.
+
+    Raises:
+        WeightsError: tensors of a quantised parameter are missing, or what is said of it makes no sense.
+        ModelError: a parameter is quantised in a form that is not expanded here.
+    """
+    found = [*_torchao(index), *_bitsandbytes(index)]
+    parts = {part.name for record in found for part in record.parts.values()}
+    rest: dict[str, Stored] = {name: record for name, record in index.items() if name not in parts}
+    return rest | {record.name: record for record in found}
+
+
+def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
+    """Find the parameters that torchao's flattened state dicts describe in the files' metadata."""
+    described: dict[str, str] = {}
+    for metadata in index.metadata.values():
+        if "tensor_names" in metadata:
+            described |= {
+                name: text for name, text in metadata.items() if "." in name and '"_tensor_data_names"' in text
+            }
+    found = []
+    for name, text in described.items():
+        about = _parsed(text, name, index.path)
+        kind, names, data = about.get("_type"), about.get("_tensor_data_names"), about.get("_data")
+        if not isinstance(names, list) or "qdata" not in names or not isinstance(data, dict):
+            raise _nonsense(name, index.path)
+        changing = [key for key in CHANGES_PRODUCTS if data.get(key) is not None or key in names]
+        if kind not in TORCHAO_CLASSES or changing:
+            raise ModelError(
+                f"the parameter is quantised as torchao's {kind}" + (f" with {changing[0]}" if changing else ""),
+                where=f"{index.path}: {name}",
+                how="use weights that are quantised alone, to int8 or fp8, or the unquantised model",
+            )
+        owner, _, leaf = name.rpartition(".")
+        parts = _collected(index, name, {part: f"{owner}._{leaf}_{part}" for part in names})
+        block, shape = data.get("block_size"), parts["qdata"].shape
+        if block != [1] * (len(shape) - 1) + [*shape[-1:]] or any(
+            part.shape != (*shape[:-1], 1) for what, part in parts.items() if what != "qdata"
+        ):
+            raise ModelError(
+                f"the parameter has blocks of {block}, and only one scale per row is expanded here",
+                where=f"{index.path}: {name}",
+                how="quantise it by row: `lema prepare --quantize` does",
+            )
+        found.append(QuantizedRecord(name, "torchao", parts, shape, about))
+    return found
+
+
+def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
+    """Find the parameters that have one of bitsandbytes' packed quantisation states beside them."""
+    found = []
+    for stored, record in index.items():
+        name, separator, kind = stored.partition(QUANT_STATE)
+        if not separator:
+            continue
+        if record.dtype != "U8" or record.nbytes > LARGEST_STATE:
+            raise _nonsense(name, index.path)
+        with record.file.open("rb") as stream:
+            stream.seek(record.offset)
+            about = _parsed(stream.read(record.nbytes), name, index.path)
+        if about.get("quant_type") != kind or not _are_sizes(about.get("shape")):
+            raise _nonsense(name, index.path)
+        wanted = {"": name, "absmax": f"{name}.absmax", "quant_map": f"{name}.quant_map"}
+        if "nested_offset" in about:
+            wanted |= {part: f"{name}.{part}" for part in ("nested_absmax", "nested_quant_map")}
+        parts = _collected(index, name, wanted | {f"quant_state.bitsandbytes__{kind}": stored})
+        if not _fits(parts, about):
+            raise _nonsense(name, index.path)
+        found.append(QuantizedRecord(name, "bitsandbytes", parts, tuple(about["shape"]), about))
+    return found
+
+
+def _fits(parts: Mapping[str, TensorRecord], about: Mapping[str, Any]) -> bool:
+    """Whether tensors are as long as the library takes them to be: it does not ask, and would read past their ends."""
+    block, nested = about.get("blocksize"), about.get("nested_blocksize", 1)
+    if not _are_sizes([block, nested]) or 0 in (block, nested):
+        return False
+    if "nested_absmax" in parts and not (type(about["nested_offset"]) is float and about.get("nested_dtype") in FLOATS):
+        return False
+    elements = prod(about["shape"])
+    blocks = -(-elements // block)
+    sizes = {"": (elements + 1) // 2, "absmax": blocks * (1 if "nested_absmax" in parts else 4), "quant_map": 16 * 4}
+    if "nested_absmax" in parts:
+        sizes |= {"nested_absmax": -(-blocks // nested) * 4, "nested_quant_map": 256 * 4}
+    return all(parts[part].nbytes == nbytes for part, nbytes in sizes.items())
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _collected(index: GlobalBinaryIndex, name: str, wanted: Mapping[str, str]) -> dict[str, TensorRecord]:
+    if missing := [stored for stored in wanted.values() if stored not in index]:
+        raise WeightsError(
+            f"the quantised parameter {name!r} lacks {', '.join(missing)}",
+            where=str(index.path),
+            how="download or prepare the model again; the copy is not complete",
+        )
+    return {part: index[stored] for part, stored in wanted.items()}
+
+
+def _parsed(text: str | bytes, name: str, where: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except ValueError as error:
+        raise _nonsense(name, where) from error
+    if not isinstance(parsed, dict):
+        raise _nonsense(name, where)
+    return parsed
+
+
+def _nonsense(name: str, where: Path) -> WeightsError:
+    return WeightsError(
+        f"what is stored beside the quantised parameter {name!r} does not say how to expand it",
+        where=str(where),
+        how="download or prepare the model again",
+    )
+
+
+PartSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # part -> dtype, shape
+
+# Both libraries make temporaries of several bytes per weight: of a piece they fit a processor's cache, of a whole
+# weight they would be larger than the layer. A device with thousands of cores wants larger pieces.
+PIECE_ON_HOST, PIECE_ON_DEVICE = 1 << 20, 1 << 24  # weights
+
+
+def quiet_import(module: str) -> Any:
+    """Import a module of one of the libraries.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    try:
+        with hushed():
+            return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise ConfigError(
+            f"the weights are quantised in the format of {library}, which cannot be imported: {error}",
+            where=library,
+            how='pip install "lema[quantize]"',
+        ) from error
+
+
+def pieces(tensor: Tensor) -> Iterator[slice]:
+    """Cut a tensor along its first dimension."""
+    size = max(1, _piece(tensor) * tensor.shape[0] // max(tensor.numel(), 1))
+    return _cut(tensor.shape[0], size)
+
+
+def flat_pieces(tensor: Tensor, block: int) -> Iterator[slice]:
+    """Cut a flat tensor between blocks."""
+    return _cut(tensor.numel(), max(1, _piece(tensor) // block) * block)
+
+
+def _piece(tensor: Tensor) -> int:
+    return PIECE_ON_HOST if tensor.device.type == "cpu" else PIECE_ON_DEVICE
+
+
+def _cut(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -1,0 +1,273 @@
+"""A file without a name, for what does not fit in memory: written behind the caller's back, read ahead of it.
+
+It has no name from the start where the system can do that, and else from the moment it is open, so nothing is left of
+it however the process ends. Bytes go past the page cache where the file system allows it; where it does not, they are
+dropped from the cache as soon as they are on the disk: memory is what the file is there to save.
+
+Which bytes of a file are taken, and which may be used again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lema.backend.hostmemory import mapped
+from lema.backend.trace import NO_TRACE, NoTrace
+from lema.errors import DiskError, ReadError
+from lema.storage.directio import BLOCK, reserve
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Extents", "OffloadFile", "whole_blocks"]
+
+
+THREADS = 2  # transfers under way: a disk is idle between them otherwise
+
+# What a file system says that has no files without a name, or a kernel that knows none.
+NAMELESS_REFUSED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+
+
+def whole_blocks(nbytes: int) -> int:
+    """Return how many bytes the blocks take that hold `nbytes`."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+class OffloadFile:
+    """A file that lives as long as this object. Memory and offsets given to it are whole blocks.
+
+    Args:
+        directory: where it lies; made if need be.
+        what: what it holds, for errors.
+        how: what a user can do about a disk that is full or fails, for errors.
+        trace: records transfers.
+
+    Raises:
+        DiskError: no file can be made there.
+    """
+
+    def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
+        self._where, self._what, self._how, self._trace = str(directory), what, how, trace
+        try:
+            self._descriptor = _open_nameless(directory)
+            self._direct = _set_direct(self._descriptor, True)
+        except OSError as error:
+            raise self._error(DiskError, "no file can be made", error) from error
+        self._close = weakref.finalize(self, os.close, self._descriptor)  # a transfer under way keeps this object alive
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-offload")
+        self._size = 0
+
+    @property
+    def where(self) -> str:
+        """The directory, for errors."""
+        return self._where
+
+    @property
+    def size(self) -> int:
+        """How many bytes it can hold."""
+        return self._size
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that the file can hold `nbytes`; it never becomes smaller.
+
+        Raises:
+            DiskError: there is less space than that.
+        """
+        more = nbytes - self._size
+        if more <= 0:
+            return
+        space = os.fstatvfs(self._descriptor)
+        if more > (free := space.f_bavail * space.f_frsize):
+            raise DiskError(
+                f"{nbytes:,} bytes are needed for {self._what}, and {free + self._size:,} are free",
+                where=self._where,
+                how=self._how,
+            )
+        try:
+            reserve(self._descriptor, nbytes, self._size)
+        except OSError as error:
+            raise self._error(DiskError, f"{nbytes:,} bytes cannot be had", error) from error
+        self._size = nbytes
+
+    def mapped(self) -> Tensor:
+        """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes.
+
+        The space is taken until both this object and what lies in that memory are gone.
+
+        Raises:
+            DiskError: the file cannot be mapped.
+        """
+        try:
+            return mapped(self._descriptor, self._size)
+        except OSError as error:
+            raise self._error(DiskError, "the file cannot be mapped", error) from error
+
+    def write(self, memory: memoryview, offset: int, before: Callable[[], None] | None = None) -> Future[None]:
+        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned.
+
+        It must stay as it is from then on until the result is there, which raises DiskError where writing failed.
+        """
+        return self._pool.submit(self._write, memory, offset, before)
+
+    def read(
+        self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None = None
+    ) -> Future[None]:
+        """Start filling `memory` from `offset`, once `before`, called in another thread, has returned.
+
+        There `after` is called when it is filled. The result raises ReadError where reading failed, and what `before`
+        or `after` raised.
+        """
+        return self._pool.submit(self._read, memory, offset, before, after)
+
+    def close(self) -> None:
+        """Wait for the transfers under way, drop those that have not begun, and give the space back."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._close()
+
+    def _write(self, memory: memoryview, offset: int, before: Callable[[], None] | None) -> None:
+        if before is not None:
+            before()
+        try:
+            with self._trace.span("boundaries", "write", nbytes=len(memory)):
+                self._transfer(_write_all, memory, offset)
+                if not self._direct:
+                    os.fsync(self._descriptor)  # only what is on the disk can be dropped from the cache
+                    self._drop_from_cache(memory, offset)
+        except OSError as error:
+            raise self._error(DiskError, "writing failed", error) from error
+
+    def _read(
+        self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None
+    ) -> None:
+        before()
+        try:
+            with self._trace.span("boundaries", "read", nbytes=len(memory)):
+                self._transfer(_read_all, memory, offset)
+                if not self._direct:
+                    self._drop_from_cache(memory, offset)
+        except OSError as error:
+            raise self._error(ReadError, "reading failed", error) from error
+        if after is not None:
+            after()
+
+    def _transfer(self, move: Callable[[int, memoryview, int], None], memory: memoryview, offset: int) -> None:
+        direct = self._direct  # now: another thread may be refused, and say so, while this one is
+        try:
+            move(self._descriptor, memory, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            self._direct = _set_direct(self._descriptor, False)  # this file system refuses after all
+            move(self._descriptor, memory, offset)
+
+    def _drop_from_cache(self, memory: memoryview, offset: int) -> None:
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
+
+    def _error(self, kind: type[DiskError], what: str, error: OSError) -> DiskError:
+        return kind(f"{what} for {self._what}: {error.strerror or error}", where=self._where, how=self._how)
+
+
+def _open_nameless(directory: Path) -> int:
+    directory.mkdir(parents=True, exist_ok=True)
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in NAMELESS_REFUSED:
+                raise
+    descriptor, name = tempfile.mkstemp(prefix=".lema-", dir=directory)
+    Path(name).unlink()
+    return descriptor
+
+
+def _set_direct(descriptor: int, direct: bool) -> bool:
+    """Have transfers go past the page cache, or no longer; return whether they do."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct transfers
+            raise
+        return False
+    return direct
+
+
+def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        count = os.pwrite(descriptor, memory, offset)
+        memory, offset = memory[count:], offset + count
+
+
+def _read_all(descriptor: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        count = os.preadv(descriptor, [memory], offset)
+        if count == 0:
+            raise OSError(errno.EIO, f"the file ends {len(memory):,} bytes early")
+        memory, offset = memory[count:], offset + count
+
+
+class Extents:
+    """Ranges of bytes: the smallest free one that is large enough is taken first, free neighbours become one.
+
+    Attributes:
+        taken_bytes: of all ranges that are taken.
+        end: where the last of them ends.
+    """
+
+    def __init__(self) -> None:
+        self.taken_bytes = self.end = 0
+        self._sizes: list[tuple[int, int]] = []  # size and start of each free range before the end, sorted
+        self._starts: dict[int, int] = {}  # the same, size by start
+        self._ends: dict[int, int] = {}  # start by end
+
+    def take(self, nbytes: int, reserve: Callable[[int], None]) -> int:
+        """Return where `nbytes` may lie; `reserve` is called first where the end must grow, and may refuse."""
+        at = bisect_left(self._sizes, (nbytes, 0))
+        if at < len(self._sizes):
+            size, start = self._sizes[at]
+            self._remove(start)
+            if size > nbytes:
+                self._add(start + nbytes, size - nbytes)
+        else:
+            start = self.end
+            reserve(start + nbytes)
+            self.end = start + nbytes
+        self.taken_bytes += nbytes
+        return start
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Give back what was taken."""
+        self.taken_bytes -= nbytes
+        end = start + nbytes
+        if end in self._starts:
+            end += self._remove(end)
+        if start in self._ends:
+            start = self._ends[start]
+            self._remove(start)
+        if end == self.end:
+            self.end = start
+        else:
+            self._add(start, end - start)
+
+    def _add(self, start: int, nbytes: int) -> None:
+        insort(self._sizes, (nbytes, start))
+        self._starts[start] = nbytes
+        self._ends[start + nbytes] = start
+
+    def _remove(self, start: int) -> int:
+        nbytes = self._starts.pop(start)
+        del self._ends[start + nbytes]
+        del self._sizes[bisect_left(self._sizes, (nbytes, start))]
+        return nbytes

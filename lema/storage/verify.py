@@ -1,0 +1,126 @@
+"""Tensors on their way to disk: never one that is not finite, and never one that reads back as another.
+
+What tells one model's files from another's: a hash of names, shapes, types and samples of all tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lema.errors import DiskError, NonFiniteError
+from lema.storage.header import TensorRecord
+from lema.storage.tensorfile import read_into
+
+__all__ = ["base_fingerprint", "check_finite", "check_written", "same_bits"]
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
+    """Make sure that nothing that is about to be saved is NaN or infinite.
+
+    Args:
+        tensors: by name.
+        where: they would be saved.
+
+    Raises:
+        NonFiniteError: one is not; names it.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.is_meta:
+            continue
+        wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch asks this of no type of 8 bits
+        if not bool(torch.isfinite(wide).all()):
+            count = int((~torch.isfinite(wide)).sum())
+            raise NonFiniteError(
+                f"{name} is not saved: {count:,} of its {tensor.numel():,} numbers are NaN or infinite",
+                where=str(where),
+                how="resume from the last checkpoint, with a lower learning_rate or with max_grad_norm set",
+            )
+
+
+def check_written(file: Path, expected: Mapping[str, Tensor], also: int = 0) -> None:
+    """Read a file of tensors back, and compare it bit for bit with memory: names, shapes, types and values.
+
+    Args:
+        file: in safetensors' format.
+        expected: what was to be written.
+        also: this many numbers at the least must be there.
+
+    Raises:
+        DiskError: something differs; names the tensor.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            names, count = set(opened.keys()), 0
+            if differing := sorted(names ^ expected.keys()):
+                raise _differs(
+                    f"{differing[0]} is only {'in the file' if differing[0] in names else 'in memory'}", file
+                )
+            for name in sorted(names):
+                tensor = opened.get_tensor(name)
+                if not same_bits(tensor, expected[name]):
+                    raise _differs(f"{name} is not what is in memory", file)
+                count += tensor.numel()
+    except (OSError, SafetensorError) as error:
+        raise _differs(f"it cannot be read: {error}", file) from error
+    if count < also:
+        raise _differs(f"{count:,} numbers are in it, and {also:,} train", file)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, type and bits; NaN is not asked whether it equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    mine, yours = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(mine, yours)
+
+
+def _differs(what: str, file: Path) -> DiskError:
+    return DiskError(
+        f"what was written does not read back as it was written: {what}",
+        where=str(file),
+        how="look after the disk; what was saved before is untouched",
+    )
+
+
+SAMPLE_BYTES = 1024
+VERSION = "1"  # of what is hashed
+
+
+def base_fingerprint(records: Mapping[str, TensorRecord]) -> str:
+    """Return the fingerprint of a model: `1-` and a SHA-256 in hexadecimal.
+
+    Of every tensor it takes name, type and shape as they are stored, and of its bytes the first, the middle and the
+    last 1024: so it costs a few reads per tensor however large the model is. Training changes nearly every weight, so a
+    model that was trained on has another fingerprint; a change of a few bytes elsewhere is not seen. How the tensors
+    are divided among files does not matter.
+
+    Args:
+        records: where a model's tensors are, such as a `GlobalBinaryIndex`.
+
+    Raises:
+        ReadError: a file could not be read.
+    """
+    whole = sha256()
+    for name in sorted(records):
+        record = records[name]
+        about = json.dumps([name, record.dtype, list(record.shape)]).encode()
+        whole.update(len(about).to_bytes(8, "little") + about)
+        for start in _starts(record.nbytes):
+            sample = bytearray(min(SAMPLE_BYTES, record.nbytes - start))
+            read_into(record, memoryview(sample), start)
+            whole.update(sample)
+    return f"{VERSION}-{whole.hexdigest()}"
+
+
+def _starts(nbytes: int) -> list[int]:
+    """Where the samples of a tensor begin; one that is not longer than they are is read whole."""
+    if nbytes <= 3 * SAMPLE_BYTES:
+        return list(range(0, nbytes, SAMPLE_BYTES))
+    return [0, (nbytes - SAMPLE_BYTES) // 2, nbytes - SAMPLE_BYTES]

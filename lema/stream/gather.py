@@ -1,0 +1,179 @@
+"""Layers put together on the device from the parts that the processes hold: one on lease, the next on its way.
+
+Every process gathers the same layers in the same order, or all would wait for ever. So what is gathered, and when,
+follows from the leases and what is announced of them, and never from how far a read or a copy has come: at the
+beginning of a lease, the next layer's gathering is begun, and runs behind the computation. A layer that was on lease or
+gathered last is still there, and is not gathered again; that is so at each turn of a training pass. Between orders
+announced apart nothing is under way: there processes send each other other things, such as gradients, and one may have
+announced the next order earlier than another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lema.backend import Backend, Gathering, Upload
+from lema.backend.trace import NO_TRACE, NoTrace
+
+__all__ = ["NUM_BUFFERS", "GatheredBuffers"]
+
+
+NUM_BUFFERS = 2  # one on lease, one being filled
+NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
+
+
+@dataclass
+class _Buffer:
+    """Memory on the device, and the layer that is in it or on its way into it."""
+
+    memory: Tensor
+    layer: int | None = None
+    gathering: Gathering | None = None  # None: the layer is whole
+
+
+class GatheredBuffers:
+    """The layers that are whole on the device, and the leases to come.
+
+    One layer is on lease at a time.
+
+    Args:
+        parts: bytes of each layer's part, in every process.
+        backend: the device, and the processes.
+        take: brings this process's part of a layer to the device; called when the layer's gathering begins.
+        trace: records gatherings, and waiting for them.
+        clock: seconds.
+
+    Attributes:
+        bytes_gathered: bytes that came from other processes.
+        seconds_blocked: how long leases waited for them.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[int],
+        backend: Backend,
+        take: Callable[[int], Upload],
+        *,
+        trace: NoTrace = NO_TRACE,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._parts, self._replicas, self._take = tuple(parts), backend.replicas, take
+        self._trace, self._clock = trace, clock
+        self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
+        nbytes = self._replicas.size * max(self._parts, default=0)
+        self._buffers = [
+            _Buffer(torch.empty(nbytes, dtype=torch.uint8, device=backend.device)) for _ in range(NUM_BUFFERS)
+        ]  # the one used longest ago first
+        self._ahead: deque[tuple[int, bool]] = deque()  # layers, and whether an order begins there
+        self._expected: list[int | None] = self._there()
+        self.bytes_gathered, self.seconds_blocked = 0, 0.0
+
+    @property
+    def announced(self) -> int:
+        """How many announced leases are still to come."""
+        return len(self._ahead)
+
+    @property
+    def under_way(self) -> set[int]:
+        """The layers whose parts may not be overwritten: they are being sent."""
+        return {one.layer for one in self._buffers if one.gathering is not None and one.layer is not None}
+
+    def announce(self, layers: Iterable[int]) -> list[int]:
+        """Say which layers will be leased next; return those that will be gathered for it, in their order."""
+        wanted = []
+        for index, layer in enumerate(layers):
+            self._ahead.append((layer, index == 0))
+            if layer in self._expected:
+                self._expected.remove(layer)
+            else:
+                self._expected.pop(0)
+                wanted.append(layer)
+            self._expected.append(layer)
+        return wanted
+
+    def begin(self, layer: int) -> bool:
+        """Count the first announced lease as begun; False: it is another layer's, so nothing is."""
+        if not self._ahead or self._ahead[0][0] != layer:
+            return False
+        self._ahead.popleft()
+        return True
+
+    def cancel(self) -> None:
+        """Forget what was announced. What is being gathered goes on: the other processes have their part in it."""
+        self._ahead.clear()
+        self._expected = self._there()
+
+    @contextmanager
+    def lease(self, layer: int) -> Iterator[Tensor]:
+        """Hold a layer's whole slot, uint8, for the length of a `with` block; begin to gather the next layer."""
+        buffer = self._of(layer) or self._start(layer)
+        self._settle(buffer)
+        self._used(buffer)
+        following, apart = self._ahead[0] if self._ahead else (layer, True)
+        if not apart and self._of(following) is None:
+            self._start(following)
+        whole = self._whole(buffer)
+        if not self._poison:
+            yield whole
+            return
+        leased = whole.clone()
+        try:
+            yield leased
+        finally:
+            leased.fill_(NAN_BYTE)  # and never used again: what reads it still reads NaN for ever
+
+    def close(self) -> None:
+        """Wait for what is being gathered, and give the memory up."""
+        self._ahead.clear()
+        for buffer in self._buffers:
+            with suppress(RuntimeError):  # of a process that is gone; whoever needed the layer was told
+                self._settle(buffer)
+        self._buffers.clear()
+
+    def _start(self, layer: int) -> _Buffer:
+        """Begin to gather a layer, into the buffer that was used longest ago."""
+        for other in self._buffers:
+            self._settle(other)  # in one order, and one at a time: the part of each is in a slot until it was sent
+        upload, buffer = self._take(layer), self._buffers[0]
+        buffer.layer = None
+        whole = buffer.memory[: self._replicas.size * self._parts[layer]]
+        with self._trace.span("gather", f"layer {layer}", nbytes=whole.numel()):
+            buffer.gathering = self._replicas.gather(upload, whole)
+        buffer.layer = layer
+        self.bytes_gathered += whole.numel() - self._parts[layer]
+        self._used(buffer)
+        return buffer
+
+    def _settle(self, buffer: _Buffer) -> None:
+        """Let compute queued from now on see the buffer's layer."""
+        gathering, buffer.gathering = buffer.gathering, None
+        if gathering is None:
+            return
+        began = self._clock()
+        try:
+            with self._trace.span("stall: gather", f"layer {buffer.layer}"):
+                gathering.wait()
+        except BaseException:
+            buffer.layer = None
+            raise
+        self.seconds_blocked += self._clock() - began
+
+    def _whole(self, buffer: _Buffer) -> Tensor:
+        assert buffer.layer is not None
+        return buffer.memory[: self._replicas.size * self._parts[buffer.layer]]
+
+    def _of(self, layer: int) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.layer == layer), None)
+
+    def _used(self, buffer: _Buffer) -> None:
+        self._buffers.sort(key=lambda other: other is buffer)
+
+    def _there(self) -> list[int | None]:
+        return [buffer.layer for buffer in self._buffers]

@@ -1,0 +1,129 @@
+"""Layers that are read once, for good: through host memory onto the device, or into host memory to stay there.
+
+The processes of one machine keep one copy in host memory: each reads its share of the layers into memory that all see.
+Where the device computes in host memory, that memory is then made read-only: nothing may write to a layer that others
+compute with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from lema.backend import Backend, Replicas, Upload
+from lema.backend.hostmemory import read_only
+from lema.errors import NonFiniteError, ReadError
+from lema.stream.placement import LayerBytes
+from lema.stream.reader import LayerReader
+from lema.stream.workers import Ticket
+
+__all__ = ["fill"]
+
+
+TOGETHER = 2  # layers being read at once: the disk is not idle while one that has arrived is copied
+
+
+def fill(
+    residents: Collection[int],
+    host_cached: Collection[int],
+    layers: Sequence[LayerBytes],
+    backend: Backend,
+    reader: LayerReader,
+    *,
+    shared: bool,
+    spans: Sequence[slice],
+) -> tuple[dict[int, Upload], dict[int, Tensor]]:
+    """Read layers for good; return the uploads of those that stay on the device, and the others' host memory.
+
+    All processes take part, with the same layers.
+
+    Args:
+        residents: layers that stay on the device.
+        host_cached: layers that stay in host memory.
+        layers: all, as bytes.
+        backend: the device.
+        reader: who reads.
+        spans: the bytes of each layer's buffer that are uploaded.
+        shared: whether all processes keep the same bytes, so that those of a machine need them once.
+
+    Raises:
+        ReadError: reading failed, here or in another process.
+        NonFiniteError: a weight is NaN or infinite, likewise.
+    """
+    if not residents and not host_cached:
+        return {}, {}
+    replicas, memory = backend.replicas, None
+    kept, uploads = sorted(host_cached), dict[int, Upload]()
+    shared = shared and bool(kept) and replicas.local_size > 1
+    if shared:
+        nbytes = sum(layers[layer].nbytes for layer in kept)
+        memory = backend.host_buffer(nbytes, replicas.shared_memory(nbytes))
+    host = _host_memory(kept, layers, backend, memory)
+    to_read = kept[replicas.local_rank :: replicas.local_size] if shared else kept
+    failure = None
+    try:
+        temporary = _arrived(sorted(residents), layers, reader, lambda one: backend.host_buffer(layers[one].nbytes))
+        for layer, buffer in temporary:
+            uploads[layer] = backend.device_slots(buffer.numel(), 1).upload(buffer[spans[layer]])
+            uploads[layer].wait()
+            backend.synchronize()  # the buffer goes here, and the copy may still be reading it
+            del buffer  # before there is another
+        for _ in _arrived(to_read, layers, reader, host.__getitem__):
+            pass
+    except (ReadError, NonFiniteError) as error:
+        failure = error
+    _agree(replicas, failure)
+    if memory is not None and backend.memory().shared:
+        read_only(memory)
+    return uploads, host
+
+
+def _host_memory(
+    kept: Iterable[int], layers: Sequence[LayerBytes], backend: Backend, memory: Tensor | None
+) -> dict[int, Tensor]:
+    """Return each layer's host memory: of its own, or a part of `memory` that begins at a page, as layers are pages."""
+    if memory is None:
+        return {layer: backend.host_buffer(layers[layer].nbytes) for layer in kept}
+    host, begin = dict[int, Tensor](), 0
+    for layer in kept:
+        end = begin + layers[layer].nbytes
+        host[layer], begin = memory[begin:end], end
+    return host
+
+
+def _arrived(
+    wanted: Iterable[int], layers: Sequence[LayerBytes], reader: LayerReader, memory: Callable[[int], Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Read layers and yield each with its buffer once it is whole, while the next is being read."""
+    under_way = deque[tuple[int, Tensor, Ticket]]()
+    try:
+        for layer in wanted:
+            if len(under_way) == TOGETHER:
+                yield _first(under_way)
+            buffer = memory(layer)
+            under_way.append((layer, buffer, reader.submit(layers[layer], buffer, name=f"layer {layer}")))
+        while under_way:
+            yield _first(under_way)
+    finally:
+        for _, _, ticket in under_way:
+            ticket.settle()  # after a failure: nobody reads into a buffer that goes
+
+
+def _first(under_way: deque[tuple[int, Tensor, Ticket]]) -> tuple[int, Tensor]:
+    layer, buffer, ticket = under_way.popleft()
+    ticket.wait()
+    return layer, buffer
+
+
+def _agree(replicas: Replicas, failure: ReadError | NonFiniteError | None) -> None:
+    """Wait for all processes; raise what failed in any of them."""
+    read = isinstance(failure, ReadError)
+    told = replicas.exchange(None if failure is None else (read, failure.what, failure.where, failure.how))
+    if failure is not None:
+        raise failure
+    for rank, failed in enumerate(told):
+        if failed is not None:
+            read, what, where, how = failed
+            raise (ReadError if read else NonFiniteError)(f"process {rank}: {what}", where=where, how=how)

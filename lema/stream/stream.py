@@ -1,0 +1,303 @@
+"""Layers on lease: prefetched in the order announced, held while they compute, then given back.
+
+A lease is a promise: its weights are views into one device slot, and the slot is refilled only after every computation
+queued under the lease has finished. Until it is refilled, a slot keeps its layer, and a lease of it costs nothing: that
+is how a training pass turns without reading again what it has just left. Residents are uploaded once and leased for
+nothing; layers cached in host memory are read once. What is stored quantised stays so in every buffer and slot, and is
+expanded when a lease begins.
+
+Sharded, each of several processes reads, keeps and uploads one part of every layer, and a lease begins with the parts
+of all put together on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from lema.backend import Backend, Upload
+from lema.backend.registry import has_addresses
+from lema.backend.trace import NO_TRACE, NoTrace
+from lema.stream.counters import RunningCounters, StreamCounters
+from lema.stream.dequantize import ExpandedBuffers, expand_into, weights_in
+from lema.stream.gather import GatheredBuffers
+from lema.stream.lease import Lease
+from lema.stream.placement import LayerBytes, extent, moved, part_of
+from lema.stream.preload import fill
+from lema.stream.reader import LayerReader
+from lema.stream.ring import LayerRing
+
+__all__ = ["LayerStream"]
+
+
+class LayerStream:
+    """Leases the layers of one model, prefetching in the order announced.
+
+    With several processes, all make streams of the same layers with the same arguments; sharded, they also announce,
+    lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
+
+    Args:
+        layers: each layer as bytes.
+        backend: the device.
+        prefetch_depth: how many layers are under way, or kept, beside the one on lease.
+        residents: layers that stay on the device.
+        host_cached: layers that are read once, at the start, and uploaded from host memory ever after; processes of one
+            machine share that memory.
+        sharded: of several processes, let each have its part of every layer; one layer is then on lease at a time.
+        reader: who reads; closed with the stream.
+        trace: records uploads and stalls.
+        clock: seconds, for the counters.
+
+    Attributes:
+        before_lease: called before a layer is leased that is not on lease already; what it raises, the lease does.
+
+    Raises:
+        ReadError: a layer that is read at the start could not be, here or in another process.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        backend: Backend,
+        *,
+        prefetch_depth: int = 2,
+        residents: Collection[int] = (),
+        host_cached: Collection[int] = (),
+        sharded: bool = False,
+        reader: LayerReader | None = None,
+        trace: NoTrace = NO_TRACE,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.residents = frozenset(residents)
+        self.host_cached = frozenset(host_cached) - self.residents
+        self.trace = trace
+        self._backend, self._clock = backend, clock
+        self._reader = reader or LayerReader(trace=trace)
+        self._counters = RunningCounters()
+        self._held: dict[int, Lease] = {}
+        self._expanded = ExpandedBuffers(self.layers, backend)
+        self._gathered: GatheredBuffers | None = None
+        replicas, stored = backend.replicas, self.layers
+        if sharded and replicas.size > 1:
+            stored = tuple(part_of(layer, replicas.rank, replicas.size) for layer in self.layers)
+            parts = [part.nbytes for part in stored]
+            self._gathered = GatheredBuffers(parts, backend, self._part, trace=trace, clock=clock)
+        self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]
+        self._lazy = not has_addresses(backend.device)
+        if self._gathered is None and self._lazy:
+            # Where in its slot a tensor lies is part of a lazy device's graph. So that layers share one, only what
+            # tensors have is uploaded: layers that follow each other in a file begin anywhere in a page.
+            spans = [slice(*extent(layer)) for layer in stored]
+            self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(stored, spans, strict=True))
+        uploads, self._host = fill(
+            self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None, spans=spans
+        )
+        self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
+        # A lazy device waits for and releases residents as other layers: that is where its graphs end.
+        self._uploads = uploads if self._gathered is not None or self._lazy else {}
+        self.num_slots = prefetch_depth + 1
+        self.before_lease: Callable[[], None] = _nothing
+        self._ring = LayerRing(
+            stored,
+            [layer for layer in range(len(self.layers)) if layer not in self.residents],
+            self._host,
+            backend,
+            num_slots=self.num_slots,
+            spans=spans,
+            reader=self._reader,
+            in_use=self._in_use,
+            counters=self._counters,
+            trace=trace,
+            clock=clock,
+        )
+
+    @property
+    def counters(self) -> StreamCounters:
+        """What streaming has cost so far."""
+        total = replace(self._counters.total, bytes_read=self._reader.bytes_read)
+        if self._gathered is None:
+            return total
+        gathered = self._gathered
+        return replace(total, bytes_gathered=gathered.bytes_gathered, seconds_blocked_gather=gathered.seconds_blocked)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: the largest streamed layer; sharded, its part."""
+        return self._ring.slot_bytes
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this process has but a part of every layer."""
+        return self._gathered is not None
+
+    def announce(self, order: Iterable[int]) -> None:
+        """Say which layers will be leased next, after those announced before; reading starts at once.
+
+        The further ahead it is known what comes, the better is the choice of what to keep: what follows a turn is best
+        announced before the turn.
+        """
+        wanted = order if self._gathered is None else self._gathered.announce(order)
+        self._ring.announce(layer for layer in wanted if layer not in self.residents)
+
+    @property
+    def announced(self) -> int:
+        """How many announced leases of streamed layers are still to come; sharded, all are streamed."""
+        return self._ring.announced if self._gathered is None else self._gathered.announced
+
+    @contextmanager
+    def lease(self, layer: int) -> Iterator[Lease]:
+        """Hold a layer's weights on the device for the length of a `with` block.
+
+        A layer that is on lease already is leased again for nothing.
+
+        Raises:
+            ReadError: reading this layer, or any layer being prefetched, failed.
+        """
+        if layer in self._held:
+            yield self._held[layer]
+            return
+        self.before_lease()
+        self._ring.raise_failures()
+        self._counters.add(leases=1)
+        if self._gathered is not None:
+            with self._together(self._gathered, layer) as whole, self._open(layer, whole) as lease:
+                yield lease
+        elif layer in self.residents and not self._lazy:
+            with self._open(layer, self._resident[layer]) as lease:
+                yield lease
+        else:
+            upload = self._part(layer)
+            try:
+                with self._open(layer, upload.wait()) as lease:
+                    yield lease
+            finally:
+                upload.release()
+
+    def accompany(self, order: Iterable[int]) -> None:
+        """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts.
+
+        What others cancel is cancelled here too. Not sharded, nobody needs anything.
+        """
+        if self._gathered is None:
+            return
+        order = tuple(order)
+        if not self.announced:
+            self.announce(order)
+        for layer in order:
+            with self.lease(layer):
+                pass
+
+    @contextmanager
+    def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
+        """Hold a layer that is in `slot`, what is quantised in it expanded."""
+        stored = self._in_slots[layer]
+        expanded = self._expanded.take() if stored.expansions else None
+        try:
+            if expanded is not None:
+                began = self._clock()
+                with self.trace.span("expand", f"layer {layer}", nbytes=stored.expanded_bytes):
+                    expand_into(expanded, slot, stored)
+                self._counters.add(seconds_expanding=self._clock() - began)
+            self._held[layer] = Lease(layer, slot, weights_in(slot, stored, expanded), expanded)
+            yield self._held[layer]
+        finally:
+            if (ended := self._held.pop(layer, None)) is not None and not ended.has_address:
+                ended.weights.clear()  # a lazy device would make a copy of each view that is still there
+            if expanded is not None:
+                self._expanded.give_back(expanded)
+
+    @contextmanager
+    def _together(self, gathered: GatheredBuffers, layer: int) -> Iterator[Tensor]:
+        """Hold a layer that is put together from its parts; an order other than the one announced starts afresh."""
+        assert not self._held, "more than one layer is on lease at once"
+        if not gathered.begin(layer):
+            self.cancel()
+            self.announce([layer])
+            gathered.begin(layer)
+        with gathered.lease(layer) as whole:
+            yield whole
+
+    def _part(self, layer: int) -> Upload:
+        """Return a layer, or this process's part of it, on the device or on its way there."""
+        return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
+
+    def _in_use(self) -> Collection[int]:
+        """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
+        held = self._held.keys() if self._gathered is None else self._gathered.under_way
+        return held - self.residents
+
+    def under_way(self) -> tuple[list[int], int | None, list[int]]:
+        """Return the layers on lease, the one announced next, and those being read; any thread may ask."""
+        return list(self._held), self._ring.first, self._ring.reading
+
+    def stored(self, layer: int) -> dict[str, Tensor]:
+        """Return the weights of a layer that is kept in host memory, as views of that memory, by parameter name."""
+        assert layer in self.host_cached and not self.layers[layer].expansions, "a layer is not in memory as it is used"
+        return weights_in(self._host[layer], self.layers[layer], None)
+
+    @contextmanager
+    def rewritten(self, layer: int) -> Iterator[None]:
+        """Let what `stored` returns of a layer be written to in a `with` block; leases after it have what was written.
+
+        The layer is not on lease.
+        """
+        assert layer not in self._held, "a layer was written to while it was on lease"
+        self._ring.forget(layer)
+        yield
+        self._ring.pump()
+
+    def rewrite(self, layer: int, written: Callable[[], None]) -> None:
+        """Let what `stored` returns of a layer be written to, by another thread, until `settle`.
+
+        The layer is not on lease. A lease of it before then begins with `written`, which blocks until it has changed,
+        and raises why it could not.
+        """
+        assert layer not in self._held, "a layer was written to while it was on lease"
+        self._ring.forget(layer, written)
+
+    def settle(self) -> None:
+        """Wait until all is written that `rewrite` was told of; leases from now on have it."""
+        self._ring.settle()
+
+    def make_private(self, layers: Iterable[int]) -> None:
+        """Keep layers of host memory in memory of this process alone from now on, where it may write to them."""
+        for layer in layers:
+            memory = self._backend.host_buffer(self.layers[layer].nbytes)
+            with self.rewritten(layer):
+                self._host[layer] = memory.copy_(self._host[layer])
+
+    def cancel(self) -> None:
+        """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
+        self._ring.cancel()
+        if self._gathered is not None:
+            self._gathered.cancel()
+
+    def shrink(self) -> bool:
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up.
+
+        One on lease is not, nor is the last. What was on its way there is fetched again in its turn.
+        """
+        shrunk = self._ring.shrink()
+        self.num_slots = len(self._ring.slots) if shrunk else self.num_slots
+        return shrunk
+
+    def close(self) -> None:
+        """Stop reading and drop every buffer."""
+        self.cancel()
+        self._reader.close()
+        if self._gathered is not None:
+            self._gathered.close()
+        self._ring.close()
+        self._expanded.clear()
+        self._host.clear()
+        self._resident.clear()
+        self._uploads.clear()
+
+
+def _nothing() -> None:
+    """Nobody asks for anything before a lease."""

@@ -1,0 +1,136 @@
+"""The model's own weights, looked at once, where they come into memory: NaN or infinity in them is refused.
+
+So a damaged file, or one saved by a training that had gone wrong, is told from a training that goes wrong now. The look
+is at bits, in the thread that has just read them: of the numbers without their signs, infinity and NaN are the largest.
+No whole copy is made, nothing is rounded, and what is read again is not looked at again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lema.errors import NonFiniteError
+from lema.storage.header import TensorRecord
+from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.slices import pieces_of
+from lema.stream.placement import DTYPES, Cast
+
+__all__ = ["BaseGuard", "first_non_finite"]
+
+
+CHUNK = 256 << 10  # bytes looked at at once: they are in a processor's own cache then
+
+# Of each type: how wide it is, all bits but the sign, and the least such number that is none. Types that are not here
+# (integers, codes of quantised weights) hold nothing that is not finite; the scales of those do, and are here.
+KINDS: Mapping[torch.dtype, tuple[type[np.unsignedinteger], int, int]] = {
+    torch.float64: (np.uint64, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    torch.float32: (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
+    torch.float16: (np.uint16, 0x7FFF, 0x7C00),
+    torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
+    torch.float8_e5m2: (np.uint8, 0x7F, 0x7C),
+    torch.float8_e4m3fn: (np.uint8, 0x7F, 0x7F),  # it has no infinity, and one NaN
+}
+
+
+def first_non_finite(memory: Tensor, dtype: torch.dtype) -> int | None:
+    """Return the index of the first element of uint8 `memory`, read as `dtype`, that is not finite; None: all are."""
+    if dtype not in KINDS:
+        return None
+    kind, mask, limit = KINDS[dtype]
+    bits = memory.numpy().view(kind)
+    step = CHUNK // bits.itemsize
+    unsigned = np.empty(min(step, len(bits)), kind)
+    for begin in range(0, len(bits), step):
+        chunk = bits[begin : begin + step]
+        found = np.bitwise_and(chunk, kind(mask), out=unsigned[: len(chunk)])
+        if found.max() >= limit:
+            return begin + int((found >= limit).argmax())
+    return None
+
+
+class BaseGuard:
+    """Refuses weights that are not finite, wherever in the model they belong.
+
+    Args:
+        records: where each tensor is stored, by its name in the model.
+    """
+
+    def __init__(self, records: Mapping[str, Stored]) -> None:
+        found: dict[Path, list[tuple[int, str, TensorRecord]]] = {}
+        for name, record in _stored(records):
+            found.setdefault(record.file, []).append((record.offset, name, record))
+        self._tensors = {file: sorted(tensors, key=lambda one: one[0]) for file, tensors in found.items()}
+        self._seen: set[tuple[Path, int, int]] = set()
+
+    def new(self, file: Path, offset: int, nbytes: int) -> bool:
+        """Whether these bytes of a file have not been looked at."""
+        return (file, offset, nbytes) not in self._seen
+
+    def look(self, memory: Tensor, file: Path, offset: int) -> None:
+        """Look at bytes of a file, uint8, as they were read from `offset` on.
+
+        Raises:
+            NonFiniteError: an element of a weight is NaN or infinite; names the weight, the element and the file.
+        """
+        end, tensors = offset + memory.numel(), self._tensors.get(file, [])
+        first = max(0, bisect.bisect_right(tensors, offset, key=lambda one: one[0]) - 1)
+        for begin, name, record in tensors[first:]:
+            if begin >= end:
+                break
+            start, stop, dtype = max(begin, offset), min(begin + record.nbytes, end), DTYPES.get(record.dtype)
+            if dtype is None or start >= stop:
+                continue
+            if (index := first_non_finite(memory[start - offset : stop - offset], dtype)) is not None:
+                index += (start - begin) // dtype.itemsize
+                raise _refusal(name, record, [int(one) for one in np.unravel_index(index, record.shape)])
+        self._seen.add((file, offset, memory.numel()))
+
+    def look_at_cast(self, cast: Cast, memory: Tensor) -> None:
+        """Look at a tensor, or a part of one, that was read aside and cast into `memory`, uint8.
+
+        Raises:
+            NonFiniteError: it is not finite as it is stored, or too large for the type it was cast to.
+        """
+        record, dtype = cast.record, cast.placed.dtype
+        if first_non_finite(memory, dtype) is not None:
+            tensors, (offset, _) = self._tensors[record.file], next(pieces_of(record))
+            _, name, whole = tensors[bisect.bisect_right(tensors, offset, key=lambda one: one[0]) - 1]
+            raise _refusal(name, whole, None, None if DTYPES[record.dtype] == dtype else dtype)
+        self._seen.add(_cast_key(cast))
+
+    def new_cast(self, cast: Cast) -> bool:
+        """Whether a tensor that is read aside has not been looked at."""
+        return _cast_key(cast) not in self._seen
+
+
+def _cast_key(cast: Cast) -> tuple[Path, int, int]:
+    offset, _ = next(pieces_of(cast.record), (0, 0))
+    return cast.record.file, offset, -cast.record.nbytes  # no run has such a key
+
+
+def _refusal(
+    name: str, record: TensorRecord, element: list[int] | None, dtype: torch.dtype | None = None
+) -> NonFiniteError:
+    at = "" if element is None else f", element {element}"
+    cast = "" if dtype is None else f", as {str(dtype).removeprefix('torch.')}"
+    stored = "" if record.name == name else f" (stored as {record.name})"
+    return NonFiniteError(
+        f"a weight of the model is NaN or infinite: {name}{cast}",
+        where=f"{record.file}{stored}{at}",
+        how="fetch or prepare the model again; a model that is meant to hold such weights opens with "
+        "check_base_weights: false",
+    )
+
+
+def _stored(records: Mapping[str, Stored]) -> Iterable[tuple[str, TensorRecord]]:
+    for name, record in records.items():
+        if isinstance(record, QuantizedRecord):
+            yield from ((f"{name} ({part})", stored) for part, stored in record.parts.items())
+        else:
+            yield name, record

@@ -1,0 +1,257 @@
+"""A checkpoint: PEFT's adapter files, optimizer, schedule, generator states and position, whole or not at all.
+
+Everything is JSON or safetensors; nothing is pickled. `lema.storage.atomic` writes it beside its final place, flushes
+it to disk, reads it back and renames it, so a directory named `checkpoint-<step>` is complete; its manifest tells
+damage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import TrainerState
+
+from lema.backend import Parallel
+from lema.backend.layout import Layout
+from lema.config import LemaConfig
+from lema.errors import AdapterError, ConfigError, DiskError, LemaError
+from lema.model.partition import held_tensor, layout_of, whole_tensor
+from lema.storage.atomic import commit, discard
+from lema.storage.diskspace import check_room, not_written
+from lema.storage.verify import check_finite, check_written
+
+__all__ = [
+    "STATE",
+    "TRAINER_STATE",
+    "OptimizerState",
+    "about_run",
+    "checkpoints",
+    "forget_old_checkpoints",
+    "nbytes_of",
+    "optimizer_state",
+    "read_state",
+    "restore_optimizer",
+    "write_checkpoint",
+]
+
+
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+TRAINER_STATE = "trainer_state.json"
+PREFIX = "checkpoint-"
+IMPLEMENTATION = {"fused", "foreach"}  # how an optimizer computes here, whatever it did where it was saved
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, the oldest first."""
+    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
+    """Delete all but `keep` checkpoints of a run, up to `newest`; None: keep all. What is of a later step is another's.
+
+    Args:
+        output_dir: where they are.
+        newest: the last of this run.
+        keep: how many stay.
+        spared: stay besides, such as the best.
+
+    Raises:
+        DiskError: one could not be deleted.
+    """
+    found = checkpoints(output_dir)
+    mine = found[: found.index(newest) + 1]
+    for directory in mine[: -keep if keep else 0]:
+        if directory in spared:
+            continue
+        try:
+            discard(directory)
+        except OSError as error:
+            raise DiskError(
+                f"an old checkpoint could not be deleted: {error.strerror}", where=str(directory)
+            ) from error
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What a checkpoint keeps of an optimizer: its tensors, named `<parameter>.<key>`, and the rest as JSON types."""
+
+    tensors: Mapping[str, Tensor]
+    plain: Mapping[str, Any]
+
+
+def write_checkpoint(
+    directory: Path,
+    optimizer: Optimizer | OptimizerState,
+    state: Mapping[str, Any],
+    write_files: Callable[[Path], None],
+    nbytes: int = 0,
+) -> None:
+    """Write a checkpoint; a directory of that name that was there before is replaced.
+
+    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory.
+
+    Args:
+        directory: the checkpoint's final name.
+        optimizer: its tensors go to safetensors, the rest of its state to JSON. Of one whose parameters are divided
+            among processes: what `optimizer_state` has put together.
+        state: JSON types: step, position, schedule, scaler, generator states.
+        write_files: writes the adapter's files (and what belongs beside them) into a directory. Where it writes no
+            `trainer_state.json`, one with the step alone is written.
+        nbytes: about as much as `write_files` will write; there must be room for it.
+
+    Raises:
+        DiskFull: there is no room for it; what was there before is untouched.
+        DiskError: it could not be written, or reads back otherwise; likewise.
+        NonFiniteError: the optimizer's state is not finite, or what `write_files` would write; likewise.
+        ConfigError: the optimizer's state is more than tensors and JSON types.
+    """
+    kept = optimizer if isinstance(optimizer, OptimizerState) else optimizer_state(optimizer)
+    text = _json({**state, "optimizer": dict(kept.plain)})
+    check_finite({f"the optimizer's {name}": one for name, one in kept.tensors.items()}, directory / OPTIMIZER)
+    check_room(directory, nbytes + nbytes_of(kept.tensors.values()), "this checkpoint")
+
+    def fill(part: Path) -> None:
+        write_files(part)
+        save_file(dict(kept.tensors), part / OPTIMIZER)
+        check_written(part / OPTIMIZER, kept.tensors)
+        if not (part / TRAINER_STATE).exists():
+            steps = int(state.get("global_step", 0))
+            TrainerState(global_step=steps, max_steps=steps).save_to_json(str(part / TRAINER_STATE))
+        (part / STATE).write_text(text, encoding="utf-8")
+
+    try:
+        commit(directory, fill)
+    except (OSError, SafetensorError, DiskError) as error:
+        why = error.what if isinstance(error, LemaError) else str(error)
+        raise not_written(f"the checkpoint could not be written: {why}", error, directory) from error
+
+
+def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
+    """Return what a checkpoint's state says of the run that writes it.
+
+    Args:
+        config: its settings; their hash is `config`, and they lie beside it in `lema_config.json`.
+        kind: of training: "adapters", or "full" for weights.
+        base: fingerprint of the model that is trained on; None: it is not known.
+    """
+    settings = json.dumps(config.to_dict(), sort_keys=True).encode()
+    versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
+    return {
+        "kind": kind,
+        "config": hashlib.sha256(settings).hexdigest(),
+        "base": base,
+        "versions": {**versions, "python": platform.python_version()},
+    }
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes tensors have together."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Read a checkpoint's JSON state.
+
+    Raises:
+        AdapterError: it is missing or damaged.
+    """
+    try:
+        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"the checkpoint's state cannot be read: {error}", where=str(directory / STATE)) from error
+    expected = {"global_step", "schedule", "scaler", "generators", "extra", "optimizer"}
+    if not isinstance(state, dict) or not expected <= state.keys():
+        raise AdapterError(
+            "this is not the state of a checkpoint",
+            where=str(directory / STATE),
+            how="name a directory that save_checkpoint or `lema train` wrote",
+        )
+    return state
+
+
+def restore_optimizer(
+    optimizer: Optimizer, directory: Path, plain: Mapping[str, Any], parallel: Parallel | None = None
+) -> None:
+    """Load into `optimizer` what `write_checkpoint` stored; of one whose parameters `parallel` divides, its part.
+
+    Raises:
+        AdapterError: the state is missing, damaged, or of another optimizer.
+    """
+    if plain.get("class") != (name := type(optimizer).__qualname__):
+        raise AdapterError(
+            f"the state is of the optimizer {plain.get('class')}, not of {name}",
+            where=str(directory / STATE),
+            how="resume with the optimizer the run began with",
+        )
+    try:
+        tensors = load_file(directory / OPTIMIZER)
+        state: dict[int, dict[str, Any]] = {int(key): dict(value) for key, value in plain["state"].items()}
+        layouts = _layouts(optimizer)
+        for name, tensor in tensors.items():
+            index, _, key = name.partition(".")
+            divided = parallel is not None and tensor.dim() and int(index) < len(layouts)
+            held = held_tensor(parallel, tensor, layouts[int(index)]) if parallel is not None and divided else tensor
+            state.setdefault(int(index), {})[key] = held
+        groups = [
+            {**saved, **{key: own[key] for key in IMPLEMENTATION & own.keys()}}
+            for saved, own in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise AdapterError(
+            f"the optimizer cannot be restored: {error}",
+            where=str(directory / OPTIMIZER),
+            how="resume with the settings the run began with, or name another checkpoint",
+        ) from error
+
+
+def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
+    """Return what a checkpoint keeps of an optimizer.
+
+    Args:
+        optimizer: it.
+        parallel: the processes that hold its parameters together; each calls this. None: there is one.
+    """
+    whole = optimizer.state_dict()
+    layouts = _layouts(optimizer)
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for index, entries in whole["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                divided = parallel is not None and value.dim()  # how many steps there were is the same for all
+                kept = whole_tensor(parallel, value, layouts[index]) if parallel and divided else value.detach().cpu()
+                tensors[f"{index}.{key}"] = kept.contiguous()
+            else:
+                plain.setdefault(str(index), {})[key] = value
+    name = type(optimizer).__qualname__
+    return OptimizerState(tensors, {"class": name, "state": plain, "param_groups": whole["param_groups"]})
+
+
+def _layouts(optimizer: Optimizer) -> list[Layout | None]:
+    """Return how each parameter of an optimizer lies over processes, in the order in which its state numbers them."""
+    return [layout_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _json(state: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(state, indent=1)
+    except TypeError as error:
+        raise ConfigError(
+            f"the state of the run cannot be saved without pickling: {error}",
+            where=f"optimizer {state['optimizer']['class']}",
+            how="use an optimizer whose state is tensors and numbers, one level deep",
+        ) from error

@@ -1,0 +1,168 @@
+"""Which checkpoint a run goes on from: the newest that is whole, bit for bit, and says what it is.
+
+Whether a run that goes on is the one that began: its settings, its adapter and its data, compared with then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from lema.backend import Replicas
+from lema.backend.collectives import first_alone
+from lema.config import LemaConfig
+from lema.errors import AdapterError, ConfigError
+from lema.lora.files import WEIGHTS, adapter_differences
+from lema.storage.manifest import check_manifest
+from lema.train.checkpoint.changes import CLASSES, Change, Changed, changed_settings, settings_then
+from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
+
+__all__ = ["agreed_checkpoint", "check_same_run", "check_sound", "newest_sound", "past_log", "tell_warning"]
+
+
+Say = Callable[[str], None]
+
+# The files without which a checkpoint of a kind is none.
+KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
+
+
+def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
+    """Return the newest checkpoint that is sound; say of each newer one why it is passed over. None is changed.
+
+    Args:
+        found: checkpoints, the oldest first.
+        say: called with a line for each that is passed over; each is a warning of the log as well.
+        weights_only: whether one will do whose optimizer is missing or damaged.
+
+    Raises:
+        AdapterError: none is sound; lists each with what is wrong with it.
+    """
+    faults: list[str] = []
+    for directory in reversed(found):
+        try:
+            check_sound(directory, weights_only=weights_only)
+        except AdapterError as error:
+            fault = f"{error.what} ({error.where})"
+            faults.append(f"{directory.name}: {fault}")
+            tell_warning(f"{directory} is damaged and passed over: {fault}", say)
+        else:
+            return directory
+    listed = "".join(f"\n  - {fault}" for fault in faults)
+    raise AdapterError(
+        f"no checkpoint is sound:{listed}",
+        where=str(found[-1].parent) if found else "",
+        how="copy one back from where it is whole, or begin a new run in another output_dir"
+        + ("" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"),
+    )
+
+
+def agreed_checkpoint(replicas: Replicas, found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
+    """Return the newest sound checkpoint, which the first process looks for; all processes call this.
+
+    Raises:
+        AdapterError: none is sound; in every process.
+    """
+    chosen: list[str] = []
+    first_alone(replicas, lambda: chosen.append(str(newest_sound(found, say, weights_only=weights_only))))
+    first, *_ = replicas.everyone(chosen)
+    return Path(first[0])
+
+
+def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
+    """Make sure that a checkpoint is what was written, and all of it; return its state.
+
+    Raises:
+        AdapterError: it is not; names the file and what is wrong with it.
+    """
+    check_manifest(directory, spared=(OPTIMIZER,) if weights_only else ())
+    state = read_state(directory)
+    kind = state.get("kind", "adapters")
+    if kind not in KINDS:
+        raise AdapterError(f"there is no kind of training {kind!r}", where=str(directory / STATE))
+    for name in KINDS[kind]:
+        if not (directory / name).is_file() and not (weights_only and name == OPTIMIZER):
+            raise AdapterError("a file is missing", where=str(directory / name))
+    settings_then(directory)
+    step = directory.name.removeprefix(PREFIX)
+    if step.isdigit() and int(step) != (said := _step_of(state)):
+        raise AdapterError(
+            f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it",
+            where=str(directory / STATE),
+        )
+    return state
+
+
+def past_log(file: Path) -> dict[str, Any]:
+    """Read what an earlier process logged and found best; a checkpoint that `train_step` wrote has none of it.
+
+    Raises:
+        AdapterError: the file is damaged.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        return {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"the checkpoint's log cannot be read: {error!r}", where=str(file)) from error
+
+
+def tell_warning(line: str, say: Say) -> None:
+    """Say a line, and have it in the log as a warning."""
+    log = logging.getLogger(__name__)
+    if not log.hasHandlers():  # the line has been said: Python would print it once more
+        log.addHandler(logging.NullHandler())
+    log.warning("%s", line)
+    say(line)
+
+
+def _step_of(state: dict[str, Any]) -> int:
+    """Return the step that a checkpoint is named by: in a phase, that of the phase."""
+    extra = state["extra"]
+    in_phase = isinstance(extra, dict) and {"plan", "phase", "step"} <= extra.keys()
+    return int(extra["step"] if in_phase else state["global_step"])
+
+
+def check_same_run(
+    checkpoint: Path, config: LemaConfig, adapter: PeftModel | None, data: Mapping[str, Any]
+) -> list[Changed]:
+    """Refuse to go on with what another run began; return the settings that may have changed, and have.
+
+    Args:
+        checkpoint: that is gone on from.
+        config: the settings now.
+        adapter: that is attached now; None: none trains.
+        data: what tells the rows apart from others, as JSON types; compared with what the checkpoint's `extra` has
+            under `data`, as far as that goes.
+
+    Raises:
+        ConfigError: something differs that would make it another run; names each, with what it was and is.
+        AdapterError: the checkpoint's settings cannot be read.
+    """
+    then, now = settings_then(checkpoint), config.to_dict()
+    refused = changed_settings(then, now, Change.REFUSED)
+    if adapter is not None:
+        refused += [Changed(*difference) for difference in adapter_differences(adapter, checkpoint)]
+    known = {one.name for one in refused}
+    was = read_state(checkpoint)["extra"].get("data", {})
+    rows = [
+        Changed(name if name in CLASSES or name.startswith("data ") else f"data {name}", was[name], value)
+        for name, value in data.items()
+        if name in was and was[name] != value and name not in known
+    ]
+    refused += rows
+    if any(one.name not in CLASSES for one in rows):
+        refused += changed_settings(then, now, Change.DATA)
+    if refused:
+        listed = "".join(f"\n  - {one}" for one in refused)
+        raise ConfigError(
+            f"the run began with other settings or data (then -> now):{listed}",
+            where=str(checkpoint),
+            how="resume with those it began with, or begin a new run in another output_dir",
+        )
+    return changed_settings(then, now, Change.SAID)

@@ -1,0 +1,103 @@
+"""States of all random generators as JSON types, that a run which is resumed draws as one that was not stopped.
+
+What a stop goes back to: the states of all generators of random numbers at one moment, kept in memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lema.backend import Backend
+
+__all__ = ["Generators", "generator_states", "restore_generators", "restore_own", "states_of_all"]
+
+
+def generator_states(device: Tensor) -> dict[str, Any]:
+    """Return the states of Python's, NumPy's, torch's and the device's generators as JSON types."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+        "torch": _encode(torch.get_rng_state()),
+        "device": _encode(device),
+    }
+
+
+def states_of_all(backend: Backend) -> dict[str, Any]:
+    """Return the states of every process's generators, as the keys of a checkpoint's state."""
+    mine = {**generator_states(backend.rng_state()), "kind": backend.name}
+    first, *others = backend.replicas.exchange(mine)
+    return {"generators": first, "generators_of_others": others}
+
+
+def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
+    """Put this process's generators back where a checkpoint found them.
+
+    A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
+    numbers, from the seed and the step.
+
+    Args:
+        backend: the device, and the processes there are now.
+        state: of the checkpoint.
+        seed: of the run.
+    """
+    saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
+    anew = seed + rank + int(state["global_step"])
+    if rank >= len(saved):
+        torch.manual_seed(anew)
+    elif saved[rank].get("kind", backend.name) == backend.name:
+        restore_generators(saved[rank], backend.set_rng_state)
+    else:
+        torch.manual_seed(anew)  # every device's
+        restore_generators(saved[rank], lambda _: None)
+
+
+def restore_generators(states: Mapping[str, Any], set_device: Callable[[Tensor], None]) -> None:
+    """Put the generators back where `generator_states` found them."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    numpy_state = states["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    torch.set_rng_state(_decode(states["torch"]))
+    set_device(_decode(states["device"]))
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The states of Python's, NumPy's, torch's and the device's generators, as each of them gives its own."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    device: Tensor
+
+    @classmethod
+    def now(cls, backend: Backend) -> Self:
+        """Return the states at this moment."""
+        numpy_state = np.random.get_state(legacy=False)
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), backend.rng_state())
+
+    def put_back(self, backend: Backend) -> None:
+        """Let the generators go on from here."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        backend.set_rng_state(self.device)

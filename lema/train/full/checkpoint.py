@@ -1,0 +1,188 @@
+"""Checkpoints of weights that train themselves: masters and moments by name, one file for each layer.
+
+A file at a time is read or written, so that a checkpoint needs the memory of one layer beside what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lema.backend import Backend
+from lema.backend.collectives import first_alone
+from lema.config import LemaConfig
+from lema.errors import AdapterError
+from lema.storage.verify import check_finite
+from lema.train.checkpoint.format import about_run, nbytes_of, read_state, restore_optimizer, write_checkpoint
+from lema.train.checkpoint.rng import restore_own, states_of_all
+from lema.train.full.masters import MOMENTS, Masters, settings_of
+
+__all__ = ["carry_moments", "read_full", "write_full"]
+
+
+KIND = "full"  # of training, as a checkpoint says it
+MASTER, STEP = "master", "step"
+
+
+def write_full(
+    directory: Path,
+    backend: Backend,
+    masters: Masters,
+    optimizer: Optimizer,
+    about: Mapping[str, Any],
+    config: LemaConfig,
+    base: str | None = None,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
+
+    Args:
+        directory: its name; replaced if it is there.
+        backend: the device, and the processes.
+        masters: what trains.
+        optimizer: an AdamW over it.
+        about: `global_step` and `extra`.
+        config: of the run, saved with it.
+        base: fingerprint of the model that the weights were of at first; None: it is not known.
+        write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+
+    Raises:
+        DiskError: it could not be written; in every process.
+        NonFiniteError: something of it is not finite; likewise.
+    """
+
+    def write_files(part: Path) -> None:
+        for file, names in _files(masters):
+            tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
+            check_finite(tensors, directory / file)
+            save_file(tensors, part / file)
+        config.save_pretrained(part)
+        if write_more is not None:
+            write_more(part)
+
+    state = {"schedule": None, "scaler": {}, **states_of_all(backend), **about}
+
+    def write() -> None:
+        nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
+        run = about_run(config, KIND, base)
+        write_checkpoint(directory, settings_of(optimizer), {**run, **state}, write_files, nbytes)
+
+    first_alone(backend.replicas, write)
+
+
+def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:
+    """Restore masters, optimizer and generators; return the checkpoint's state.
+
+    Raises:
+        AdapterError: it is damaged, of another kind of training, or of other weights.
+    """
+    state = _state(directory)
+    saved, expected = _index(directory), {f"{MASTER}.{name}": tuple(one.shape) for name, one in masters.by_name.items()}
+    found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
+    if found != expected:
+        other = next(iter(sorted(found.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
+        raise AdapterError(
+            f"other weights were trained there: {other}", where=str(directory), how="train the same selection"
+        )
+    settings = settings_of(optimizer)
+    restore_optimizer(settings, directory, state["optimizer"])
+    for mine, theirs in zip(optimizer.param_groups, settings.param_groups, strict=True):
+        mine.update({key: value for key, value in theirs.items() if key != "params"})
+    _fill(directory, masters, optimizer, saved, (MASTER, STEP, *MOMENTS))
+    masters.round(masters.by_name)
+    restore_own(backend, state, seed)
+    return state
+
+
+def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> dict[str, Any]:
+    """Take the moments of what trained in a checkpoint, too, of the same model; empty those of the rest.
+
+    Returns:
+        The checkpoint's `extra`.
+
+    Raises:
+        AdapterError: it is damaged, of another kind of training, or a weight has another shape there.
+    """
+    state, saved = _state(directory), _index(directory)
+    for name, master in masters.by_name.items():
+        there = saved.get(f"{MASTER}.{name}")
+        if there is not None and there[1] != tuple(master.shape):
+            raise AdapterError(
+                f"{name} is {list(there[1])} there, and {list(master.shape)} here",
+                where=str(directory / there[0]),
+                how="carry moments of the same model",
+            )
+    masters.attach(optimizer)
+    _fill(directory, masters, optimizer, saved, (STEP, *MOMENTS))
+    return dict(state["extra"])
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    state = read_state(directory)
+    if (kind := state.get("kind", "adapters")) != KIND:
+        raise AdapterError(
+            f"this is a checkpoint of {kind}, not of weights",
+            where=str(directory),
+            how="name one of this kind of training",
+        )
+    return state
+
+
+def _files(masters: Masters) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for layer, names in masters.by_layer.items():
+        yield f"{KIND}-{layer:05}.safetensors", names
+    if masters.outside:
+        yield f"{KIND}-outside.safetensors", masters.outside
+
+
+def _tensors(masters: Masters, optimizer: Optimizer, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield what there is of a parameter that trains, by what it is called in a file."""
+    master = masters.by_name[name]
+    yield MASTER, master.detach()
+    for key in (STEP, *MOMENTS):
+        yield key, optimizer.state[master][key]
+
+
+def _index(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return, of every tensor in a checkpoint, its file and its shape."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path in sorted(directory.glob(f"{KIND}-*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no mapping
+                    found[key] = path.name, tuple(file.get_slice(key).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise AdapterError(f"the weights cannot be read: {error}", where=str(path)) from error
+    return found
+
+
+@torch.no_grad()
+def _fill(
+    directory: Path,
+    masters: Masters,
+    optimizer: Optimizer,
+    saved: Mapping[str, tuple[str, tuple[int, ...]]],
+    wanted: tuple[str, ...],
+) -> None:
+    """Copy the tensors that were saved to where they have their place."""
+    targets = {
+        f"{key}.{name}": tensor
+        for name in masters.by_name
+        for key, tensor in _tensors(masters, optimizer, name)
+        if key in wanted
+    }
+    for file in sorted({file for file, _ in saved.values()}):
+        try:
+            with safe_open(directory / file, "pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                    if key in targets:
+                        targets[key].copy_(opened.get_tensor(key))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise AdapterError(f"the weights cannot be read: {error}", where=str(directory / file)) from error

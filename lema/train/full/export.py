@@ -1,0 +1,100 @@
+"""Writes a model whose own weights were trained, as a directory any `transformers` program loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lema.convert.delta import DELTA_NAME, FORMAT, STEM, DeltaFile
+from lema.convert.hubformat import shards_of, write_shards
+from lema.convert.storedmodel import rewritten_config, tensor_specs
+from lema.convert.tensors import bytes_of, cast_pieces, copy_companions, write_config
+from lema.storage.atomic import appearing, free_directory, replace_file
+from lema.storage.verify import base_fingerprint
+from lema.train.full.training import FullTraining
+from lema.train.model import LemaModel
+
+__all__ = ["save_delta", "save_trained"]
+
+
+def save_trained(
+    model: LemaModel, training: FullTraining, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
+) -> Path:
+    """Write a model with the weights it has been trained to, in the hub's format.
+
+    What trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by
+    piece, from where it is stored.
+
+    Args:
+        model: the model.
+        training: what trains it.
+        out_dir: a new or empty directory; it appears under its name when it is complete.
+        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
+
+    Raises:
+        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
+        DiskError: a file could not be written; nothing is left behind.
+    """
+    out = free_directory(out_dir, max_shard_size)
+    skeleton, records, dtypes = model.skeleton, model.records, model.dtypes
+    tied = skeleton.all_tied_weights_keys
+    specs = [spec for spec in tensor_specs(skeleton, records, dtypes) if spec[0] not in tied]
+
+    class Trained:
+        def pieces(self, name: str) -> Iterable[memoryview]:
+            master = training.masters.get(name)
+            if master is None:
+                return cast_pieces(records[name], dtypes[name])
+            return [bytes_of(master.detach().to("cpu", dtypes[name]))]
+
+    with appearing(out) as partial, torch.no_grad():
+        write_shards(partial, shards_of(specs, max_shard_size), Trained())
+        copy_companions(model.directory, partial, code=model.trusted)
+        write_config(model.directory / "config.json", partial, rewritten_config(model.config.dtype))
+    return out
+
+
+def save_delta(
+    model: LemaModel, training: FullTraining, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
+) -> Path:
+    """Write the weights that were trained, and no others, rounded from their masters to the type of the weights.
+
+    `apply_delta` makes of it and of the base, bit for bit, what `lema.train.full.save_trained` writes.
+
+    Args:
+        model: the model.
+        training: what trains it.
+        out_dir: a new or empty directory; it appears under its name when it is complete.
+        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
+
+    Raises:
+        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
+        DiskError: a file could not be written; nothing is left behind.
+    """
+    out, dtypes = free_directory(out_dir, max_shard_size), model.dtypes
+    specs = [spec for spec in tensor_specs(model.skeleton, model.records, dtypes) if spec[0] in training.masters]
+    assert len(specs) == len(training.masters), "what trains is stored under one name"
+    config = model.config
+    about = DeltaFile(
+        FORMAT,
+        config.model_name_or_path,
+        config.revision,
+        config.gbi_path,
+        base_fingerprint(model.gbi),
+        config.dtype,
+        [name for name, _, _ in specs],
+    )
+
+    class Trained:
+        def pieces(self, name: str) -> Iterable[memoryview]:
+            return [bytes_of(training.masters[name].detach().to("cpu", dtypes[name]))]
+
+    with appearing(out) as partial, torch.no_grad():
+        write_shards(partial, shards_of(specs, max_shard_size), Trained(), STEM)
+        replace_file(partial / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
+    return out

@@ -1,0 +1,312 @@
+"""Masters, optimizer moments and waiting gradients of weights that train: what they are, and the memory they lie in.
+
+Masters are in fp32 and in host memory. Where a weight streams in fp32, its master is that very memory; else the weight
+is rounded from it. What streams stays in memory, as uploads read it; of what a limit of host memory does not hold, the
+masters (where they are not what streams), moments and waiting gradients of whole layers lie in one file that is mapped
+into memory, and which has no name.
+
+Steps of a part of what an optimizer holds, and a thread in which they are taken behind the backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lema.backend.hostmemory import anonymous, memory_left
+from lema.config import LemaConfig
+from lema.config.units import parse_memory
+from lema.engine import StreamedModel
+from lema.errors import ConfigError
+from lema.plan.trainable_bytes import WEIGHT_BYTES, full_bytes, place_masters
+from lema.storage.spillfile import OffloadFile, whole_blocks
+
+__all__ = ["MOMENTS", "Behind", "Masters", "settings_of", "step_part"]
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW calls them
+
+
+class Masters:
+    """What trains of a streamed model, by its name in the model.
+
+    Args:
+        model: its layers that train are kept in host memory.
+        config: `host_memory`, `offload_dir`, and whether gradients are clipped.
+        chosen: says of a parameter's name whether it trains; called once for each.
+
+    Attributes:
+        by_name: the masters, fp32, in the order of the model.
+        by_layer: of each layer that trains, the names; the lowest first.
+        outside: the names of the others.
+        mapped: the layers that lie in the file.
+        host_bytes: of what streams, masters, moments and waiting gradients of all that trains, in memory.
+        mapped_bytes: of these, in the file.
+
+    Raises:
+        ConfigError: nothing trains, or a weight that cannot.
+        MemoryLimitError: `host_memory` does not hold what has to lie in memory.
+        DiskError: the disk does not hold the rest.
+    """
+
+    def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:
+        self._model, self._clipped = model, config.max_grad_norm is not None
+        self._shared = model.backend.memory().shared
+        prefix = f"{model.split.layers_name}."
+        self._own: dict[str, tuple[int, str]] = {}  # of layers' weights: the layer, and the name in it
+        order: list[str] = []
+        for name, parameter in model.split.model.named_parameters(remove_duplicate=True):
+            inside, trains = name.startswith(prefix), chosen(name)
+            parameter.requires_grad_(trains and not inside)
+            if trains:
+                order.append(name)
+                if inside:
+                    number, _, own = name.removeprefix(prefix).partition(".")
+                    self._own[name] = int(number), own
+        self.outside = tuple(name for name in order if name not in self._own)
+        in_layers = groupby(sorted(self._own, key=lambda name: self._own[name][0]), key=lambda name: self._own[name][0])
+        self.by_layer = {layer: tuple(names) for layer, names in in_layers}
+        self._check(order)
+        if (
+            model.backend.replicas.local_size > 1
+        ):  # processes of one machine share what streams, and nobody writes there
+            model.stream.make_private(self.by_layer)
+        self._weights = {name: self._weight(name) for name in order}
+        self._check_types()
+        self.host_bytes = sum(self._weights[name].nbytes for name in self._own)
+        self.mapped_bytes = 0
+        self.mapped = place_masters(self._movable(), *self._limits(config))
+        self._file: OffloadFile | None = None
+        self._rooms: dict[int | None, Tensor] = {}  # what is left of each layer's memory; None: of what lies outside
+        self._make_rooms(Path(config.offload_dir or config.output_dir))
+        self.by_name = {name: self._master(name) for name in order}
+        self._moments = {name: [self._taken(name, torch.float32).zero_() for _ in MOMENTS] for name in order}
+        self._waiting: dict[str, Tensor] = {}
+        if self._clipped:
+            for layer in self.by_layer:
+                self.waiting(layer)
+
+    def own(self, name: str) -> str:
+        """Return a weight's name in its layer."""
+        return self._own[name][1]
+
+    def weight(self, name: str) -> Tensor:
+        """Return what a master is rounded to: in host memory what streams, on the device what lies outside."""
+        return self._weights[name]
+
+    def waiting(self, layer: int) -> dict[str, Tensor]:
+        """Return the memory in which gradients of a layer wait: by name, in the type of its weights."""
+        names = self.by_layer[layer]
+        for name in sorted(names, key=lambda name: -self._weights[name].itemsize):  # each at a multiple of its size
+            if name not in self._waiting:
+                self._waiting[name] = self._taken(name, self._weights[name].dtype)
+        return {name: self._waiting[name] for name in names}
+
+    @torch.no_grad()
+    def attach(self, optimizer: Optimizer) -> None:
+        """Give an AdamW over the masters empty moments, which lie where they have their place."""
+        for name, master in self.by_name.items():
+            for moment in self._moments[name]:
+                moment.zero_()
+            pairs = zip(MOMENTS, self._moments[name], strict=True)
+            optimizer.state[master] = {"step": torch.zeros((), dtype=torch.float32), **dict(pairs)}
+
+    @torch.no_grad()
+    def round(self, names: Iterable[str]) -> None:
+        """Have the weights be what their masters are now, to the nearest, where they are not the same memory."""
+        for name in names:
+            master, weight = self.by_name[name], self._weights[name]
+            if master.data_ptr() != weight.data_ptr():
+                weight.copy_(master)
+
+    def close(self) -> None:
+        """Let the file go; its space is given back when no tensor lies in it any more."""
+        if self._file is not None:
+            self._file.close()
+
+    def _weight(self, name: str) -> Tensor:
+        if name in self._own:
+            layer, own = self._own[name]
+            return self._model.stream.stored(layer)[own]
+        return self._model.split.model.get_parameter(name).detach()
+
+    def _master(self, name: str) -> nn.Parameter:
+        weight = self._weights[name]
+        if name not in self._own and self._is_master(name):
+            return self._model.split.model.get_parameter(name)
+        if self._is_master(name):
+            return nn.Parameter(weight)
+        return nn.Parameter(self._taken(name, torch.float32).copy_(weight))
+
+    def _is_master(self, name: str) -> bool:
+        """Whether a weight is its own master: in fp32 and in host memory."""
+        return self._weights[name].dtype == torch.float32 and (name in self._own or self._shared)
+
+    def _bytes(self, name: str) -> int:
+        """Return the bytes of master, moments and waiting gradient: of what lies outside, gradients wait elsewhere."""
+        weight = self._weights[name]
+        found = full_bytes({0: weight.numel()}, _type_name(weight), clipped=self._clipped)[0]
+        if name in self._own:
+            return found.movable
+        return found.moments + (0 if self._is_master(name) else 4 * weight.numel())
+
+    def _movable(self) -> dict[int, int]:
+        return {layer: sum(map(self._bytes, names)) for layer, names in self.by_layer.items()}
+
+    def _limits(self, config: LemaConfig) -> tuple[int, int]:
+        """Return what is in host memory in any case, and the limit."""
+        stream, host = self._model.stream, psutil.virtual_memory()
+        there = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
+        if self._shared:  # what lies outside the layers, too
+            there += sum(one.nbytes for one in self._model.split.model.parameters() if not one.is_meta)
+        layers = [[self._weights[name] for name in names] for names in self.by_layer.values()]
+        # On their way: the gradients of a layer, of the one that is stepped meanwhile, and those in fp32.
+        passing = max((sum(2 * one.nbytes + 4 * one.numel() for one in weights) for weights in layers), default=0)
+        outside = sum(self._bytes(name) + 4 * self._weights[name].numel() for name in self.outside)
+        if config.host_memory is not None:
+            return there + passing + outside, parse_memory(config.host_memory, host.total)
+        left = memory_left()
+        return there + passing + outside, there + (host.available if left is None else min(host.available, left))
+
+    def _make_rooms(self, directory: Path) -> None:
+        sizes: dict[int | None, int] = {None: sum(map(self._bytes, self.outside))}
+        for layer, nbytes in self._movable().items():
+            sizes[layer] = nbytes
+        if self.mapped:
+            what, how = "masters and moments", "free some space, set offload_dir, or raise host_memory"
+            self._file = OffloadFile(directory, what, how)
+            starts, end = {}, 0
+            for layer in sorted(self.mapped):
+                starts[layer], end = end, end + whole_blocks(sizes[layer])
+            self._file.reserve(end)
+            memory = self._file.mapped()
+            self._rooms = {layer: memory[start : start + sizes[layer]] for layer, start in starts.items()}
+        for place, nbytes in sizes.items():
+            if place not in self._rooms:
+                self._rooms[place] = anonymous(nbytes)
+
+    def _taken(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the next memory of a layer's room, shaped as a weight; beyond the room, memory of its own."""
+        shape, layer = self._weights[name].shape, self._own[name][0] if name in self._own else None
+        nbytes, room = shape.numel() * dtype.itemsize, self._rooms[layer]
+        if len(room) < nbytes:
+            assert not self._clipped, "a layer's room was too small"
+            room = anonymous(nbytes)
+        else:
+            self._rooms[layer] = room[nbytes:]
+            if layer in self.mapped:
+                self.mapped_bytes += nbytes
+                return room[:nbytes].view(dtype).view(shape)
+        self.host_bytes += nbytes
+        return room[:nbytes].view(dtype).view(shape)
+
+    def _check(self, chosen: Sequence[str]) -> None:
+        stream, in_layers = self._model.stream, self.by_layer.keys()
+        if not chosen:
+            raise ConfigError("no weight is chosen to be trained")
+        if self._model.backend.parallel.size > 1:
+            raise ConfigError(
+                "weights of layers that processes hold together do not train",
+                where="tensor_parallel_size",
+                how="train adapters, or have each process hold the whole",
+            )
+        if stream.sharded:
+            raise ConfigError(
+                "weights of which each process has a part do not train", where="shard_weights", how="set it to false"
+            )
+        if missing := in_layers - stream.host_cached:
+            raise ConfigError(
+                f"layer {min(missing)} trains, and its weights are not kept in host memory",
+                where="strategy",
+                how="use strategy: resident, without device_memory",
+            )
+        in_host = [name for name in self.outside if self._model.split.model.get_parameter(name).is_meta]
+        if in_host:
+            raise ConfigError(
+                f"{in_host[0]} trains, and is not on the device", where="host_embeddings", how="set it to false"
+            )
+        if quantised := {layer for layer in in_layers if stream.layers[layer].expansions}:
+            raise ConfigError(
+                f"layer {min(quantised)} is stored quantised, and such weights do not train",
+                where="model_name_or_path",
+                how="train adapters, or open the model as it was before it was quantised",
+            )
+
+    def _check_types(self) -> None:
+        for name, weight in self._weights.items():
+            if _type_name(weight) not in WEIGHT_BYTES:
+                raise ConfigError(
+                    f"{name} is of type {_type_name(weight)}, which does not train",
+                    where="dtype",
+                    how="set it to bfloat16 or float32: gradients in float16 underflow, and are not scaled here",
+                )
+
+
+def _type_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def step_part(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Step some of an optimizer's parameters, as its own `step` would that found no gradient of the others."""
+    wanted = {id(parameter) for parameter in parameters}
+    part = copy.copy(optimizer)  # the state is the same object
+    part.param_groups = [
+        {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in optimizer.param_groups
+    ]
+    part.step()
+
+
+def settings_of(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same parameter groups, with no state."""
+    bare = copy.copy(optimizer)
+    bare.state = defaultdict(dict)
+    return bare
+
+
+class Behind:
+    """One piece of work at a time, in a thread of its own, behind what its caller does meanwhile."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._under_way: Future[None] | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Have `work` done; blocks until what was begun before has ended.
+
+        Raises:
+            what that raised; then `work` is not begun.
+        """
+        self.wait()
+        self._under_way = self._pool.submit(_done, [work])
+
+    def wait(self) -> None:
+        """Block until nothing is under way; raise, once, what it raised."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def failure(self) -> BaseException | None:
+        """Block until nothing is under way; return what it raised, which `wait` then does not raise again."""
+        under_way, self._under_way = self._under_way, None
+        return None if under_way is None else under_way.exception()
+
+    def close(self) -> None:
+        """Wait for what is under way, raise what it raised, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown(wait=True)
+
+
+def _done(held: list[Callable[[], None]]) -> None:
+    """Do the work; what it holds is let go of before anyone is told that it has been done."""
+    held.pop()()

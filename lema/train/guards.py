@@ -1,0 +1,266 @@
+"""Where NaN or infinity began: the first part of the model whose output, or whose gradient, is not finite.
+
+A gradient goes down through the layers, and what trains in a layer may be finite where the gradient that leaves it is
+not. So the gradients of the hidden states are looked at too, between every two layers.
+
+The passes of a step, kept so that one whose numbers are not finite can be run again, to find where that began.
+
+A streamed model's passes under a watchdog: what moves in them, and what is awaited when nothing does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lema.backend import Replicas
+from lema.backend.watchdog import Moves, Watchdog
+from lema.config import LemaConfig
+from lema.engine import StreamedModel
+from lema.errors import NonFiniteError
+from lema.model import Split
+
+__all__ = [
+    "HiddenGradients",
+    "Pass",
+    "Passes",
+    "awaited",
+    "first_non_finite_gradient",
+    "moves",
+    "non_finite_gradient",
+    "non_finite_loss",
+    "watched",
+    "worst",
+]
+
+
+class HiddenGradients:
+    """The ends of the range of the gradient of each layer's inputs; they stay on the device until asked for."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[int, list[Tensor]] = {}
+
+    def look(self, layer: int, gradients: Sequence[Tensor | None]) -> None:
+        """Keep what is needed of the gradients of a layer's inputs; the top layer's outputs are one number more."""
+        for one in gradients:
+            if one is not None:
+                self._peaks.setdefault(layer, []).extend(one.detach().aminmax())  # NaN, where there is one
+
+    def highest(self) -> int | None:
+        """Return the highest layer of whose inputs a gradient is NaN or infinite; None: all are finite."""
+        for layer in sorted(self._peaks, reverse=True):
+            if not all(math.isfinite(float(peak)) for peak in self._peaks[layer]):
+                return layer
+        return None
+
+    def forget(self) -> None:
+        """Begin with nothing seen."""
+        self._peaks.clear()
+
+
+def worst(replicas: Replicas, loss: float) -> float:
+    """Return a loss that all processes which hold one copy together have formed; one that is not finite, if any has.
+
+    Each of them calls this, so that they see the same.
+    """
+    return next((one for one in replicas.of_copy(loss) if not math.isfinite(one)), loss)
+
+
+def non_finite_loss(
+    model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]], value: float, where: str
+) -> NonFiniteError:
+    """Return the error of a loss that is not finite; runs forward once more to name the part at fault."""
+    place = model.first_non_finite(micro_batches) or "the loss itself"
+    return NonFiniteError(
+        f"the loss is {value}",
+        where=f"{where}; first non-finite output: {place}",
+        how="check the base weights and the data; lower learning_rate, or set max_grad_norm, if it grew before",
+    )
+
+
+def non_finite_gradient(where: str, place: str | None) -> NonFiniteError:
+    """Return the error of a norm that is not finite; `place` is where gradients began not to be, None: nowhere."""
+    if place is None:
+        return NonFiniteError(
+            "the gradients are finite, their norm is not; the optimizer was not stepped",
+            where=where,
+            how="lower learning_rate",
+        )
+    return NonFiniteError(
+        "a gradient is not finite; the optimizer was not stepped",
+        where=f"{where}; first non-finite gradient: {place}",
+        how="lower learning_rate, set max_grad_norm, or check the base weights of this layer",
+    )
+
+
+def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -> str | None:
+    """Call `run`, which goes forward and backward, and name where its gradients begin not to be finite; None: nowhere.
+
+    It is the highest of: the head, if what it hands down is not finite; a layer's parameter that has such a gradient;
+    the layer that hands such a one down, whether or not anything in it trains.
+    """
+    hidden = HiddenGradients()
+    with model.seen_by(hidden.look):
+        run()
+    # Processes that compute a layer together form parts of what it hands down: it is named where any sees it.
+    seen = (one for one in model.backend.replicas.of_copy(hidden.highest()) if one is not None)
+    return place_of(model.split, max(seen, default=None))
+
+
+def place_of(split: Split, handed_down: int | None) -> str | None:
+    """Name where the gradients of a pass begin not to be finite, given the highest layer that hands such down."""
+    reached = -1 if handed_down is None else handed_down
+    for layer, name, parameter in _downwards(split):
+        if layer < reached:
+            break
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return name
+    if handed_down is None:
+        return None
+    return "the head and the loss" if handed_down == split.num_layers else f"{split.layers_name}.{handed_down}"
+
+
+def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Yield (layer, name, parameter) of what comes after the layers, of the layers from the top, of the others."""
+    named = list(split.model.named_parameters())
+    inside = [name.startswith(f"{split.layers_name}.") for name, _ in named]
+    above = len(named) - inside[::-1].index(True)
+    yield from ((split.num_layers, name, parameter) for name, parameter in named[above:])
+    for layer in reversed(range(split.num_layers)):
+        for name, parameter in split.layers[layer].named_parameters():
+            yield layer, f"{split.layers_name}.{layer}.{name}", parameter
+    yield from ((-1, name, parameter) for name, parameter in named[: inside.index(True)])
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of the step under way, as it can be run again.
+
+    Attributes:
+        micro_batches: of this process.
+        divisor: trained tokens that its loss is divided by.
+        state: of the generator, before it.
+    """
+
+    micro_batches: Sequence[Mapping[str, Tensor]]
+    divisor: int
+    state: Tensor
+
+
+class Passes:
+    """Those of the step under way.
+
+    Args:
+        model: that they go through.
+    """
+
+    def __init__(self, model: StreamedModel) -> None:
+        self._model, self._begun = model, list[Pass]()
+
+    def begin(self, micro_batches: Sequence[Mapping[str, Tensor]], divisor: int) -> None:
+        """Note a pass that is about to begin."""
+        self._begun.append(Pass(micro_batches, divisor, self._model.backend.rng_state()))
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self._begun.clear()
+
+    def non_finite_loss(self, value: float, mine: float, place: str) -> NonFiniteError:
+        """Return the error of the last pass, whose loss is not finite; all processes call this.
+
+        Args:
+            value: the loss of all processes.
+            mine: this one's part of it.
+            place: for the error.
+        """
+        if math.isfinite(mine):
+            self._model.accompany(training=False)  # while the other looks for the layer
+            return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
+        backend, last = self._model.backend, self._begun[-1]
+        after = backend.rng_state()
+        backend.set_rng_state(last.state)  # what dropout drew then is drawn again
+        try:
+            return non_finite_loss(self._model, last.micro_batches, value, place)
+        finally:
+            backend.set_rng_state(after)
+
+    def non_finite_gradient(
+        self, place: str, again: Callable[[Pass], None], drop_gradients: Callable[[], None]
+    ) -> NonFiniteError:
+        """Return the error of gradients that are not finite; the passes are run again to find where.
+
+        The generator is then where it was, and the gradients are of no further use. All processes call this.
+
+        Args:
+            place: for the error.
+            again: runs a pass forward and backward.
+            drop_gradients: of what trains.
+        """
+        backend, stream = self._model.backend, self._model.stream
+        after, began = backend.rng_state(), None
+        stream.cancel()  # what was announced for the next step
+        drop_gradients()
+        for one in self._begun:
+            backend.set_rng_state(one.state)
+            found = first_non_finite_gradient(self._model, partial(again, one))
+            began = began or found
+            alone = not stream.sharded and backend.parallel.size == 1
+            if began is not None and alone:  # else other processes run all passes too
+                break
+        backend.set_rng_state(after)
+        told = backend.replicas.exchange(began)
+        if began is None and any(told):
+            began = "in another process"
+        return non_finite_gradient(place, began)
+
+
+@contextmanager
+def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
+    """Have a watchdog look on while a `with` block runs, unless one does already.
+
+    Args:
+        model: whose layers move.
+        config: `output_dir`, where stacks are written, and `hang_timeout`.
+    """
+    if model.watchdog is not None:
+        yield
+        return
+    dog = Watchdog(lambda: moves(model), lambda: awaited(model), Path(config.output_dir), end_after=config.hang_timeout)
+    with dog:
+        model.watchdog = dog
+        try:
+            yield
+        finally:
+            model.watchdog = None
+
+
+def moves(model: StreamedModel) -> Moves:
+    """Return what has been done in passes through a model so far."""
+    counters = model.counters
+    return Moves(
+        counters.leases,
+        (
+            counters.bytes_read,
+            counters.bytes_uploaded,
+            counters.bytes_gathered,
+            counters.bytes_offloaded,
+            model.room.place,
+        ),
+    )
+
+
+def awaited(model: StreamedModel) -> str:
+    """Return where a pass is, and which layers are on lease, wanted and being read."""
+    held, wanted, reading = model.stream.under_way()
+    said = [model.room.place or "before the first layer"]
+    said += [f"on lease: layer {layer}" for layer in held]
+    said += [] if wanted is None else [f"next: layer {wanted}"]
+    said += [f"being read: layer {layer}" for layer in reading]
+    return "; ".join(said)

@@ -1,0 +1,314 @@
+"""What a run measures: `metrics.jsonl`, one JSON object per line, and how its numbers are shown to people.
+
+What happened in a run since a moment: losses, tokens, and what streaming cost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from lema.errors import DataError, DiskError, DiskFull
+from lema.storage.diskspace import not_written
+from lema.stream import StreamCounters
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "METRICS_NAME",
+    "PICTURE",
+    "MetricsLog",
+    "Window",
+    "cut_back",
+    "cut_metrics",
+    "plot_loss",
+    "read_metrics",
+    "since",
+]
+
+
+METRICS_NAME = "metrics.jsonl"
+
+# JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsLog:
+    """Appends one line of JSON per measurement; every line is on its way to the disk before `write` returns.
+
+    A line that a kill cut short is removed on opening, so the file always reads.
+
+    Args:
+        path: the file; made, with its directory, where it does not exist.
+
+    Raises:
+        DiskError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: a line that could not be written must not be tried again on closing.
+            self._file = self.path.open("ab+", buffering=0)
+            _cut_torn_line(self._file)
+        except OSError as error:
+            raise DiskError(f"cannot open the metrics: {error.strerror}", where=str(self.path)) from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row: JSON types and numbers with `.item()` (tensors of one element, numpy scalars)."""
+        line = (json.dumps(_plain(row), allow_nan=False) + "\n").encode()
+        start = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(start)
+            raise not_written(f"cannot write the metrics: {error.strerror}", error, self.path) from error
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        """Append one row of a run that is worth more than it: on a full disk the row is lost, with a warning."""
+        try:
+            self.write(row)
+        except DiskFull as error:
+            warnings.warn(f"{error.what} ({error.where}); this line of step {row.get('step')} is lost", stacklevel=2)
+
+    def close(self) -> None:
+        """Close the file; twice is harmless."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Drop lines of what a run that goes on from an earlier step measures again; return how many. A kill leaves all.
+
+    Args:
+        path: the file; it need not exist.
+        keep: says of a row whether it stays. What is not a JSON object stays for `read_metrics` to tell of.
+
+    Raises:
+        DiskError: the file cannot be read or written; it is as it was.
+    """
+    file = Path(path)
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        if not file.is_file():
+            return 0
+        lines = file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _stays(line, keep)]
+        if len(kept) < len(lines):
+            with part.open("wb") as out:
+                out.writelines(kept)
+                out.flush()
+                os.fsync(out.fileno())
+            part.replace(file)
+        return len(lines) - len(kept)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
+
+
+def _stays(line: bytes, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return True
+    return not isinstance(row, dict) or keep(row)
+
+
+def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The rows that count: those a resumed run measured again are given once, as measured last.
+
+    A run killed after its last checkpoint leaves rows of steps that the resumed run repeats.
+
+    Raises:
+        DataError: the file is missing, or a line is not a JSON object; names file and line.
+    """
+    rows: list[dict[str, Any]] = []
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read the metrics: {error.strerror}", where=str(file)) from error
+    lines = text.split("\n")
+    # Whatever follows the last newline is a line still being written.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"not JSON: {error}", where=f"{file}:{number}") from error
+        if not isinstance(row, dict):
+            raise DataError("a line of metrics is a JSON object", where=f"{file}:{number}")
+        row = {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+        _forget_repeated(rows, row)
+        rows.append(row)
+    return rows
+
+
+def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bool:
+    """Draw training and evaluation loss over steps; False where matplotlib is not installed or no loss was measured."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    rows = read_metrics(metrics_file)
+    # Without pyplot: no global state, and no window system is looked for.
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss")
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+        points = [(row["step"], row[key]) for row in rows if key in row and "step" in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    if not axes.lines:
+        return False
+    for row in rows:
+        if row.get("event") == "phase_end" and row is not rows[-1]:
+            axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    target = Path(png)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        figure.savefig(part, format="png", dpi=120)
+        part.replace(target)
+    except OSError as error:
+        # Cleaning up fails where writing did; the first failure is the one to tell.
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise DiskError(f"cannot write the loss curve: {error.strerror}", where=str(target)) from error
+    return True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(word for word, number in _NON_FINITE.items() if number == value or value != value)
+    return value
+
+
+def _kinds(row: Mapping[str, Any]) -> set[Any]:
+    return {("event", row["event"], row.get("phase"))} if "event" in row else {"loss", "eval_loss"} & row.keys()
+
+
+def _forget_repeated(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> None:
+    """Drop from the end of `rows` what `row`, coming after it, shows to have been undone by a resume."""
+    step = row.get("step")
+    if step is None:
+        return
+    while rows and rows[-1].get("step", step) > step:
+        rows.pop()
+    same = _trailing(rows, step)
+    for index in same:
+        if _kinds(rows[index]) & _kinds(row):
+            del rows[index:]
+            return
+
+
+def _trailing(rows: list[dict[str, Any]], step: float) -> Iterable[int]:
+    first = len(rows)
+    while first and rows[first - 1].get("step") == step:
+        first -= 1
+    return range(first, len(rows))
+
+
+def _cut_torn_line(file: FileIO) -> None:
+    """Cut what follows the last newline; searches backwards, for the file may be long."""
+    end = file.seek(0, os.SEEK_END)
+    position = end
+    while position:
+        start = max(0, position - 4096)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < end:
+        file.truncate(position)
+
+
+@dataclass
+class Window:
+    """What happened since `began`: between two lines of metrics, or over the whole run."""
+
+    began: float
+    counters: StreamCounters
+    loss: float = 0.0
+    trained_tokens: int = 0
+    tokens: int = 0
+
+    def add(self, loss: float, trained: int, tokens: int) -> None:
+        """Count a step: its mean loss, the tokens it trained, and all its tokens."""
+        self.loss += loss * trained
+        self.trained_tokens += trained
+        self.tokens += tokens
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean loss of all trained tokens."""
+        return self.loss / max(self.trained_tokens, 1)
+
+
+def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
+    """Return what streaming cost between two looks at its counters."""
+    names = (
+        "bytes_read",
+        "bytes_uploaded",
+        "bytes_gathered",
+        "bytes_offloaded",
+        "layers_read",
+        "layers_kept",
+        "seconds_blocked_disk",
+        "seconds_blocked_upload",
+        "seconds_blocked_compute",
+        "seconds_blocked_gather",
+    )
+    return {name: getattr(now, name) - getattr(then, name) for name in names}
+
+
+PICTURE = "loss.png"
+
+
+def cut_back(metrics: Path, log_history: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Drop what was measured after the checkpoint that a run goes on from: it is measured again.
+
+    Args:
+        metrics: the file of metrics.
+        log_history: what the checkpoint knows.
+        step: the checkpoint's.
+    """
+    known = [row for row in log_history if row.get("step") == step]
+
+    def keep(row: Mapping[str, Any]) -> bool:
+        if row.get("step", 0) != step or "event" in row:
+            return bool(row.get("step", 0) <= step)
+        return bool(known) and known.pop() is not None
+
+    cut_metrics(metrics, keep)

@@ -1,0 +1,431 @@
+"""How fp32 products round: as fp32, or by tensor cores that keep 10 bits of what they multiply (TF32).
+
+torch keeps this for the whole process, and lets convolutions round as TF32 unless it is told not to. So both are set as
+long as a model is open, and put back when it is closed.
+
+The model a user holds: skeleton, adapter and stream, put together from a config.
+
+Begins to train with an adapter that was made elsewhere, by PEFT or by an earlier run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cached_property, partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lema.backend import Backend
+from lema.backend.collectives import first_alone
+from lema.backend.trace import NO_TRACE, NoTrace
+from lema.config import LemaConfig
+from lema.engine import StreamedModel, generate
+from lema.engine.padding import padding_of
+from lema.errors import AdapterError, ConfigError
+from lema.lora import inject_lora_params, save_adapter
+from lema.lora.attach import configured_lora
+from lema.lora.base import check_base, check_named_base, write_base
+from lema.lora.files import load_weights, read_lora_config, read_settings
+from lema.lora.targets import warn_of_left_out
+from lema.model import Split, meta_model, read_config
+from lema.model.outer_weights import HostRows, StoredTensors, host_rows_name, layer_bytes, load_outside
+from lema.model.partition import held_records, open_backend, whole_adapter
+from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
+from lema.plan import Allocation
+from lema.plan.allocate import advise, allocate
+from lema.plan.step import step_shape
+from lema.storage import GlobalBinaryIndex, resolve_model
+from lema.storage.hub import own_weights
+from lema.storage.modelfiles import load_tokenizer
+from lema.storage.verify import base_fingerprint
+from lema.stream import LayerStream
+from lema.stream.placement import LayerBytes
+from lema.stream.reader import LayerReader
+from lema.stream.weightcheck import BaseGuard
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lema.train.trainer import LemaTrainer
+
+__all__ = ["LemaModel", "ProductPrecision", "begin_with_adapter"]
+
+
+EXACT, TENSOR_CORES = "highest", "high"  # torch's words
+
+
+class ProductPrecision:
+    """The precision of fp32 products from now on, until it is put back.
+
+    Args:
+        tf32: let them round as TF32 on devices that do; else they are those of fp32.
+    """
+
+    def __init__(self, tf32: bool) -> None:
+        self._before: tuple[str, bool] | None = _current()
+        self._own = (TENSOR_CORES if tf32 else EXACT, tf32)
+        _set(*self._own)
+
+    def put_back(self) -> None:
+        """Let products round as before, once; what somebody else has set meanwhile stays."""
+        if self._before is not None and _current() == self._own:
+            _set(*self._before)
+        self._before = None
+
+
+def _current() -> tuple[str, bool]:
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+def _set(products: str, convolutions: bool) -> None:
+    torch.set_float32_matmul_precision(products)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+class LemaModel:
+    """A causal language model whose decoder layers stay where they are stored until they are needed.
+
+    Opening it reads the config, the tensors' headers and what lies outside the decoder layers, nothing else.
+
+    Args:
+        config: what to open and how.
+        backend: the device; None: the one the config names.
+        trust_remote_code: run code that comes with the model, from its directory or, of a hub id, from the commit that
+            `config.revision` names. No setting says so: settings are read from files.
+        trace: records what is read, uploaded and computed, and when.
+
+    Raises:
+        ConfigError: a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
+    """
+
+    def __init__(
+        self,
+        config: LemaConfig,
+        *,
+        backend: Backend | None = None,
+        trust_remote_code: bool = False,
+        trace: NoTrace = NO_TRACE,
+    ) -> None:
+        self.config = config
+        self.trusted = trust_remote_code
+        self.directory = resolve_model(
+            config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code
+        )
+        hf_config = read_config(self.directory, trust_remote_code=trust_remote_code)
+        if config.model_type is not None and config.model_type != hf_config.model_type:
+            raise ConfigError(
+                f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}",
+                where=str(self.directory / "config.json"),
+                how="correct model_type, or leave it out",
+            )
+        self.backend = backend or open_backend(config)
+        self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
+        dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
+        self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)
+        records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
+        self.records, self.dtypes = records, dtypes
+        self._trace = trace
+        self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
+        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
+        name = self.split.layers_name
+        self._divided = False  # among the processes that hold the model together
+        self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
+        in_host = host_rows_name(self.skeleton) if config.host_embeddings else None
+        self.outside_bytes = load_outside(self.skeleton, self._stored, name, in_host)
+        if in_host is not None:
+            self.split.host_rows = HostRows(self.skeleton, self._stored.read_to_host(in_host), self.backend)
+        self.lora_manager: PeftModel | None = None
+        self.num_adapter_parameters = 0
+        self._precision = ProductPrecision(config.tf32)
+        positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+        self._padding = padding_of(config, self.backend.parallel.size, positions)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | PathLike[str],
+        *,
+        backend: Backend | None = None,
+        trust_remote_code: bool = False,
+        **overrides: Any,
+    ) -> Self:
+        """Open a saved adapter with its base model.
+
+        Args:
+            directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
+            backend: the device; None: the one the config names.
+            trust_remote_code: run code that comes with the base model.
+            overrides: settings that replace those saved.
+
+        Raises:
+            AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained
+                and no override names one.
+            ConfigError: an override contradicts the adapter.
+        """
+        path = Path(directory)
+        config, saved = read_settings(path, **overrides)
+        model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
+        if overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"}):
+            check_base(path, model.gbi)
+        model.attach_lora(saved or configured_lora(model.skeleton, config))
+        assert model.lora_manager is not None
+        load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)
+        return model
+
+    def initialize_lora(self) -> None:
+        """Attach a fresh adapter, with the numbers PEFT draws for `seed`.
+
+        Raises:
+            ModelError: no module matches `lora_target_modules`, or the adapter does not fit the model otherwise.
+            ConfigError: a setting of the adapter does not fit the model.
+        """
+        if self.config.lora_target_modules is None:
+            warn_of_left_out(self.skeleton)
+        self._attach(configured_lora(self.skeleton, self.config), seed=self.config.seed)
+
+    def attach_lora(self, config: LoraConfig) -> None:
+        """Attach an adapter as PEFT's config has it, whose values are to be loaded.
+
+        Raises:
+            ModelError, ConfigError: as `initialize_lora`.
+        """
+        self._attach(config, seed=None)
+
+    def get_trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the adapter's parameters, fp32, in the order of the model; the list an optimizer takes."""
+        self._require_adapter()
+        return [parameter for parameter in self.skeleton.parameters() if parameter.requires_grad]
+
+    def get_trainer(
+        self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
+    ) -> LemaTrainer:
+        """Return a trainer of this model.
+
+        Args:
+            optimizer: over `get_trainable_parameters()`; None: AdamW as the config says.
+            callbacks: `transformers.TrainerCallback`s.
+            options: further arguments of `LemaTrainer`.
+        """
+        from lema.train.trainer import LemaTrainer
+
+        return LemaTrainer(
+            self.config,
+            self.adapter,
+            self.gbi,
+            self.lora_manager,
+            optimizer,
+            self.memory,
+            callbacks=callbacks,
+            **options,
+        )
+
+    def save_pretrained(self, directory: str | PathLike[str]) -> None:
+        """Write PEFT's adapter files and `lema_config.json`.
+
+        Processes that hold the model together all call this, and the first of all writes.
+
+        Raises:
+            DiskError: a file could not be written.
+        """
+        adapter = self._require_adapter()
+        whole = whole_adapter(adapter, self.backend.parallel)
+
+        def write() -> None:
+            save_adapter(adapter, Path(directory), self.config.model_name_or_path, self.config.revision, whole)
+            self.config.save_pretrained(directory)
+            write_base(Path(directory), base_fingerprint(self.gbi))
+
+        if whole is None:
+            write()
+        else:
+            first_alone(self.backend.replicas, write)
+
+    @cached_property
+    def adapter(self) -> StreamedModel:
+        """The model as the trainer drives it: visits of leased layers."""
+        if self.config.offloading_tier == "host" and self.backend.memory().shared:
+            warnings.warn(
+                "activation_offloading saves no memory on a device that computes in host memory: `disk` would",
+                stacklevel=2,
+            )
+        if self.split.lazy and not self.config.gradient_checkpointing:
+            warnings.warn(
+                "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
+                "keep a copy of its weights with them, so every layer is computed again; set it to true",
+                stacklevel=2,
+            )
+        adapter = StreamedModel(
+            self.split,
+            self.memory,
+            self.backend,
+            recompute=self.config.gradient_checkpointing,
+            saved=self.allocation.saved,
+            saved_on=self.allocation.saved_on,
+            loss_chunk_tokens=self.config.loss_chunk_tokens,
+            boundaries=self.allocation.boundaries,
+            offload_dir=Path(self.config.offload_dir or self.config.output_dir),
+            at_once=self.config.activation_offloading == "legacy",
+            padding=self._padding,
+        )
+        adapter.room.advise = partial(
+            advise, self.config, self.skeleton, self._layers, self.outside_bytes, self.allocation, self.backend
+        )
+        return adapter
+
+    @cached_property
+    def _layers(self) -> list[LayerBytes]:
+        """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
+        self._divide()
+        records = held_records(self.skeleton, self.records, self.backend.parallel)
+        return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers)
+
+    def _divide(self) -> None:
+        """Divide the layers, adapters attached or not, among the processes that hold the model together; once."""
+        if self.backend.parallel.size > 1 and not self._divided:
+            self.backend.parallel.shard(self.skeleton)
+            self.split.adapters_changed()
+        self._divided = True
+
+    @cached_property
+    def allocation(self) -> Allocation:
+        """What memory is spent on, within the limits of the settings. Made at first use, adapters attached.
+
+        It may be set, before that, to what one knows better.
+
+        Raises:
+            MemoryLimitError: the limits are too small.
+        """
+        positions = getattr(self.skeleton.config, "max_position_embeddings", None)
+        shape = None
+        if self.lora_manager is not None:
+            shape = step_shape(self.config, positions, self.backend.replicas.size, self.backend.parallel.size)
+        return allocate(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, shape=shape)
+
+    @cached_property
+    def memory(self) -> LayerStream:
+        """The stream of layers, as `allocation` has it. Several processes make it at once, each its own.
+
+        Raises:
+            ReadError: a layer that is kept in memory could not be read.
+        """
+        if self.config.shard_weights and self.backend.replicas.size == 1:
+            warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
+        return LayerStream(
+            self._layers,
+            self.backend,
+            prefetch_depth=self.allocation.slots - 1,
+            residents=self.allocation.residents,
+            host_cached=self.allocation.host_cached,
+            sharded=self.config.shard_weights,
+            reader=self._reader,
+            trace=self._trace,
+        )
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model's directory.
+
+        Raises:
+            DataError: there is none.
+        """
+        return load_tokenizer(
+            self.directory,
+            trusted=self.trusted,
+            how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has "
+            "code of its own that you trust, add --trust-remote-code",
+        )
+
+    def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[str]:
+        """Continue each prompt, streaming every layer once per token.
+
+        Args:
+            prompt: one text or several.
+            max_new_tokens: tokens to add to each, at most.
+            options: of `transformers`' `generate` (do_sample, temperature, top_p, ...).
+
+        Returns:
+            The continuations, without the prompts. Processes that hold the model together all call this with the same
+            arguments, and all get them.
+
+        Raises:
+            ConfigError: processes that hold the model together divide the tokens of a row, and one is made at a time.
+        """
+        parallel, backend = self.backend.parallel, self.backend
+        if parallel.size > 1:
+            if self.config.sequence_parallel:
+                raise ConfigError(
+                    f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one",
+                    where="sequence_parallel",
+                    how="generate with --set sequence_parallel=false: the adapter and the numbers are the same",
+                )
+            state = backend.rng_state()  # the same for all: each draws every token
+            backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        tokens = generate(self.split, self.memory, self.directory, self.tokenizer, prompts, max_new_tokens, options)
+        return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+    def close(self) -> None:
+        """Stop reading and give memory back."""
+        if "adapter" in self.__dict__:
+            self.adapter.close()
+        if "memory" in self.__dict__:
+            self.memory.close()
+        self._reader.close()
+        self.backend.close()
+        self._precision.put_back()
+
+    def _attach(self, config: LoraConfig, seed: int | None) -> None:
+        if self.lora_manager is not None:
+            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
+        if self._divided and self.backend.parallel.size > 1:
+            raise ConfigError(
+                "the layers have been divided among processes already",
+                how="call initialize_lora() before anything else",
+            )
+        self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
+        self._divide()
+        self.split.adapters_changed()
+        if self.split.host_rows is not None:
+            self.split.host_rows.check()
+        self.__dict__.pop("allocation", None)  # limits must leave room for the adapter
+        if (stream := self.__dict__.pop("memory", None)) is not None:
+            stream.cancel()
+        if (adapter := self.__dict__.pop("adapter", None)) is not None:
+            adapter.close()
+
+    def _require_adapter(self) -> PeftModel:
+        if self.lora_manager is None:
+            raise ConfigError("the model has no adapter yet", how="call initialize_lora() first")
+        return self.lora_manager
+
+
+def begin_with_adapter(model: LemaModel, directory: str | PathLike[str]) -> None:
+    """Attach an adapter to a model in place of a fresh one: its own rank, targets and options, and its values.
+
+    Args:
+        model: without an adapter.
+        directory: with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises:
+        AdapterError: there is no adapter, it is damaged, it belongs to another model, or does not fit this one.
+        ConfigError: the model has an adapter already.
+    """
+    path = Path(directory)
+    if (saved := read_lora_config(path)) is None:
+        raise AdapterError(
+            "there is no adapter in PEFT's format here",
+            where=str(path),
+            how="name a directory with adapter_config.json and adapter_model.safetensors",
+        )
+    check_named_base(path, saved, model.config.model_name_or_path, model.gbi)
+    model.attach_lora(saved)
+    assert model.lora_manager is not None
+    load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)

@@ -1,0 +1,27 @@
+"""Phases: which weights train when, on what data and for how long, and the run that goes through them."""
+
+from typing import TYPE_CHECKING
+
+from lema import lazy_exports
+
+if TYPE_CHECKING:
+    from lema.train.phases.loratrainer import LoRATrainer, LoRATrainState
+    from lema.train.phases.phase import LoRAConfig, Phase
+    from lema.train.phases.plan import PhasePlan
+    from lema.train.phases.run import run_phases
+    from lema.train.phases.twophase import LoRATrainerConfig
+
+__all__ = ["LoRAConfig", "LoRATrainState", "LoRATrainer", "LoRATrainerConfig", "Phase", "PhasePlan", "run_phases"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "LoRAConfig": "phase",
+        "LoRATrainState": "loratrainer",
+        "LoRATrainer": "loratrainer",
+        "LoRATrainerConfig": "twophase",
+        "Phase": "phase",
+        "PhasePlan": "plan",
+        "run_phases": "run",
+    },
+)

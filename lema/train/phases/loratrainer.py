@@ -1,0 +1,332 @@
+"""How many parameters a phase trains, counted on a model without weights.
+
+Full parameters first, then adapters: `lema.train.phases` under the names that two-phase trainers use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lema.config import LemaConfig
+from lema.convert.delta import is_delta
+from lema.data.mixture import Source
+from lema.errors import AdapterError, ConfigError
+from lema.lora import count_lora_params, inject_lora_params
+from lema.lora.attach import configured_lora
+from lema.model import meta_model, read_config
+from lema.storage import resolve_model
+from lema.train.checkpoint.format import STATE, read_state
+from lema.train.phases.file import Files, clipped, read_sources
+from lema.train.phases.kinds import chosen_by, of_kind
+from lema.train.phases.phase import Phase
+from lema.train.phases.places import Places
+from lema.train.phases.plan import PhasePlan
+from lema.train.phases.run import run_phases
+from lema.train.phases.start import find_point, find_start
+from lema.train.phases.twophase import LoRATrainerConfig
+
+__all__ = ["LoRATrainState", "LoRATrainer", "Trainable", "trainable_in"]
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Numbers of parameters, tied ones counted once.
+
+    Attributes:
+        num_trained: those that train.
+        num_model: those of the model without adapters.
+    """
+
+    num_trained: int
+    num_model: int
+
+
+def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> Trainable:
+    """Return how many parameters train in a phase; no weights are read.
+
+    Args:
+        config: the run's settings, which name the model.
+        phase: the phase.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ModelError: no module matches the targets of the adapters; names those that could be.
+        ConfigError: no weight matches what the phase trains, or a setting does not fit the model.
+    """
+    directory = resolve_model(config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code)
+    hf_config = read_config(directory, trust_remote_code=trust_remote_code)
+    model = meta_model(hf_config, torch.float32, trust_remote_code=trust_remote_code)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if phase.trains != "lora":
+        chosen = chosen_by(phase, model)
+        return Trainable(sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), whole)
+    settings = LemaConfig(**{**config.to_dict(), **of_kind(phase)})
+    lora = configured_lora(model, settings)
+    return Trainable(count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), whole)
+
+
+Kind = Literal["full", "lora"]
+KINDS: Mapping[str, Kind] = {"full": "full", "adapters": "lora"}  # as checkpoints say them
+
+
+@dataclass(frozen=True)
+class LoRATrainState:
+    """Where a run is.
+
+    Attributes:
+        kind: `full`: weights train. `lora`: adapters train, and the weights are frozen.
+        phase: name of the phase.
+        stage: its number in the plan, from 0.
+        step: optimizer steps of the run that were taken.
+        tokens: of these steps, padding included.
+        checkpoint: where this is on disk; None: nothing was trained yet.
+        lora_rank: of the phase's adapters; None: it has none.
+        lora_alpha: likewise; they are scaled by alpha / rank.
+        num_trainable: parameters that train in this phase.
+        num_parameters: those of the model without adapters.
+    """
+
+    kind: Kind
+    phase: str
+    stage: int
+    step: int
+    tokens: int
+    checkpoint: Path | None
+    lora_rank: int | None
+    lora_alpha: float | None
+    num_trainable: int
+    num_parameters: int
+
+
+class LoRATrainer:
+    """Trains all parameters of a model for some stages, then adapters of it for others.
+
+    Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
+    bitwise as one that was not.
+
+    Args:
+        config: the stages; or any plan of phases.
+        model: the model, the device, `output_dir`, and what no stage has of its own. Gradients are clipped to a norm of
+            1 unless it says otherwise.
+        datasets: by name, rows of tokens, or the files to read them from (a directory of packed tokens for PMD).
+        held_out: likewise, what is validated on; None: there is no validation.
+        eval_rows: how many of these rows; None: as many as a step has.
+        callbacks: `transformers.TrainerCallback`s.
+        on_step: called with every line of metrics.
+        stop: asked after each step; returns why to stop, None: go on.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ConfigError: a data set or a setting is wrong; DataError: files cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: LoRATrainerConfig | PhasePlan,
+        model: LemaConfig,
+        datasets: Mapping[str, Source | Files],
+        *,
+        held_out: Mapping[str, Source | Files] | None = None,
+        eval_rows: int | None = None,
+        callbacks: Sequence[Any] = (),
+        on_step: Callable[[dict[str, Any]], None] = lambda _: None,
+        stop: Callable[[], str | None] = lambda: None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.config = config
+        self.plan = config.plan() if isinstance(config, LoRATrainerConfig) else config
+        self.model = model = clipped(model)
+        self._trust = trust_remote_code
+        self._sources = read_sources(model, self.plan, datasets, "train", trust_remote_code=trust_remote_code)
+        self._held_out = None
+        if held_out is not None:
+            self._held_out = read_sources(model, self.plan, held_out, "val", trust_remote_code=trust_remote_code)
+        self._options: dict[str, Any] = {
+            "eval_rows": eval_rows,
+            "callbacks": callbacks,
+            "on_step": on_step,
+            "stop": stop,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._start: Path | None = None  # outside `output_dir`
+        self._here: LoRATrainState | None = None  # where `restore_from_path` or `transition_to_lora` has put it
+        self._begun = False
+        self._counted: dict[int, Trainable] = {}
+
+    def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
+        """Train through all stages, from where the run is; return the directory that the last one ends with.
+
+        Args:
+            until: `lora`: end at the boundary, before the first stage of adapters.
+            resume: go on where an earlier run in `output_dir` stopped. After `restore_from_path`, and after an earlier
+                call of this trainer's, a run goes on from there in any case.
+
+        Raises:
+            Stopped: `stop` or a callback said so; a checkpoint of the last step was written.
+            ConfigError: a run is in `output_dir` and is not to be resumed; or there is nothing before the boundary.
+            LemaError: as `lema.train.phases.run_phases`.
+        """
+        plan = self.plan
+        if until == "lora":
+            first = self._first_lora()
+            if first == 0:
+                raise ConfigError("no stage comes before the adapters", where="until", how="leave it out")
+            plan = plan.model_copy(update={"phases": plan.phases[:first]})
+        resume = resume or self._begun
+        self._begun, self._here = True, None
+        return run_phases(
+            self.model,
+            plan,
+            self._sources,
+            held_out=self._held_out,
+            resume=resume,
+            start=self._start,
+            **self._options,
+        )
+
+    @property
+    def state(self) -> LoRATrainState:
+        """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
+
+        Newer ones that are not are in the log, as warnings.
+
+        Raises:
+            LemaError: the model cannot be read, no checkpoint is sound, or nothing of the model would train.
+        """
+        if self._here is not None:
+            return self._here
+        point = find_point(self._places, lambda _: None)
+        if point is None or point.checkpoint is None:
+            return self._state(0 if point is None else point.index, 0, None)
+        return self._state(point.index, int(read_state(point.checkpoint)["extra"]["step"]), point.checkpoint)
+
+    def transition_to_lora(self) -> LoRATrainState:
+        """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.
+
+        Nothing is trained and nothing is written: the weights are frozen, and the optimizer of theirs is gone, because
+        that stage opens the model that the one before has left. `train()` goes over by itself as well.
+
+        Raises:
+            ConfigError: there are steps left before the boundary, no stage trains adapters, or they train already.
+            ModelError: no module of the model matches the adapters' targets.
+        """
+        first, state = self._first_lora(), self.state
+        boundary = self.plan.boundaries()[first]
+        if state.stage > first or (state.stage == first and state.step > boundary.first_step):
+            raise ConfigError(
+                f"the run is past that: it is at step {state.step}, in stage {state.phase}",
+                how="go on with train()",
+            )
+        if left := boundary.first_step - state.step:
+            raise ConfigError(
+                f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left",
+                where=f"step {state.step}, in stage {state.phase}",
+                how="call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model",
+            )
+        self._here = replace(self._state(first, 0, state.checkpoint), checkpoint=state.checkpoint)
+        return self._here
+
+    def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
+        """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
+
+        What it is, is recorded in it. With a model's directory, the first stage of adapters begins on that model.
+
+        Args:
+            path: anywhere; in this run's `output_dir`, it must be the run's last checkpoint.
+
+        Returns:
+            Where the run is then. `train()` goes on from there.
+
+        Raises:
+            ConfigError: it is none of these, or of another plan.
+            AdapterError: it is damaged.
+        """
+        given = Path(path).absolute()
+        self._refuse(given)
+        if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:
+            changed = {"model_name_or_path": str(given), "gbi_path": None, "revision": None}
+            self.model = LemaConfig(**{**self.model.to_dict(), **changed})
+            self._start, self._begun = None, False
+            self._counted.clear()
+            self._here = self._state(0, 0, None)
+            return self._here
+        places = self._places
+        start = find_start(given, places)
+        if start.checkpoint is None:
+            here, begun = self._state(start.index, 0, None), False
+        else:
+            state = read_state(start.checkpoint)
+            here = self._state(start.index, int(state["extra"]["step"]), start.checkpoint)
+            if (kind := KINDS.get(str(state.get("kind", "adapters")))) != here.kind:
+                raise AdapterError(
+                    f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}",
+                    where=str(start.checkpoint / STATE),
+                    how="name another checkpoint",
+                )
+            begun = self._is_last(start.checkpoint, start.index)
+        self._start, self._begun, self._here = None if begun else given, begun, here
+        return here
+
+    @property
+    def _places(self) -> Places:
+        return Places(Path(self.model.output_dir), self.plan)
+
+    def _first_lora(self) -> int:
+        for index, phase in enumerate(self.plan.phases):
+            if phase.trains == "lora":
+                return index
+        raise ConfigError("no stage trains adapters", where="post_lora_tokens", how="give the tokens of one")
+
+    def _state(self, index: int, step: int, checkpoint: Path | None) -> LoRATrainState:
+        phase, boundary = self.plan.phases[index], self.plan.boundaries()[index]
+        if index not in self._counted:
+            self._counted[index] = trainable_in(self.model, phase, trust_remote_code=self._trust)
+        lora, counted = phase.adapters, self._counted[index]
+        per_step = self.plan.batch_size * self.plan.block_size
+        return LoRATrainState(
+            kind="full" if lora is None else "lora",
+            phase=boundary.name,
+            stage=index,
+            step=boundary.first_step + step,
+            tokens=boundary.first_token + step * per_step,
+            checkpoint=checkpoint,
+            lora_rank=None if lora is None else lora.rank,
+            lora_alpha=None if lora is None else lora.alpha,
+            num_trainable=counted.num_trained,
+            num_parameters=counted.num_model,
+        )
+
+    def _is_last(self, checkpoint: Path, index: int) -> bool:
+        """Whether a checkpoint is this run's own, and its last; no run goes on from an earlier one of its own."""
+        places = self._places
+        if checkpoint.parent.resolve() != places.place(index).resolve():
+            return False
+        later = [number for number in range(index + 1, len(self.plan.phases)) if places.is_begun(number)]
+        if later or checkpoint.name != places.saved(index)[-1].name:
+            raise ConfigError(
+                "the run in that directory has gone on since this checkpoint",
+                where=str(checkpoint),
+                how="go on from it in another output_dir, or name the last one",
+            )
+        return True
+
+    def _refuse(self, given: Path) -> None:
+        """Refuse what is like a checkpoint or a model, and neither."""
+        if is_delta(given):
+            raise ConfigError(
+                "this is a delta: what training has changed of a model, alone",
+                where=str(given),
+                how="make a model of it first: `lema merge DELTA OUT`",
+            )
+        if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
+            raise ConfigError(
+                "this is an adapter without the state of a run: no optimizer, no step",
+                where=str(given),
+                how="name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model",
+            )

@@ -1,0 +1,228 @@
+"""Where the phases of a run lie on disk, which of them have ended, and the two notes that name a checkpoint.
+
+`output_dir/NAME/checkpoint-<step>` holds a phase's steps, `output_dir/NAME/model` what it leaves to the next one.
+`output_dir/latest.json` names the last checkpoint of the run, `output_dir/NAME/best.json` that of a phase with the
+lowest validation loss. The notes are for people and programs; a run that goes on looks for the checkpoints themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lema.errors import AdapterError, ConfigError, DiskError
+from lema.storage.atomic import discard, replace_file
+from lema.storage.manifest import MANIFEST, check_manifest
+from lema.train.checkpoint import checkpoints
+from lema.train.checkpoint.format import forget_old_checkpoints, read_state
+from lema.train.phases.phase import Phase
+from lema.train.phases.plan import PhasePlan
+
+__all__ = ["BEST", "LATEST", "MODEL", "Places"]
+
+
+BEST, LATEST, MODEL, DELTA = "best.json", "latest.json", "model", "delta"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run's phases are.
+
+    Attributes:
+        directory: where the run writes.
+        plan: its phases.
+    """
+
+    directory: Path
+    plan: PhasePlan
+
+    def place(self, index: int) -> Path:
+        """Where a phase writes."""
+        return self.directory / str(self.plan.phases[index].name)
+
+    def checkpoint(self, index: int, step: int) -> Path:
+        """The checkpoint of a phase after so many of its steps."""
+        return self.place(index) / f"checkpoint-{step}"
+
+    def end_of(self, index: int) -> Path:
+        """The checkpoint that a phase ends with; the directory is there when the phase has ended."""
+        return self.checkpoint(index, self.plan.steps(index).steps)
+
+    def model_of(self, index: int) -> Path:
+        """The model that a phase leaves, or what it has changed of one, where it leaves either."""
+        return self.place(index) / (DELTA if self.plan.phases[index].save == "delta" else MODEL)
+
+    def saved(self, index: int) -> list[Path]:
+        """The checkpoints of a phase, the oldest first."""
+        return checkpoints(self.place(index))
+
+    def is_begun(self, index: int) -> bool:
+        """Whether a phase has left anything from which the run goes on."""
+        model = self.model_of(index)
+        return bool(self.saved(index)) or model.is_symlink() or model.exists()
+
+    def is_done(self, index: int, *, alone: bool = False) -> bool:
+        """Whether a phase has ended, with all that the next one needs of it; `alone`: whatever is there of later ones.
+
+        Raises:
+            AdapterError: the model that it has left is damaged; ConfigError: it was linked to, and is gone.
+        """
+        if not alone and any(self.is_begun(later) for later in range(index + 1, len(self.plan.phases))):
+            return True  # a phase begins when the one before has ended
+        if not self.leaves_model(index):
+            return self._has_ended(index)
+        # It is written when the phase has ended.
+        return self.has_model(index) and (self._has_ended(index) or not self.carries_moments(index + 1))
+
+    def has_model(self, index: int) -> bool:
+        """Whether the model that a phase leaves is there, and as it was written. One that is linked to may be anyone's.
+
+        Raises:
+            AdapterError: it is damaged; ConfigError: it was linked to, and is gone.
+        """
+        model, name = self.model_of(index), self.plan.phases[index].name
+        if model.is_symlink() and not model.is_dir():
+            raise ConfigError(
+                f"the model that phase {name} was said to have left is gone",
+                where=f"{model} -> {model.readlink()}",
+                how="put it back, or begin again in another output_dir",
+            )
+        if not model.is_dir():
+            return False
+        if model.is_symlink() and not (model / MANIFEST).is_file():
+            return True
+        try:
+            check_manifest(model)
+        except AdapterError as error:
+            end = self.end_of(index)
+            raise AdapterError(
+                f"the model that phase {name} left is damaged: {error.what}",
+                where=error.where,
+                how=f"delete {model}, and resume: it is written again from {end.name}, bit for bit"
+                if end.is_dir()
+                else "copy it back from where it is whole, or begin again in another output_dir",
+            ) from error
+        return True
+
+    def _has_ended(self, index: int) -> bool:
+        """Whether the last step of a phase was taken, and nothing is left that comes after it."""
+        return self.end_of(index).is_dir() and not read_state(self.end_of(index))["extra"].get("left")
+
+    def check_new(self) -> None:
+        """Refuse a directory in which a phase has been begun.
+
+        Raises:
+            ConfigError: one has.
+        """
+        for index in range(len(self.plan.phases)):
+            if self.is_begun(index):
+                raise ConfigError(
+                    f"phase {self.plan.phases[index].name} has been begun there",
+                    where=str(self.place(index)),
+                    how="resume, or choose another output_dir",
+                )
+
+    def begins_anew(self, index: int) -> bool:
+        """Whether a phase begins with a base of its own, rather than in the midst of the one before."""
+        if index == 0:
+            return True
+        before, phase = self.plan.phases[index - 1], self.plan.phases[index]
+        if phase.merge or (before.trains == "lora") != (phase.trains == "lora"):
+            return True
+        return phase.trains != "lora" and (phase.optimizer == "reset" or _selection(before) != _selection(phase))
+
+    def carries_moments(self, index: int) -> bool:
+        """Whether a phase begins with a base of its own, and yet with the optimizer of the one before."""
+        phases = self.plan.phases
+        if not 0 < index < len(phases) or phases[index].trains == "lora":
+            return False
+        return self.begins_anew(index) and phases[index].optimizer == "carry"
+
+    def leaves_model(self, index: int) -> bool:
+        """Whether a phase ends with a model: weights do at the last, and before a phase that begins with them."""
+        if index == len(self.plan.phases) - 1:
+            return self.plan.phases[index].trains != "lora"
+        return self.begins_anew(index + 1)
+
+    def based(self, index: int) -> int:
+        """How many phases are under the base of a phase."""
+        while not self.begins_anew(index):
+            index -= 1
+        return index
+
+    def note_latest(self, index: int, step: int) -> None:
+        """Say which checkpoint is the run's last.
+
+        Raises:
+            DiskError: the note could not be written.
+        """
+        steps = self.plan.boundaries()[index].first_step + step
+        name = self.checkpoint(index, step).relative_to(self.directory).as_posix()
+        note = {"phase": self.plan.phases[index].name, "checkpoint": name, "step": steps, "step_in_phase": step}
+        _write(self.directory / LATEST, note)
+
+    def note_best(self, index: int, best: Mapping[str, Any] | None) -> None:
+        """Say which checkpoint of a phase has the lowest validation loss, and forget the one that was kept for that.
+
+        Args:
+            index: of the phase.
+            best: its `step` and `eval_loss`, and whether it was written `only` for this; None: there is none yet.
+
+        Raises:
+            DiskError: the note could not be written, or the checkpoint before not be deleted.
+        """
+        if best is None:
+            return
+        name = f"checkpoint-{best['step']}"
+        before = self.best(index)
+        if before is not None and before["checkpoint"] == name:
+            return
+        _write(self.place(index) / BEST, {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}})
+        if before is not None and before["only"] and (old := self.place(index) / str(before["checkpoint"])).is_dir():
+            _delete(old)
+
+    def best(self, index: int) -> dict[str, Any] | None:
+        """What `note_best` has written of a phase; None: nothing.
+
+        Raises:
+            AdapterError: it cannot be read.
+        """
+        file = self.place(index) / BEST
+        if not file.is_file():
+            return None
+        try:
+            note = json.loads(file.read_text(encoding="utf-8"))
+            return {key: note[key] for key in ("checkpoint", "eval_loss", "only")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            how = "delete it: the next evaluation that is best writes it again"
+            raise AdapterError(f"this does not name a checkpoint: {error!r}", where=str(file), how=how) from error
+
+    def forget_old(self, index: int, step: int, keep: int | None) -> None:
+        """Delete checkpoints of a phase up to `step`, but for the newest `keep` and the best.
+
+        Raises:
+            DiskError: one could not be deleted.
+        """
+        best = self.best(index)
+        spared = () if best is None else (self.place(index) / str(best["checkpoint"]),)
+        forget_old_checkpoints(self.place(index), self.checkpoint(index, step), keep, spared)
+
+
+def _selection(phase: Phase) -> tuple[Any, ...]:
+    return phase.trains, phase.trainable, phase.layers
+
+
+def _write(file: Path, note: Mapping[str, Any]) -> None:
+    replace_file(file, (json.dumps(note, indent=2) + "\n").encode())
+
+
+def _delete(checkpoint: Path) -> None:
+    try:
+        discard(checkpoint)
+    except OSError as error:
+        raise DiskError(
+            f"a checkpoint that is not the best any more could not be deleted: {error.strerror}", where=str(checkpoint)
+        ) from error

@@ -1,0 +1,285 @@
+"""The phases of a run, one after the other, as data: where each begins, which a step is in, what identifies them."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lema.config.nested import PhaseSettings, Several, as_problem, part, placed
+from lema.config.problems import Problem, SettingsError
+from lema.config.types import Count
+from lema.config.yaml import from_yaml
+from lema.data.interleave import Fade, faded_rates
+from lema.data.sampling import Start
+from lema.errors import ConfigError
+from lema.train.phases.derived import (
+    PlanWarning,
+    counts_of,
+    differences_between,
+    fade_of,
+    fade_too_long,
+    fingerprint_of,
+    numbers_of,
+    plan_warnings,
+    starts_of,
+)
+from lema.train.phases.phase import Phase, between_phases, what_is_carried
+from lema.train.phases.steps import GlobalBatch, TokenSteps, factor_of, solve_batch, steps_of
+
+__all__ = ["Boundary", "PhasePlan", "Place"]
+
+
+def _named(phases: Any) -> Any:
+    """Phases with a name each."""
+    if not isinstance(phases, list | tuple):
+        return phases
+    if not phases:
+        raise ValueError("must have at least one phase; nothing would train")
+    return [_with_name(phase, f"phase-{place + 1}") for place, phase in enumerate(phases)]
+
+
+def _with_name(phase: Any, name: str) -> Any:
+    if isinstance(phase, Mapping):
+        return {**phase, "name": phase["name"] if phase.get("name") is not None else name}
+    return phase.model_copy(update={"name": name}) if isinstance(phase, Phase) and phase.name is None else phase
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where a phase begins and ends, counted in optimizer steps and tokens of the whole run.
+
+    Args:
+        name: of the phase.
+        first_step: its first step, from 0.
+        stop_step: the step after its last one.
+        first_token: tokens of the run before it.
+        stop_token: tokens of the run when it has ended; exactly `stop_step` steps' worth.
+        leftover: tokens asked for that are less than a step, and not trained on.
+    """
+
+    name: str
+    first_step: int
+    stop_step: int
+    first_token: int
+    stop_token: int
+    leftover: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step of the run is.
+
+    Args:
+        index: of the phase, from 0.
+        phase: the phase.
+        step: the step, counted from 0 in its phase.
+    """
+
+    index: int
+    phase: Phase
+    step: int
+
+
+class PhasePlan(PhaseSettings):
+    """The phases of a run.
+
+    Raises:
+        SettingsError: a setting is unknown, missing or out of range, or contradicts another; holds every problem, each
+            under its path, such as `phases[1].learning_rate`.
+    """
+
+    phases: Annotated[list[Annotated[Phase, part(Phase)]], BeforeValidator(_named)]
+    """The phases, in order."""
+    batch_size: Count = 8
+    """Rows per optimizer step, of all processes together."""
+    block_size: Count = 1024
+    """Tokens of a row, padding included."""
+    micro_batch_size: Count | None = None
+    """Most rows that a process computes at once; None: as many as it gets. Changes no number."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of the order of data, of adapters and of dropout."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        problems = [*between_phases(self.phases), *self._lengths()]
+        if problems:
+            raise Several(problems)
+        return self
+
+    def _lengths(self) -> Iterator[Problem]:
+        """Yield what does not fit into the steps that a phase has."""
+        for place, phase in enumerate(self.phases):
+            path = f"phases[{place}]"
+            try:
+                steps = self.steps(place).steps
+            except ConfigError as error:
+                yield as_problem(error, f"{path}.tokens")
+                continue
+            try:
+                phase.spans(steps)
+            except ConfigError as error:
+                yield as_problem(error, f"{path}.{error.where}")
+            if (ends := phase.schedule_start + steps) > phase.schedule_total(steps):
+                key = f"{path}.schedule_steps"
+                what = f"{key}: the schedule has {phase.schedule_steps} steps, and the phase ends at {ends}"
+                yield Problem(key, what, "make it longer, or lower schedule_start or tokens")
+            yield from fade_too_long(phase, steps, self.batch_size, self.block_size, f"{path}.fade")
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
+        """Read a YAML file; settings given here replace those of the file.
+
+        Raises:
+            ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
+        """
+        return from_yaml(cls, path, overrides)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Self:
+        """Make a plan of plain values, such as `to_dict` returns.
+
+        Args:
+            values: the settings.
+            places: where each stands, by its path, for errors.
+
+        Raises:
+            SettingsError: a setting is wrong.
+        """
+        try:
+            return cls(**values)
+        except SettingsError as error:
+            raise placed(error, places or {}) from error.__cause__
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Make a plan of what `to_json` wrote.
+
+        Raises:
+            ConfigError: it is not JSON, or a setting is wrong.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"a phase plan is not JSON: {error}", where="phase plan") from error
+        if not isinstance(values, dict):
+            raise ConfigError("a phase plan is a JSON object", where="phase plan")
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as plain JSON types."""
+        return self.model_dump(mode="json")
+
+    def to_json(self) -> str:
+        """Every setting as JSON."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def batch(self, num_processes: int = 1) -> GlobalBatch:
+        """Return how the rows of a step are divided.
+
+        Raises:
+            ConfigError: they cannot be divided among so many processes.
+        """
+        return solve_batch(self.batch_size, self.micro_batch_size, num_processes)
+
+    def steps(self, index: int) -> TokenSteps:
+        """Return the optimizer steps of a phase, counted from 0, and its tokens."""
+        return steps_of(self.phases[index].tokens, self.batch_size, self.block_size)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of all phases."""
+        return sum(self.steps(index).steps for index in range(len(self.phases)))
+
+    def boundaries(self) -> tuple[Boundary, ...]:
+        """Return where each phase begins and ends."""
+        found: list[Boundary] = []
+        step = 0
+        for index, phase in enumerate(self.phases):
+            size = self.steps(index)
+            stop, per_step = step + size.steps, self.batch_size * self.block_size
+            found.append(Boundary(str(phase.name), step, stop, step * per_step, stop * per_step, size.leftover))
+            step = stop
+        return tuple(found)
+
+    def phase_at(self, step: int) -> Place:
+        """Return where a step of the run is, counted from 0: of the step at a boundary, the phase that begins there.
+
+        Raises:
+            IndexError: the run has no such step.
+        """
+        for index, boundary in enumerate(self.boundaries()):
+            if boundary.first_step <= step < boundary.stop_step:
+                return Place(index, self.phases[index], step - boundary.first_step)
+        raise IndexError(f"steps are 0 to {self.num_steps - 1}, and {step} is none of them")
+
+    def factor(self, index: int) -> Callable[[int], float]:
+        """Return a phase's factor of the learning rate, as a function of the step counted from 0 in that phase."""
+        phase, steps = self.phases[index], self.steps(index).steps
+        of_schedule = factor_of(phase.schedule, phase.schedule_total(steps), phase.spans(steps))
+
+        def factor(step: int) -> float:
+            return of_schedule(phase.schedule_start + step)
+
+        return factor
+
+    def learning_rate(self, index: int, step: int) -> float:
+        """Return the learning rate of a step counted from 0 in its phase."""
+        return self.phases[index].learning_rate * self.factor(index)(step)
+
+    def rates(self, index: int, step: int) -> dict[str, float]:
+        """Return the rate of each data set, by name, at the first sample of a step counted from 0 in its phase."""
+        return faded_rates(self.phases[index].mixture, fade_of(self, index), step * self.batch_size)
+
+    def fade(self, index: int) -> Fade | None:
+        """Return the fade that a phase begins with, as `lema.data.mixture.Mixture` takes it."""
+        return fade_of(self, index)
+
+    def starts(self, index: int) -> dict[str, Start]:
+        """Return where a phase begins with each data set, as `lema.data.mixture.Mixture` takes it."""
+        return starts_of(self)[index]
+
+    def counts(self, index: int) -> dict[str, int]:
+        """Return how many rows of a phase each data set gives, by name."""
+        return counts_of(self, index)
+
+    def carried(self, index: int) -> str:
+        """Return in words which moments of the optimizer a phase begins with."""
+        return what_is_carried(self.phases[index - 1] if index else None, self.phases[index])
+
+    def warnings(self, num_processes: int = 1) -> tuple[PlanWarning, ...]:
+        """Return what to look at before the run: `lema.train.phases.derived.plan_warnings`."""
+        return plan_warnings(self, num_processes)
+
+    def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
+        """Return what decides the numbers of a run: `lema.train.phases.derived.numbers_of`."""
+        return numbers_of(self, num_phases)
+
+    def fingerprint(self, num_phases: int | None = None) -> str:
+        """Return the SHA-256 of `numbers`, in hexadecimal: two plans with the same one train the same, bit for bit.
+
+        A checkpoint of phase k needs only the first k phases to be the same; phases may be added after them.
+        """
+        return fingerprint_of(self.numbers(num_phases))
+
+    def differences(self, then: Mapping[str, Any], num_phases: int | None = None) -> list[str]:
+        """Return what differs from the `numbers` of another plan: a line for each key, with what it was."""
+        return differences_between(self.numbers(num_phases), then)
+
+    def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
+        """Refuse to go on with what another plan began.
+
+        Args:
+            then: the `numbers` of the plan that began.
+            where: they were found.
+            num_phases: how many phases must be the same; None: all.
+
+        Raises:
+            ConfigError: they are another plan's; names each key, with what it is and was.
+        """
+        if changed := self.differences(then, num_phases):
+            listed = "".join(f"\n  - {one}" for one in changed)
+            how = "give the plan it was begun with, or begin again in another output_dir"
+            raise ConfigError(f"this was begun with another plan:{listed}", where=where, how=how)

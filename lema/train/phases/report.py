@@ -1,0 +1,353 @@
+"""What the phases of a run will be, told before the first step: steps, learning rates, tokens, memory, bytes, hours.
+
+A report on phases for a reader: a table on a terminal, lines of tab-parted columns anywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from lema.config import LemaConfig
+from lema.config.units import human_bytes, human_count, human_duration, parse_memory
+from lema.data.mixture import Mixture, Source
+from lema.errors import MemoryLimitError
+from lema.plan import Machine
+from lema.plan.phase import Moved, PhaseNeeds, Place, place_of, plan_phase
+from lema.plan.plan import CHECKPOINTED
+from lema.train.phases.kinds import chosen_by, of_kind
+from lema.train.phases.phase import Phase
+from lema.train.phases.places import Places
+from lema.train.phases.plan import PhasePlan
+
+__all__ = ["PhaseEntry", "PhaseMemory", "PhaseReport", "Rates", "phase_report", "report_rows", "show_report"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of a phase: of its first step, the highest, and of its last step."""
+
+    first: float
+    peak: float
+    last: float
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes at the peak.
+
+    Attributes:
+        device: of device memory; of the host's where the device computes there.
+        host: of host memory, beside that.
+        mapped: in files that are mapped into memory, since host memory does not hold them.
+        disk: of checkpoints and models when the phase has ended, but for that of the best validation loss.
+        parts: of device, host and disk, by what they are for.
+    """
+
+    device: int
+    host: int
+    mapped: int
+    disk: int
+    parts: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class PhaseEntry:
+    """One phase.
+
+    Attributes:
+        name: of it.
+        trains: `full`, `lora` or `selection`.
+        trainable: parameters that train.
+        parameters: of the model, adapters not counted.
+        first_step: its first step in the run, counted from 1.
+        last_step: its last.
+        tokens: it is trained on, padding included.
+        leftover: tokens asked for that are less than a step.
+        tokens_per_source: of each data set.
+        rates: the learning rate.
+        moved: bytes read, uploaded and downloaded in the whole phase.
+        memory: at its peak.
+        hours: it takes; None: not known.
+    """
+
+    name: str
+    trains: str
+    trainable: int
+    parameters: int
+    first_step: int
+    last_step: int
+    tokens: int
+    leftover: int
+    tokens_per_source: dict[str, int]
+    rates: Rates
+    moved: Moved
+    memory: PhaseMemory
+    hours: float | None
+
+    @property
+    def steps(self) -> int:
+        """How many it has."""
+        return self.last_step - self.first_step + 1
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """What is known of a run of phases before it starts.
+
+    Attributes:
+        phases: in order.
+        warnings: what to look at.
+        machine: it is planned for.
+        device_memory: bytes of it that are allowed, or there.
+        host_memory: likewise.
+        speeds: where hours come from: the machine's `profile`, `measured` on this machine, or `unknown`.
+        shared: whether the device computes in host memory.
+        price: of an hour; None: none was given.
+    """
+
+    phases: tuple[PhaseEntry, ...]
+    warnings: tuple[str, ...]
+    machine: str
+    device_memory: int
+    host_memory: int
+    speeds: Literal["profile", "measured", "unknown"]
+    shared: bool
+    price: float | None = None
+
+    @property
+    def steps(self) -> int:
+        """Of all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Of all phases."""
+        return sum(phase.tokens for phase in self.phases)
+
+    @property
+    def hours(self) -> float | None:
+        """Of all phases, but for validation and what lies between phases; None: not known."""
+        known = [phase.hours for phase in self.phases]
+        return None if None in known else math.fsum(hours for hours in known if hours is not None)
+
+    @property
+    def cost(self) -> float | None:
+        """Of these hours; None: not known."""
+        return None if self.hours is None or self.price is None else self.hours * self.price
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON types."""
+        whole = {"steps": self.steps, "tokens": self.tokens, "hours": self.hours, "cost": self.cost}
+        return {**asdict(self), **whole}
+
+
+def phase_report(
+    config: LemaConfig,
+    plan: PhasePlan,
+    sources: Mapping[str, Source] | None = None,
+    *,
+    machine: Machine | None = None,
+    measure: bool = False,
+    price: float | None = None,
+    processes: int = 1,
+    trust_remote_code: bool = False,
+) -> PhaseReport:
+    """Report on a run of phases before it starts. No weights are read but to time them.
+
+    Args:
+        config: the settings of the run that no phase has of its own.
+        plan: its phases.
+        sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
+        machine: to plan for; None: this one.
+        measure: this machine, which takes seconds for each kind of phase; else hours are not known here.
+        price: of an hour, in any currency.
+        processes: that share each batch, all on one machine.
+        trust_remote_code: as in `LemaModel`.
+
+    Raises:
+        MemoryLimitError: a phase does not fit; names it.
+        ConfigError: a phase selects nothing, its rows are longer than the model's positions, or data sets do not fit.
+    """
+    place = place_of(config, machine, measured=measure and machine is None)
+    known: dict[str, PhaseNeeds] = {}
+    entries = []
+    for index in range(len(plan.phases)) if sources is not None else ():
+        _look_at(plan, index, sources or {})
+    for index, phase in enumerate(plan.phases):
+        kind = repr([phase.trains, phase.trainable, phase.layers, phase.adapters])
+        if kind not in known:
+            try:
+                known[kind] = _needs(config, plan, phase, place, processes, trust_remote_code)
+            except MemoryLimitError as error:
+                error.where = f"phase {phase.name}: {error.where}"
+                raise
+        entries.append(_entry(config, plan, index, known[kind]))
+    on_device, in_host = _limits(config, place)
+    return PhaseReport(
+        phases=tuple(entries),
+        warnings=(*map(str, plan.warnings(processes)), *sorted({one.note for one in known.values() if one.note})),
+        machine=place.machine.name,
+        device_memory=on_device,
+        host_memory=in_host,
+        speeds="profile" if place.told else "measured" if place.measured else "unknown",
+        shared=place.machine.shared,
+        price=price,
+    )
+
+
+def _needs(
+    config: LemaConfig, plan: PhasePlan, phase: Phase, place: Place, processes: int, trusted: bool
+) -> PhaseNeeds:
+    settings = {
+        **config.to_dict(),
+        **of_kind(phase),
+        "seed": plan.seed,
+        "learning_rate": phase.learning_rate,
+        "batch_size": plan.batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "max_length": plan.block_size,
+        "gradient_accumulation_steps": 1,
+    }
+    return plan_phase(
+        LemaConfig(**settings),
+        place,
+        chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
+        device_memory=config.device_memory,
+        processes=processes,
+        trust_remote_code=trusted,
+    )
+
+
+def _look_at(plan: PhasePlan, index: int, sources: Mapping[str, Source]) -> None:
+    """Make a phase's mixture, which refuses what does not fit."""
+    options: dict[str, Any] = {"stage": index, "fade": plan.fade(index), "starts": plan.starts(index)}
+    Mixture(plan.phases[index].mixture, sources, plan.seed, plan.block_size, **options)
+
+
+def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: PhaseNeeds) -> PhaseEntry:
+    phase, boundary, size = plan.phases[index], plan.boundaries()[index], plan.steps(index)
+    risen = min(max(0, phase.spans(size.steps).warmup - phase.schedule_start), size.steps - 1)
+    rates = [plan.learning_rate(index, step) for step in (0, risen, size.steps - 1)]
+    disk = _disk(config, plan, index, needs)
+    return PhaseEntry(
+        name=boundary.name,
+        trains=phase.trains,
+        trainable=needs.blueprint.adapter_parameters,
+        parameters=needs.blueprint.parameters,
+        first_step=boundary.first_step + 1,
+        last_step=boundary.stop_step,
+        tokens=size.tokens,
+        leftover=size.leftover,
+        tokens_per_source={name: count * plan.block_size for name, count in plan.counts(index).items()},
+        rates=Rates(rates[0], max(rates), rates[-1]),
+        moved=needs.moved(size.steps),
+        memory=PhaseMemory(
+            device=sum(needs.device.values()),
+            host=sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.shared,
+            mapped=needs.mapped,
+            disk=sum(disk.values()),
+            parts={"device": needs.device, "host": needs.host, "disk": disk},
+        ),
+        hours=None if needs.seconds is None else size.steps * needs.seconds / 3600,
+    )
+
+
+def _disk(config: LemaConfig, plan: PhasePlan, index: int, needs: PhaseNeeds) -> dict[str, int]:
+    """Return the bytes of what a phase leaves: checkpoints, and the model that the next phase begins with."""
+    steps, blueprint = plan.steps(index).steps, needs.blueprint
+    count = math.ceil(steps / config.save_steps) if config.save_steps else 1
+    kept = min(count, config.save_total_limit or count)
+    trained = blueprint.trained
+    each = CHECKPOINTED * blueprint.adapter_parameters if trained is None else trained.checkpoint_bytes
+    leaves = Places(Path(config.output_dir), plan).leaves_model(index)
+    return {"checkpoints": kept * each, "model": leaves * blueprint.model_bytes}
+
+
+def _limits(config: LemaConfig, place: Place) -> tuple[int, int]:
+    machine, allowed = place.machine, (config.device_memory, config.host_memory)
+    on_device = machine.device_memory if allowed[0] is None else parse_memory(allowed[0], machine.device_memory)
+    return on_device, place.host_available if allowed[1] is None else parse_memory(allowed[1], machine.host_memory)
+
+
+Row = tuple[str, str, str]
+HOURS_FROM = {"profile": "by its profile", "measured": "as measured"}
+
+
+def report_rows(report: PhaseReport) -> Iterator[Row]:
+    """Yield what a report says, as (phase, what, how much)."""
+    for phase in report.phases:
+        for what, amount in _phase(phase, report):
+            yield phase.name, what, amount
+    yield "in all", "steps", f"{report.steps:,}"
+    yield "in all", "tokens", f"{report.tokens:,}"
+    yield "in all", "takes", _duration(report.hours, report)
+    if report.cost is not None:
+        yield "in all", "costs", f"{report.cost:,.2f}"
+    for warning in report.warnings:
+        yield "note", warning, ""
+
+
+def show_report(report: PhaseReport, console: Console) -> None:
+    """Print a report."""
+    if console.quiet:
+        return
+    if not console.is_terminal:
+        for row in report_rows(report):
+            console.file.write("\t".join(row).rstrip("\t") + "\n")
+        console.file.flush()
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", overflow="fold")
+    last = ""
+    for section, what, amount in report_rows(report):
+        if section == "note":
+            continue
+        table.add_row(section if section != last else "", what, amount)
+        last = section
+    console.print(table, markup=False, highlight=False)
+    for warning in report.warnings:
+        console.print(f"note: {warning}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
+    parts = {"full": "every weight", "lora": "adapters", "selection": "a selection of weights"}
+    numbers = f"{human_count(phase.trainable)} parameters, of a model of {human_count(phase.parameters)}"
+    yield "trains", f"{parts[phase.trains]}: {numbers}"
+    yield "steps", f"{phase.first_step:,} to {phase.last_step:,}"
+    left = f"; {phase.leftover:,} more are less than a step" if phase.leftover else ""
+    yield "tokens", f"{phase.tokens:,}{left}"
+    for name, tokens in phase.tokens_per_source.items():
+        yield f"tokens of {name}", f"{tokens:,}"
+    rates = phase.rates
+    yield "learning rate", f"{rates.first:.3g} at first, {rates.peak:.3g} at its peak, {rates.last:.3g} at last"
+    memory, moved = phase.memory, phase.moved
+    where = "memory to compute in" if report.shared else "device memory"
+    yield where, f"{human_bytes(memory.device)} of {human_bytes(report.device_memory)}"
+    yield "host memory", f"{human_bytes(memory.host)} of {human_bytes(report.host_memory)}"
+    if memory.mapped:
+        yield "in files mapped into memory", human_bytes(memory.mapped)
+    yield "disk, for what it leaves", human_bytes(memory.disk)
+    for what, nbytes in (
+        ("read from disk", moved.read),
+        ("copied to the device", moved.uploaded),
+        ("copied from the device", moved.downloaded),
+    ):
+        if nbytes:
+            yield what, human_bytes(nbytes)
+    yield "takes", _duration(phase.hours, report)
+
+
+def _duration(hours: float | None, report: PhaseReport) -> str:
+    if hours is None:
+        return "not known: `lema plan` measures"
+    return f"{human_duration(3600 * hours)}, {HOURS_FROM[report.speeds]}"

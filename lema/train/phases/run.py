@@ -1,0 +1,390 @@
+"""Runs the phases of a plan, one after the other: full parameters, adapters, and what was trained as the next base.
+
+Between phases everything goes through the disk. A phase of weights ends with a checkpoint and, where the next one
+builds on its weights, with a model in the hub's format; a phase of adapters with a checkpoint that is a PEFT adapter,
+merged into a model where the next one says so. Each phase opens what it starts from. So a run that was stopped
+anywhere goes on as the run that was not, and nothing of one phase is in memory in the next.
+
+`lema train` of a file of phases: from its data sets to what the last phase leaves on disk.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from lema.backend import Replicas
+from lema.backend.collectives import check_alike, first_alone
+from lema.backend.interrupt import Stop, agreed
+from lema.backend.trace import NO_TRACE, NoTrace
+from lema.config import LemaConfig
+from lema.config.lemaconfig import CONFIG_NAME
+from lema.data.mixture import Mixture, Source
+from lema.engine.optim import set_update
+from lema.errors import DiskError, Stopped
+from lema.model.partition import open_backend
+from lema.storage.locks import one_run
+from lema.train.checkpoint.changes import UPDATE
+from lema.train.checkpoint.format import read_state
+from lema.train.checkpoint.resume import check_same_run
+from lema.train.guards import watched
+from lema.train.metrics import METRICS_NAME, cut_metrics
+from lema.train.model import LemaModel
+from lema.train.phases.file import PhaseFile, read_sources
+from lema.train.phases.kinds import Adapters, Weights, of_kind
+from lema.train.phases.loop import PhaseLog, Underway
+from lema.train.phases.phase import Phase
+from lema.train.phases.places import Places
+from lema.train.phases.plan import PhasePlan
+from lema.train.phases.report import phase_report, show_report
+from lema.train.phases.start import Start, agreed_point, begin_at, find_start
+from lema.train.phases.steps import follow
+from lema.train.stop import STOP_FILE, StopOnSignal
+
+__all__ = ["PhaseRun", "run_phases", "train_phases"]
+
+
+Log = Callable[[dict[str, Any]], None]
+
+
+def run_phases(
+    config: LemaConfig,
+    plan: PhasePlan,
+    sources: Mapping[str, Source],
+    *,
+    held_out: Mapping[str, Source] | None = None,
+    eval_rows: int | None = None,
+    resume: bool = False,
+    start: str | Path | None = None,
+    on_step: Log = lambda _: None,
+    stop: Stop = lambda: None,
+    at_layer: Stop | None = None,
+    callbacks: Sequence[Any] = (),
+    trust_remote_code: bool = False,
+    trace: NoTrace = NO_TRACE,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Run every phase of a plan; return the directory of the last one's end. Adapters are copied to `output_dir`, too.
+
+    Args:
+        config: the model, the device, the optimizer's other settings, `output_dir`, and the steps of the run between
+            checkpoints (`save_steps`), validations (`eval_steps`; each phase ends with both, whatever these say) and
+            lines of metrics (`logging_steps`). What a plan says (learning rate, batch, adapters, seed) is the plan's.
+        plan: the phases.
+        sources: the rows of every data set, by name.
+        held_out: rows to validate on; None: there is no validation.
+        eval_rows: how many of them; None: as many as a step has.
+        resume: go on where an earlier run in `output_dir` stopped.
+        start: a checkpoint of one of these phases that lies anywhere, to go on from; or a model's directory, with which
+            the first adapters begin. With `resume`, of no further use once a phase has been begun in `output_dir`.
+        on_step: called with every line of metrics.
+        stop: asked after each step; returns why to stop, None: go on.
+        at_layer: likewise, asked before each layer: the step or validation under way is given up. Of several processes
+            all give one, or none.
+        callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
+        trust_remote_code: run code that comes with the model.
+        trace: records what is read, uploaded and computed, and when.
+        say: called with each line on what is gone on from.
+
+    Raises:
+        Stopped: `stop`, `at_layer` or a callback said so; a checkpoint of the last step was written.
+        ConfigError: a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan; a
+            selection matches nothing; `start` is not of this plan; another run writes to `output_dir`.
+        AdapterError: a checkpoint is damaged.
+        DiskFull: there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
+    """
+    run = PhaseRun(config, plan, sources, held_out, eval_rows, trust_remote_code, trace, say)
+    evaluates = held_out is not None
+    # The first backend that is opened holds the group of processes together until the last phase has ended.
+    with ExitStack() as stack:
+        backend = stack.enter_context(closing(open_backend(config)))
+        replicas = backend.replicas
+        inside = [run.places.place(index) for index in range(len(plan.phases))]
+        stack.enter_context(one_run(replicas, run.places.directory, inside))
+        if replicas.num_processes > 1:
+            given = {"phases": plan.to_dict(), "start": start and str(start)}
+            check_alike(replicas, config.to_dict() | given | _rows_of(sources))
+        begin = run.prepare(replicas, resume=resume, start=start)
+        with PhaseLog(config, plan, replicas, callbacks, evaluates=evaluates, told=on_step) as log:
+            first = begin.index if begin else 0
+            if begin is not None and (below := begin.rebuilt) is not None:
+                run.train(below, log, stop, Start(below, run.places.end_of(below), {}, here=True), at_layer)
+                gc.collect()
+            for index in range(first, len(plan.phases)):
+                if not run.is_done(index, begin):
+                    if index > first and at_layer is not None and (why := agreed(replicas, at_layer())) is not None:
+                        log.end()
+                        raise _stopped_between(run.places, index, why)
+                    run.train(index, log, stop, begin, at_layer)
+                    gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
+        end = run.places.end_of(len(plan.phases) - 1)
+        if plan.phases[-1].trains == "lora":
+            first_alone(replicas, lambda: _copy_adapter(end, run.places.directory))
+    return end
+
+
+@dataclass(frozen=True)
+class PhaseRun:
+    """A plan and what its phases run on; see `run_phases`."""
+
+    config: LemaConfig
+    plan: PhasePlan
+    sources: Mapping[str, Source]
+    held_out: Mapping[str, Source] | None = None
+    eval_rows: int | None = None
+    trust_remote_code: bool = False
+    trace: NoTrace = NO_TRACE
+    say: Callable[[str], None] = print
+
+    @property
+    def places(self) -> Places:
+        """Where the phases are on disk."""
+        return Places(Path(self.config.output_dir), self.plan)
+
+    def prepare(self, replicas: Replicas, *, resume: bool, start: str | Path | None) -> Start | None:
+        """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning.
+
+        Raises:
+            ConfigError: it may not begin there, or so; AdapterError: a checkpoint is damaged.
+        """
+        places = self.places
+        begun = any(places.saved(index) for index in range(len(self.plan.phases)))
+        if resume and (begun or start is None):
+            return self._go_on(replicas)
+        if begun or start is None:
+            places.check_new()
+        if start is None:
+            return None
+        found = find_start(start, places)
+        first_alone(replicas, lambda: begin_at(found, places))
+        return found
+
+    def _go_on(self, replicas: Replicas) -> Start | None:
+        """Return where the run goes on that is in `output_dir`; lines of metrics of what comes after go."""
+        say = self.say if replicas.first else lambda _: None
+        point = agreed_point(replicas, self.places, say)
+        if point is None:
+            say(f"there is no checkpoint in {self.places.directory}: the run begins at its beginning")
+            return None
+        done = 0
+        if point.checkpoint is not None:
+            done, name = int(read_state(point.checkpoint)["extra"]["step"]), self.plan.phases[point.index].name
+            say(f"resuming from {point.checkpoint} (step {done} of {self.plan.steps(point.index).steps} of {name})")
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            stage, step = row.get("stage", 0), row.get("step_in_phase", 0)
+            return bool(stage < point.index or (stage == point.index and point.checkpoint and step <= done))
+
+        def cut() -> None:
+            cut_metrics(self.places.directory / METRICS_NAME, keep)
+
+        first_alone(replicas, cut)
+        return point
+
+    def is_done(self, index: int, start: Start | None) -> bool:
+        """Whether nothing is left to be done of a phase."""
+        if start is not None and start.here:
+            return index == start.index and start.ended
+        return self.places.is_done(index)
+
+    def train(
+        self,
+        index: int,
+        log: PhaseLog,
+        stop: Stop = lambda: None,
+        start: Start | None = None,
+        at_layer: Stop | None = None,
+    ) -> None:
+        """Run a phase from where it stopped, or from its beginning, to its end."""
+        phase, places, config = self.plan.phases[index], self.places, self._config(index)
+        mixture = Mixture(
+            phase.mixture,
+            self.sources,
+            self.plan.seed,
+            self.plan.block_size,
+            stage=index,
+            held_out=self.held_out,
+            fade=self.plan.fade(index),
+            starts=self.plan.starts(index),
+        )
+        with ExitStack() as stack:
+            model = LemaModel(config, trust_remote_code=self.trust_remote_code, trace=self.trace)
+            stack.callback(model.close)
+            trains = _made(model, phase, trust_remote_code=self.trust_remote_code)
+            stack.callback(trains.close)
+            stack.callback(log.release)
+            rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
+            underway = Underway(places, index, model, trains, mixture, rows, config.save_total_limit, self._data(index))
+            self._begin(underway, start)
+            schedule = follow(trains.optimizer, self.plan.factor(index), phase.learning_rate, underway.done)
+            if underway.done < underway.steps or underway.left is not None:
+                seen = model.adapter, trains.module, trains.optimizer, schedule
+                log.begin(index, underway.done, *seen, underway.best, underway.unlogged)
+                with watched(model.adapter, config):
+                    underway.run(log, schedule, stop, at_layer)
+            if places.leaves_model(index) and not places.model_of(index).exists():
+                after = self.plan.phases[index + 1] if index + 1 < len(self.plan.phases) else None
+                trains.save_model(places.end_of(index), places.model_of(index), after)
+            if index == len(self.plan.phases) - 1:
+                log.end()
+
+    def _config(self, index: int) -> LemaConfig:
+        """Return the settings of a phase: the run's, but for what the plan says and where the phase begins."""
+        phase = self.plan.phases[index]
+        settings: dict[str, Any] = {
+            "output_dir": str(self.places.place(index)),
+            "seed": self.plan.seed,
+            "learning_rate": phase.learning_rate,
+            **of_kind(phase),
+        }
+        if under := self.places.based(index):
+            base = str(self.places.model_of(under - 1))
+            settings |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
+        return LemaConfig(**{**self.config.to_dict(), **settings})
+
+    def _begin(self, underway: Underway, start: Start | None) -> None:
+        """Put a phase where it stopped, or where the one before has left it."""
+        index, trains, places = underway.index, underway.trains, underway.places
+        torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * underway.model.backend.replicas.rank)
+        if start is not None and start.index == index and start.checkpoint is not None:
+            changed = check_same_run(start.checkpoint, underway.model.config, None, underway.data)
+            if changed and underway.model.backend.replicas.first:
+                self.say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+            underway.load(start.checkpoint)
+            if not UPDATE.isdisjoint(one.name for one in changed):
+                set_update(trains.optimizer, underway.model.config)  # the learning rate is the plan's
+        elif places.carries_moments(index):
+            trains.carry(places.end_of(index - 1))
+        elif index and not places.begins_anew(index):
+            trains.load(places.end_of(index - 1))
+            if self.plan.phases[index].optimizer == "reset":
+                trains.reset_optimizer()
+
+    def _data(self, index: int) -> dict[str, Any]:
+        """Return what tells the rows of a phase, and of those before it, apart from others, as JSON types."""
+        used = {one.full_name for phase in self.plan.phases[: index + 1] for one in phase.mixture}
+        return {name: list(about) for name, about in self._rows.items() if name.removeprefix("data set ") in used}
+
+    @cached_property
+    def _rows(self) -> dict[str, Any]:
+        return _rows_of(self.sources)
+
+
+def _made(model: LemaModel, phase: Phase, *, trust_remote_code: bool) -> Adapters | Weights:
+    if phase.trains == "lora":
+        return Adapters(model, trust_remote_code=trust_remote_code)
+    return Weights(model, phase)
+
+
+def _rows_of(sources: Mapping[str, Source]) -> dict[str, Any]:
+    """Return what tells the rows of two processes apart."""
+    found = {}
+    for name, source in sources.items():
+        fingerprint = getattr(source, "fingerprint", None)
+        found[f"data set {name}"] = (len(source), fingerprint() if callable(fingerprint) else None)
+    return found
+
+
+def _stopped_between(places: Places, index: int, why: str) -> Stopped:
+    return Stopped(
+        f"stopped by {why} before phase {places.plan.phases[index].name}",
+        where=str(places.place(index - 1)),
+        how="go on from there with --resume",
+    )
+
+
+def _copy_adapter(end: Path, out: Path) -> None:
+    """Have the adapter that a run ends with where every run has it."""
+    try:
+        for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
+            part = out / f".{file.name}.partial"
+            shutil.copyfile(file, part)
+            part.replace(out / file.name)
+    except OSError as error:
+        raise DiskError(f"the adapter cannot be copied: {error.strerror}", where=str(out)) from error
+
+
+Say = Callable[[str], None]
+
+
+def train_phases(
+    file: PhaseFile,
+    *,
+    resume: bool = False,
+    start: str | Path | None = None,
+    callbacks: Sequence[Any] = (),
+    console: Console | None = None,
+    trust_remote_code: bool = False,
+    trace: NoTrace = NO_TRACE,
+) -> Path:
+    """Train as a file of phases says; return the directory that the last phase ends with.
+
+    Args:
+        file: what it says.
+        resume: go on where an earlier run in `output_dir` stopped.
+        start: a checkpoint, or a model, to go on from, as `lema.train.phases.run_phases` takes it.
+        callbacks: `transformers.TrainerCallback`s.
+        console: what to print on; None: standard output.
+        trust_remote_code: run code that comes with the model.
+        trace: records what is read, uploaded and computed, and when.
+
+    Raises:
+        Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
+        LemaError: of the kind that says what is wrong.
+    """
+    shown, plan, config = console or Console(highlight=False), file.plan, file.config
+
+    def say(line: str) -> None:  # one line is one record, whatever the terminal's width, and a path may hold brackets
+        shown.print(line, soft_wrap=True, markup=False, emoji=False)
+
+    # The first backend that is opened holds the group of processes together until the last phase has ended.
+    with closing(open_backend(config)) as backend:
+        first = backend.replicas.first
+        shown.quiet = shown.quiet or not first
+        if backend.replicas.size > 1:
+            say(f"{backend.replicas.num_processes} processes, each with its share of every batch")
+        reading: dict[str, Any] = {"say": say, "trust_remote_code": trust_remote_code}
+        sources = read_sources(config, plan, file.datasets, "train", **reading)
+        held_out = read_sources(config, plan, file.held_out, "val", **reading) or None
+        size = backend.replicas.size
+        report = phase_report(config, plan, sources, processes=size, trust_remote_code=trust_remote_code)
+        show_report(report, shown)
+        with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
+            end = run_phases(
+                config,
+                plan,
+                sources,
+                held_out=held_out,
+                eval_rows=file.eval_rows,
+                resume=resume,
+                start=start,
+                on_step=lambda row: _tell(row, say),
+                at_layer=stop.why,
+                callbacks=callbacks if first else (),
+                trust_remote_code=trust_remote_code,
+                trace=trace,
+                say=say,
+            )
+        say(f"the last phase ended in {end}")
+    return end
+
+
+def _tell(row: dict[str, Any], say: Say) -> None:
+    """Say what happened at a boundary; the steps between are the callbacks' to show."""
+    match row.get("event"):
+        case "phase_begin":
+            say(f"phase {row['phase']} begins: {row['trains']}")
+        case "phase_resumed":
+            say(f"phase {row['phase']} goes on after {row['step_in_phase']} of its steps: {row['trains']}")
+        case "phase_end":
+            loss = "" if row["final_eval_loss"] is None else f", loss on what was held out {row['final_eval_loss']:.4f}"
+            say(f"phase {row['phase']} has ended after step {row['step']}{loss}")

@@ -1,0 +1,141 @@
+"""Which decoder layers a phase trains, and whether the embeddings and the head do: `["last:4", 3, "embeddings"]`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lema.config.problems import Problem, SettingsError, nearest
+
+__all__ = ["Selection", "layer_selection", "may_overlap", "selection_problems"]
+
+
+_ENDS = ("embeddings", "head")
+_FORMS = 'use a layer\'s number from 0 on, "first:2", "last:4", "embeddings" or "head"'
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was selected.
+
+    Args:
+        layers: decoder layers, counted from 0.
+        embeddings: whether the input embeddings are.
+        head: whether the output head is, with the norm before it.
+    """
+
+    layers: frozenset[int]
+    embeddings: bool = False
+    head: bool = False
+
+
+def selection_problems(items: Sequence[object], num_layers: int | None = None, key: str = "layers") -> list[Problem]:
+    """Return all that is wrong with a selection; without `num_layers`, all that is wrong in every model.
+
+    Args:
+        items: as written.
+        num_layers: decoder layers of the model; None: not known yet.
+        key: of the setting.
+    """
+    return [
+        Problem(f"{key}[{place}]", f"{key}[{place}] {problem[0]}", problem[1])
+        for place, item in enumerate(items)
+        if (problem := _problem(item, num_layers)) is not None
+    ] or list(_empty(items, key))
+
+
+def _empty(items: Sequence[object], key: str) -> Iterator[Problem]:
+    if not items:
+        yield Problem(key, f"{key} selects nothing".strip(), f"{_FORMS}; leave it out for every layer")
+
+
+def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
+    """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects.
+
+    Layers may be selected twice; they train once.
+
+    Args:
+        items: a layer's number, counted from 0; `first:N` and `last:N`; `embeddings`; `head`.
+        num_layers: decoder layers of the model.
+        key: of the setting, for errors.
+
+    Raises:
+        SettingsError: an item is none of these or out of range, or there is none; holds each problem.
+    """
+    if problems := selection_problems(items, num_layers, key):
+        raise SettingsError(problems)
+    layers: set[int] = set()
+    for item in items:
+        if isinstance(item, int):
+            layers.add(item)
+        elif item not in _ENDS:
+            side, count = _span(item)
+            layers.update(range(count) if side == "first" else range(num_layers - count, num_layers))
+    return Selection(frozenset(layers), "embeddings" in items, "head" in items)
+
+
+def _span(item: str) -> tuple[str, int]:
+    side, _, count = item.partition(":")
+    return side, int(count)
+
+
+def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
+    """What is wrong with an item, and how to mend it."""
+    if isinstance(item, int) and not isinstance(item, bool):
+        if item < 0:
+            return f"is {item}, and layers count from 0", f'write "last:{-item}" for the last {-item}'
+        if num_layers is not None and item >= num_layers:
+            return f"is {item}, and the model has layers 0 to {num_layers - 1}", "name one of those"
+        return None
+    if item in _ENDS:
+        return None
+    if not isinstance(item, str) or not re.fullmatch(r"(first|last):[0-9]+", item):
+        near = nearest(item, _ENDS) if isinstance(item, str) else []
+        return f"is {item!r}, which selects nothing known", f"did you mean {near[0]}?" if near else _FORMS
+    side, count = _span(item)
+    if count < 1:
+        return f"is {item!r}, which selects no layer", f"write {side}:1 or more, or leave it out"
+    if num_layers is not None and count > num_layers:
+        return f"is {item!r}, and the model has {num_layers} layers", f"write {side}:{num_layers} or less"
+    return None
+
+
+Choice = tuple[Sequence[int | str] | None, Sequence[str] | None]
+
+
+def may_overlap(one: Choice, other: Choice) -> bool:
+    """Whether two phases may train the same weight; false where they cannot, whatever the model.
+
+    Args:
+        one: `layers` and `trainable` of one phase.
+        other: of the other.
+    """
+    (layers, ends), (others, other_ends) = one, other
+    if set(_ENDS) & set(layers or ()) & set(others or ()):
+        return True
+    if ends is not None and other_ends is not None and not any(_same_module(a, b) for a in ends for b in other_ends):
+        return False
+    first, second = _layers_of(layers), _layers_of(others)
+    if not (first is None or second is None):
+        return bool(first & second)
+    return first != frozenset() and second != frozenset()
+
+
+def _same_module(end: str, other: str) -> bool:
+    """Whether a module's name may end with both."""
+    return f".{end}".endswith(f".{other}") or f".{other}".endswith(f".{end}")
+
+
+def _layers_of(items: Sequence[int | str] | None) -> frozenset[int] | None:
+    """The decoder layers that a selection has in every model; None: which they are depends on the model."""
+    if items is None:
+        return None
+    found: set[int] = set()
+    for item in items:
+        if isinstance(item, int):
+            found.add(item)
+        elif item not in _ENDS:
+            side, count = _span(item)
+            if side == "last":
+                return None
+            found.update(range(count))
+    return frozenset(found)

@@ -1,0 +1,262 @@
+"""Where a run of phases begins that goes on from a checkpoint, or a model, which lies anywhere.
+
+What kind of checkpoint it is, of which phase and after how many of its steps is recorded in it; nothing is guessed.
+The base of its phase is linked into the new run's directory, so that the run is like any other from then on.
+
+Where a run of phases goes on: at its newest checkpoint that is sound, of whatever phase.
+
+Where none of a phase is sound, the end of the phase before is the newest point there is: the phase begins again, and a
+line says so. A run of which nothing is sound is not begun afresh. What a phase has left to the next one (a model) is
+compared with its manifest where it is gone on with; one that is gone is written again from the phase's last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lema.backend import Replicas
+from lema.backend.collectives import first_alone
+from lema.errors import AdapterError, ConfigError, DiskError
+from lema.train.checkpoint import newest_sound
+from lema.train.checkpoint.format import STATE, read_state
+from lema.train.checkpoint.resume import check_sound, tell_warning
+from lema.train.phases.places import MODEL, Places
+
+__all__ = ["Start", "agreed_point", "begin_at", "find_point", "find_start"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        index: of the phase it begins in.
+        checkpoint: what the phase goes on from; None: it begins.
+        models: what earlier phases have left, by their index.
+        here: the checkpoint is the run's own.
+        ended: with that checkpoint the phase has ended, and what it leaves is there.
+        rebuilt: an earlier phase of the run whose model is written again first; None: none is.
+    """
+
+    index: int
+    checkpoint: Path | None
+    models: dict[int, Path]
+    here: bool = False
+    ended: bool = False
+    rebuilt: int | None = None
+
+
+def find_start(path: str | Path, places: Places) -> Start:
+    """Find out what a path is, and where that is in a plan.
+
+    Args:
+        path: a checkpoint of one of the plan's phases, or a model's directory, with which its first adapters begin.
+        places: of the run that begins.
+
+    Raises:
+        ConfigError: it is neither, of another plan, or the model below it is not to be found.
+        AdapterError: the checkpoint is damaged.
+    """
+    given = Path(path).absolute()
+    if (given / STATE).is_file():
+        return _from_checkpoint(given, places)
+    if (given / "config.json").is_file():
+        return _from_model(given, places)
+    inside = sorted(given.glob("checkpoint-*")) if given.is_dir() else []
+    raise ConfigError(
+        "a run begins from a checkpoint of phases or a model's directory, and this is neither",
+        where=str(given),
+        how=f"name one of the checkpoints in it, such as {inside[-1].name}"
+        if inside
+        else "name a directory with state.json (a checkpoint), or with config.json (a model)",
+    )
+
+
+def begin_at(start: Start, places: Places) -> None:
+    """Put into the run's directory what its first phase stands on.
+
+    Raises:
+        DiskError: that cannot be done.
+    """
+    for index, model in start.models.items():
+        link = places.model_of(index)
+        try:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if link.is_symlink():  # of a beginning that came to nothing
+                link.unlink()
+            link.symlink_to(model, target_is_directory=True)
+        except OSError as error:
+            raise DiskError(f"the model cannot be linked: {error.strerror}", where=f"{link} -> {model}") from error
+
+
+def _from_model(model: Path, places: Places) -> Start:
+    phases = places.plan.phases
+    index = next((number for number, phase in enumerate(phases) if phase.trains == "lora"), None)
+    if index is None:
+        raise ConfigError(
+            "this is a model, and no phase of the plan trains adapters on one",
+            where=str(model),
+            how="name a checkpoint to go on from, or set model_name_or_path to the model",
+        )
+    if index == 0:
+        raise ConfigError(
+            "this is a model, and the plan's first phase is the one to begin with it",
+            where=str(model),
+            how="set model_name_or_path to it instead",
+        )
+    return Start(index, None, {index - 1: model})
+
+
+def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
+    about, plan = check_sound(checkpoint)["extra"], places.plan
+    if not {"plan", "phase", "step"} <= about.keys():
+        raise ConfigError(
+            "this checkpoint is of a run without phases",
+            where=str(checkpoint),
+            how="name one that a run of phases wrote; an adapter is merged with `lema merge`, and named as a model",
+        )
+    names = [phase.name for phase in plan.phases]
+    if about["phase"] not in names:
+        raise ConfigError(
+            f"this is a checkpoint of phase {about['phase']}, and the plan has no such phase",
+            where=str(checkpoint),
+            how=f"its phases are {', '.join(str(name) for name in names)}; give the plan the run was begun with",
+        )
+    index = names.index(about["phase"])
+    plan.check_same(about["plan"], str(checkpoint), index + 1)
+    if not 0 <= about["step"] <= plan.steps(index).steps:
+        what = f"the checkpoint says that {about['step']} steps were taken, of {plan.steps(index).steps}"
+        raise AdapterError(what, where=str(checkpoint / STATE), how="name another checkpoint")
+    models = {}
+    if under := places.based(index):
+        models[under - 1] = _model_below(checkpoint, about.get("base"), str(names[under - 1]))
+    beside = checkpoint.parent / MODEL
+    ended = about["step"] == plan.steps(index).steps
+    if ended and places.leaves_model(index) and not places.carries_moments(index + 1) and beside.is_dir():
+        models[index] = beside.absolute()
+    return Start(index, checkpoint, models)
+
+
+def _model_below(checkpoint: Path, recorded: str | None, phase: str) -> Path:
+    tried = [checkpoint.parent.parent / phase / MODEL, *([] if recorded is None else [Path(recorded)])]
+    for model in tried:
+        if (model / "config.json").is_file():
+            return model.absolute()
+    raise ConfigError(
+        f"the model that phase {phase} left, on which this checkpoint stands, is not there",
+        where=" or ".join(str(model) for model in tried),
+        how="copy it to the first of these places",
+    )
+
+
+Say = Callable[[str], None]
+
+
+def agreed_point(replicas: Replicas, places: Places, say: Say) -> Start | None:
+    """Return where the run goes on, which the first process looks for; all processes call this.
+
+    Raises:
+        LemaError: as `find_point`; in every process.
+    """
+    found: list[Start | None] = []
+    first_alone(replicas, lambda: found.append(find_point(places, say)))
+    mine = found[0] if found else None
+    told = None if mine is None else (mine.index, mine.checkpoint and str(mine.checkpoint), mine.ended, mine.rebuilt)
+    first, *_ = replicas.everyone(told)
+    if first is None:
+        return None
+    index, checkpoint, ended, rebuilt = first
+    return Start(index, checkpoint and Path(checkpoint), {}, here=True, ended=ended, rebuilt=rebuilt)
+
+
+def find_point(places: Places, say: Say) -> Start | None:
+    """Return where a run goes on; None: it has no checkpoint at all.
+
+    Args:
+        places: where its phases are.
+        say: called with a line for each checkpoint that is passed over, and for each thing that is done again.
+
+    Raises:
+        AdapterError: it has checkpoints and none is sound, or a model that is gone on with is damaged.
+        ConfigError: the plan is another.
+    """
+    faults: list[str] = []
+    for index in reversed(range(len(places.plan.phases))):
+        if not (found := places.saved(index)):
+            continue
+        name = places.plan.phases[index].name
+        try:
+            checkpoint = newest_sound(found, say)
+        except AdapterError as error:
+            faults += [f"\n  - {name}/{line.removeprefix('  - ')}" for line in error.what.splitlines()[1:]]
+        else:
+            return _at(places, index, checkpoint, say)
+        if index and _stands(places, index):
+            tell_warning(f"phase {name} begins again: none of its checkpoints is sound", say)
+            return _at(places, index, None, say)
+    if faults:
+        raise AdapterError(
+            f"no checkpoint of the run is sound:{''.join(faults)}",
+            where=str(places.directory),
+            how="copy one back from where it is whole, or begin a new run in another output_dir",
+        )
+    return None
+
+
+def _at(places: Places, index: int, checkpoint: Path | None, say: Say) -> Start:
+    """Return the point at a checkpoint of a phase, or at its beginning, once what lies below it is seen to be there."""
+    _check_plan(places, index, checkpoint)
+    ended = checkpoint == places.end_of(index) and places.is_done(index, alone=True)
+    return Start(index, checkpoint, {}, here=True, ended=ended, rebuilt=_to_rebuild(places, index, say))
+
+
+def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
+    """Refuse another plan than that of the checkpoint that is gone on from, or of the end of the phase before."""
+    if checkpoint is None:
+        if index == 0 or not _is_sound(places.end_of(index - 1)):
+            return  # nothing says what was trained
+        index, checkpoint = index - 1, places.end_of(index - 1)
+    about = read_state(checkpoint)["extra"]
+    if "plan" not in about:
+        raise AdapterError(
+            "this checkpoint is of no run of phases",
+            where=str(checkpoint),
+            how="begin a new run in another output_dir",
+        )
+    places.plan.check_same(about["plan"], str(checkpoint), index + 1)
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    try:
+        check_sound(checkpoint)
+    except AdapterError:  # it is passed over, and that is said, where its own phase is looked at
+        return False
+    return True
+
+
+def _stands(places: Places, index: int) -> bool:
+    """Whether all is there and sound that a phase begins with."""
+    if places.begins_anew(index) and not places.has_model(index - 1):
+        return False
+    needs_end = places.carries_moments(index) or not places.begins_anew(index)
+    return not needs_end or _is_sound(places.end_of(index - 1))
+
+
+def _to_rebuild(places: Places, index: int, say: Say) -> int | None:
+    """Return the phase whose model is below this one and gone, but can be written again; None: it is there."""
+    below = places.based(index) - 1
+    if below < 0 or places.has_model(below):
+        return None
+    end, name = places.end_of(below), places.plan.phases[below].name
+    try:
+        check_sound(end)
+    except AdapterError as error:
+        raise AdapterError(
+            f"the model that phase {name} left is gone, and cannot be written again: {error.what}",
+            where=f"{places.model_of(below)}, from {error.where}",
+            how="copy the model back, or begin again in another output_dir",
+        ) from error
+    tell_warning(f"the model that phase {name} left is not there: it is written again from {end}", say)
+    return below

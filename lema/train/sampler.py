@@ -1,0 +1,99 @@
+"""The course of a run through its data: which batches each optimizer step takes, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from lema.backend import Replicas
+from lema.config import LemaConfig
+from lema.data import Batch, Batches
+from lema.engine.loss import split_batch
+
+__all__ = ["Course"]
+
+
+class Course:
+    """The optimizer steps of a run. Where in the data a step ends follows from its number alone.
+
+    Args:
+        dataset: rows with `input_ids` and `labels`.
+        config: how many rows a batch has, how many batches a step takes, how long the run is.
+        replicas: the processes, each of which gets its share of every batch.
+
+    Attributes:
+        num_batches: of the whole run.
+        num_steps: likewise; the last may take fewer batches than the others.
+    """
+
+    def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas) -> None:
+        self._dataset, self._config = dataset, config
+        self._batches = Batches(
+            dataset,
+            config.batch_size,
+            config.seed,
+            config.shuffle,
+            rank=replicas.rank,
+            size=replicas.size,
+            micro_batch_size=config.micro_batch_size,
+        )
+        self._per_step, self._per_epoch = config.gradient_accumulation_steps, self._batches.steps_per_epoch
+        all_epochs = max(1, round(config.num_train_epochs * self._per_epoch))
+        self.num_batches = config.max_steps * self._per_step if config.max_steps else all_epochs
+        self.num_steps = -(-self.num_batches // self._per_step)
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs the run begins."""
+        return -(-self.num_batches // self._per_epoch)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether any batch comes a second time."""
+        return self.num_batches > self._per_epoch
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What, with the step, says where in the data a run is."""
+        config, fingerprint = self._config, getattr(self._dataset, "fingerprint", None)
+        return {
+            "rows": len(self._dataset),
+            "fingerprint": fingerprint() if callable(fingerprint) else None,
+            "batch_size": config.batch_size,
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "shuffle": config.shuffle,
+            "seed": config.seed,
+        }
+
+    def batches_of(self, step: int) -> list[Batch]:
+        """Return this process's shares of the batches of a step, the first of which is 0."""
+        shares = [self._batches.batch(index) for index in range(step * self._per_step, self._done(step + 1))]
+        return [share for share in shares if share is not None]
+
+    def micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+        """Cut batches into what is computed at once."""
+        return [part for batch in batches for part in split_batch(batch, self._config.micro_batch_size)]
+
+    def tokens_of_an_epoch(self) -> int:
+        """Return how many tokens this process computes in an epoch, padding included."""
+        return sum(batch["input_ids"].numel() for batch in self._batches.epoch() if batch is not None)
+
+    def epoch(self, steps: int) -> float:
+        """Return how many epochs, and what part of one, lie behind so many steps."""
+        return self._done(steps) / self._per_epoch
+
+    def position(self, steps: int) -> dict[str, int]:
+        """Return how many whole epochs, and batches of the next one, lie behind so many steps."""
+        epoch, batch = divmod(self._done(steps), self._per_epoch)
+        return {"epoch": epoch, "batch": batch}
+
+    def ends_epoch(self, steps: int) -> bool:
+        """Whether the last of so many steps took the last batch of an epoch."""
+        first = (steps - 1) * self._per_step
+        return self._done(steps) // self._per_epoch != first // self._per_epoch
+
+    def _done(self, steps: int) -> int:
+        return min(steps * self._per_step, self.num_batches)

@@ -1,0 +1,93 @@
+"""Stopping on request: a signal, or a file named `stop`, is noted here, and seen by the run before its next layer."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from lema.errors import Stopped
+
+__all__ = ["SIGNALS", "STOP_FILE", "StopOnSignal"]
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_FILE = "stop"
+
+# A terminal, `timeout` and `torchrun` each send a process the signal that its parent got, too: what comes twice within
+# this many seconds has come once.
+SAME_SIGNAL = 1.0
+BETWEEN_LOOKS = 1.0  # seconds between two looks at the file: its disk may be far away
+
+
+class StopOnSignal:
+    """Notes that a run is to stop; give `why` to the run as whom to ask. A second signal ends the process at once.
+
+    Use it in a `with` block, at whose end the handlers that were there before are back. A block that `Stopped` ends,
+    or an error that came of it, has done what the file asked for, which is deleted: the run that goes on would stop
+    again.
+
+    Args:
+        file: that asks for the end of the run by being there; None: there is none.
+        clock: seconds.
+
+    Attributes:
+        received: the signal that came.
+    """
+
+    def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.received: signal.Signals | None = None
+        self._file, self._clock = file, clock
+        self._next_look = 0.0
+        self._found = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    def why(self) -> str | None:
+        """Return why the run is to stop; None: it goes on."""
+        if self.received is not None:
+            return self.received.name
+        if self._file is not None and not self._found and (now := self._clock()) >= self._next_look:
+            self._next_look = now + BETWEEN_LOOKS
+            self._found = self._file.exists()
+        return f"the file {self._file}" if self._found else None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        stopped = isinstance(error, Stopped) or (error is not None and isinstance(error.__cause__, Stopped))
+        if stopped and self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.received is not None:
+            return
+        self.received = signal.Signals(number)
+        self._timer = threading.Timer(SAME_SIGNAL, _end_at_once)
+        self._timer.daemon = True
+        self._timer.start()
+
+
+def _end_at_once() -> None:
+    """Let a signal from now on do what it does to any process: it ends it, whatever it is in the midst of.
+
+    Python would call a handler of its own only when the main thread comes out of the library it is in, and lets no
+    other thread set what the system does; the system does.
+    """
+    for number in SIGNALS:
+        ctypes.CDLL(None).signal(int(number), None)  # SIG_DFL is a null pointer

@@ -1,0 +1,566 @@
+"""A batch as a user hands it in: one mapping of tensors, checked before any layer is read.
+
+One training step after the other: micro-batches, accumulation, guards, clipping, optimizer, checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lema.backend.collectives import first_alone
+from lema.backend.interrupt import Stop
+from lema.config import LemaConfig
+from lema.engine import StreamedModel
+from lema.engine.loss import IGNORED, attended_tokens, split_batch, trained_tokens
+from lema.engine.optim import check_optimizer, make_optimizer, set_rates, set_update
+from lema.errors import AdapterError, ConfigError, DataError, NonFiniteError
+from lema.lora import save_adapter
+from lema.lora.base import check_base, write_base
+from lema.lora.files import check_same_adapter, load_weights
+from lema.model.partition import whole_adapter
+from lema.storage import GlobalBinaryIndex
+from lema.storage.diskspace import check_room
+from lema.storage.locks import one_run
+from lema.storage.verify import base_fingerprint
+from lema.stream import LayerStream
+from lema.train.checkpoint import checkpoints
+from lema.train.checkpoint.changes import SCHEDULE, UPDATE
+from lema.train.checkpoint.format import (
+    about_run,
+    forget_old_checkpoints,
+    nbytes_of,
+    optimizer_state,
+    read_state,
+    restore_optimizer,
+    write_checkpoint,
+)
+from lema.train.checkpoint.resume import check_sound
+from lema.train.checkpoint.rng import restore_own, states_of_all
+from lema.train.evaluate import evaluate
+from lema.train.guards import Pass, Passes, watched, worst
+from lema.train.update import Update, read_numbers
+
+__all__ = ["LemaTrainer", "StepResult", "as_batch"]
+
+
+NAMES = ("input_ids", "labels", "attention_mask")
+
+
+def as_batch(
+    inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None, vocab_size: int | None = None
+) -> dict[str, Tensor]:
+    """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`.
+
+    Raises:
+        DataError: a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a token is
+            outside the vocabulary.
+    """
+    if isinstance(inputs, Tensor):
+        given: Mapping[str, Any] = {"input_ids": inputs}
+    elif isinstance(inputs, Mapping) and "input_ids" in inputs:
+        given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
+    else:
+        raise DataError("a batch is a tensor of token ids, or a mapping with input_ids", where="train_step")
+    batch = {**given}
+    if labels is not None:
+        batch["labels"] = labels
+    if attention_mask is not None:
+        batch["attention_mask"] = attention_mask
+    if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
+        raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
+    if "labels" not in batch:
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        batch["labels"] = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
+    _check_shapes(batch)
+    if vocab_size is not None:
+        _check_range("input_ids", batch["input_ids"], vocab_size)
+        _check_range("labels", batch["labels"][batch["labels"] != IGNORED], vocab_size)
+    return batch
+
+
+def _check_shapes(batch: Mapping[str, Tensor]) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+    if len(set(shapes.values())) != 1 or batch["input_ids"].ndim != 2 or batch["input_ids"].numel() == 0:
+        raise DataError(f"a batch is [batch, sequence] throughout and not empty, not {shapes}", where="train_step")
+    for name in ("input_ids", "labels"):
+        if batch[name].dtype not in (torch.int64, torch.int32):
+            raise DataError(f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step")
+
+
+def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        raise DataError(
+            f"{name} holds {int(tokens.min() if tokens.min() < 0 else tokens.max())}, "
+            f"which is outside the vocabulary of {vocab_size} tokens",
+            where="train_step",
+            how="use the tokenizer of the model being trained; label -100 is what is not learnt",
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one pass did, in all processes together.
+
+    Attributes:
+        loss: the mean over its trained tokens.
+        trained_tokens: how many these are.
+        tokens: all that are not padding.
+        grad_norm: of the gradients before clipping, where the optimizer stepped.
+        dropped: why the step was dropped that ended with this pass; None: it was not.
+    """
+
+    loss: float
+    trained_tokens: int
+    tokens: int
+    grad_norm: float | None
+    dropped: NonFiniteError | None = None
+
+
+class LemaTrainer:
+    """Trains the adapters of a streamed model.
+
+    Args:
+        config: settings of the run.
+        model_adapter: the streamed model (`LemaModel.adapter`).
+        gbi: where its weights lie.
+        lora_manager: PEFT's model, with the adapters; None: the trainer can only evaluate.
+        optimizer: over the adapters' parameters; None: AdamW as the config says, made at the first step.
+        memory_manager: the stream of layers; None: the model's own.
+        callbacks: `transformers.TrainerCallback`s that `fit` calls.
+
+    Attributes:
+        global_step: optimizer steps of the run, those that were dropped among them.
+        skipped_steps: how many were dropped, for a loss or a gradient that was not finite.
+    """
+
+    def __init__(
+        self,
+        config: LemaConfig,
+        model_adapter: StreamedModel,
+        gbi: GlobalBinaryIndex,
+        lora_manager: PeftModel | None = None,
+        optimizer: Optimizer | None = None,
+        memory_manager: LayerStream | None = None,
+        *,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        if memory_manager is not None and memory_manager is not model_adapter.stream:
+            raise ConfigError("memory_manager is not the stream of model_adapter", how="leave it out")
+        self.config, self.model, self.gbi, self.peft_model = config, model_adapter, gbi, lora_manager
+        self.memory, self.backend = model_adapter.stream, model_adapter.backend
+        self.callbacks = list(callbacks)
+        self.optimizer = optimizer
+        self._makes_optimizer = optimizer is None
+        if optimizer is not None and lora_manager is not None:
+            check_optimizer(optimizer, self._parameters())
+        self.schedule: LRScheduler | None = None
+        self._saved_schedule: dict[str, Any] | None = None
+        self.global_step = 0
+        self.accumulation_step = 0
+        self.skipped_steps = 0
+        self._passes = Passes(model_adapter)
+        self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
+        self.update = Update(model_adapter.split, self.backend, config.max_grad_norm)
+        self._denominator = 0  # trained tokens by which the gradients accumulated so far were divided
+        self._trained_tokens = 0
+
+    def train_step(
+        self, inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, float]:
+        """Train on one batch; step the optimizer when `gradient_accumulation_steps` batches have been seen.
+
+        Args:
+            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also holds the other two.
+            labels: `[batch, sequence]`, not shifted, -100 where nothing is learnt; None: the inputs themselves, padding
+                excepted.
+            attention_mask: `[batch, sequence]`, 0 where a row is padded.
+
+        Returns:
+            The logits `[batch, sequence, vocabulary]`, and the mean cross-entropy of the trained tokens.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is NaN or infinite, and `max_skipped_steps` were dropped already; the
+                optimizer was not stepped.
+            DataError: no token is trained, or the batch is malformed.
+            ConfigError: a checkpoint is due, and another run writes to `output_dir`; the step was taken.
+        """
+        vocab_size = getattr(self.model.split.model.config.get_text_config(), "vocab_size", None)
+        batch = as_batch(inputs, labels, attention_mask, vocab_size)
+        logits: list[Tensor] = []
+        micro_batches = split_batch(batch, self.config.micro_batch_size)
+        result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
+        if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
+            with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
+                self.save_step()
+        return torch.cat(logits), result.loss
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        num_passes: int = 1,
+        *,
+        more: bool = False,
+        following: Sequence[Mapping[str, Tensor]] | None = None,
+        logits: list[Tensor] | None = None,
+        where: str = "",
+        on_event: Callable[[str], None] | None = None,
+    ) -> StepResult:
+        """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
+
+        The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm.
+
+        Args:
+            micro_batches: with `labels`; every layer is leased once for all of them. Of several processes each gives
+                its share, and one at least has some.
+            num_passes: passes of this optimizer step.
+            more: another pass follows at once, and its first layers may be read while this one ends.
+            following: the micro-batches of that pass, where some of its layers may be left out.
+            logits: a list that receives each micro-batch's logits.
+            where: which rows these are, for an error.
+            on_event: called with `"on_pre_optimizer_step"` once the gradients are whole, and with
+                `"on_optimizer_step"` before they are dropped.
+        """
+        optimizer, replicas = self.ready(), self.backend.replicas
+        place = f"step {self.global_step + 1}{where}"
+        counted = replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
+        trained, tokens = (sum(column) for column in zip(*counted, strict=True))
+        if self.accumulation_step == 0:
+            self._denominator, self._trained_tokens = trained, 0
+        self._trained_tokens += trained
+        try:
+            divisor = self._denominator if trained else 0  # of nothing trained there is no mean
+            self._passes.begin(micro_batches, divisor)
+            with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
+                loss = self.model.room.fitted(
+                    micro_batches,
+                    lambda parts: self._pass(parts, divisor, more=more, following=following, logits=logits),
+                    parameters=self._parameters(),
+                    made=logits,
+                )
+            self.accumulation_step += 1
+            last = self.accumulation_step == num_passes
+            norm = None
+            if last:  # the step's tokens were not known when its first batch ran
+                factor = self._denominator / self._trained_tokens if trained else 1.0
+                with self.model.room.once("where the step's gradients are put together"):
+                    norm = self.update.finish(optimizer, self._parameters(), factor)
+            mine, length = read_numbers(loss, norm)
+            mine = worst(replicas, mine)
+            value = sum(replicas.exchange(mine)) * (self._denominator / trained)
+            if not math.isfinite(value):
+                said = f"{place}; the optimizer was not stepped"
+                self._refuse(lambda: self._passes.non_finite_loss(value, mine, said))
+            if norm is not None and length is not None:
+                if self.update.fails(length):
+                    self._refuse(lambda: self._passes.non_finite_gradient(place, self._again, self._drop_gradients))
+                if (dropped := self._fault) is not None:
+                    self._drop(dropped)
+                    return StepResult(value, trained, tokens, None, dropped)
+                with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
+                    self._step(optimizer, norm, length, on_event or (lambda _: None))
+        except BaseException:
+            self._forget()
+            raise
+        return StepResult(value, trained, tokens, length)
+
+    def _pass(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        num_tokens: int,
+        *,
+        more: bool,
+        following: Sequence[Mapping[str, Tensor]] | None,
+        logits: list[Tensor] | None,
+    ) -> Tensor:
+        """Queue the forward and the backward of one pass; return the loss, divided by `num_tokens`."""
+        scale = self.update.scale()  # also where nothing is scaled: the scaler begins with it
+        if not micro_batches and num_tokens:  # the other processes have some
+            self.model.accompany()
+            loss = torch.zeros((), device=self.backend.device)
+        else:
+            loss = self.model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        if more:
+            self.model.announce_step(following)
+        if loss.requires_grad:
+            self.update.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def fit(
+        self,
+        dataset: Any,
+        eval_dataset: Any = None,
+        *,
+        resume: bool = False,
+        weights_only: bool = False,
+        say: Callable[[str], None] = print,
+        stop: Stop | None = None,
+    ) -> dict[str, Any]:
+        """Train for the epochs or steps of the config, with evaluation, checkpoints, metrics and callbacks.
+
+        A trainer that has stepped already, or loaded a checkpoint, goes on at its `global_step`.
+
+        Args:
+            dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
+            eval_dataset: likewise, evaluated every `eval_steps`, or after each epoch.
+            resume: go on from the newest checkpoint in `output_dir` that is sound; a newer one that is damaged is said.
+            weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
+            say: called with each line on what is gone on from.
+            stop: asked before each layer; returns why to stop, None: go on. The step or evaluation under way is given
+                up, and the last whole step is saved. Of several processes all give one, or none.
+
+        Returns:
+            What was logged last: `train_loss`, `train_tokens_per_second`, ..., and `eval_loss` where it was measured.
+
+        Raises:
+            Stopped: `stop` said so.
+            ConfigError: another run writes to `output_dir`.
+            DiskFull: there is no room for two checkpoints, or, when the run ends, for the last.
+        """
+        from lema.train.loop import Run
+
+        with one_run(self.backend.replicas, Path(self.config.output_dir)):
+            return Run(self, dataset, eval_dataset, stop).train(resume=resume, weights_only=weights_only, say=say)
+
+    def require_room(self, count: int) -> None:
+        """Make sure that `output_dir` has room for so many checkpoints.
+
+        Raises:
+            DiskFull: it has not; in every process.
+        """
+        optimizer, parameters = self.ready(), self._parameters()
+        moments = nbytes_of(one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
+        if not moments and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            moments = 2 * nbytes_of(parameters)
+        nbytes, place = count * (nbytes_of(parameters) + moments), Path(self.config.output_dir)
+        what = "a checkpoint" if count == 1 else f"{count} checkpoints"
+        first_alone(self.backend.replicas, lambda: check_room(place, nbytes, what))
+
+    def evaluate(self, dataset: Any) -> dict[str, float]:
+        """Return `eval_loss` (mean over trained tokens), `eval_perplexity`, `eval_tokens` of a data set.
+
+        Raises:
+            NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
+        """
+        with watched(self.model, self.config):
+            return evaluate(self.model, dataset, self.config)
+
+    def save_step(
+        self, extra: Mapping[str, Any] | None = None, write_more: Callable[[Path], None] | None = None
+    ) -> None:
+        """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old."""
+        output_dir = Path(self.config.output_dir)
+        directory = output_dir / f"checkpoint-{self.global_step}"
+        self.save_checkpoint(directory, extra, write_more)
+        keep = self.config.save_total_limit
+        first_alone(self.backend.replicas, lambda: forget_old_checkpoints(output_dir, directory, keep))
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        write_more: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
+
+        It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
+        which call this, the first writes; directories are on a disk that all of them see.
+
+        Args:
+            directory: its name; replaced if it is there.
+            extra: further JSON state, for the caller's own use.
+            write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+
+        Raises:
+            DiskFull: there is no room for it; what was there before is untouched.
+            DiskError: it could not be written, or does not read back as it was written; likewise.
+            NonFiniteError: an adapter or the optimizer's state is not finite; likewise.
+        """
+        peft_model, parallel = self._adapters(), self.backend.parallel
+        optimizer, whole = optimizer_state(self.ready(), parallel), whole_adapter(peft_model, parallel)
+
+        def write_files(part: Path) -> None:
+            save_adapter(peft_model, part, self.config.model_name_or_path, self.config.revision, whole)
+            self.config.save_pretrained(part)
+            write_base(part, self._base)
+            if write_more is not None:
+                write_more(part)
+
+        state = {
+            "global_step": self.global_step,
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "scaler": self.update.state_dict(),
+            "skipped_steps": self.skipped_steps,
+            **states_of_all(self.backend),
+            "extra": dict(extra or {}),
+        }
+        nbytes = nbytes_of(self._parameters() if whole is None else whole.values())
+
+        def write() -> None:
+            about = about_run(self.config, "adapters", self._base)
+            write_checkpoint(Path(directory), optimizer, {**about, **state}, write_files, nbytes)
+
+        first_alone(self.backend.replicas, write)
+
+    def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
+
+        Args:
+            directory: the checkpoint's.
+            weights_only: leave the optimizer's state out, which may be missing or damaged; the optimizer begins empty.
+
+        Raises:
+            AdapterError: the checkpoint is damaged, of another optimizer, or of a model whose files have changed since.
+            ConfigError: the settings of the adapter have changed since it was saved.
+        """
+        check_sound(Path(directory), weights_only=weights_only)
+        return self.restore(directory, weights_only=weights_only)
+
+    def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """Do what `load_checkpoint` does with a checkpoint whose files were compared with its manifest already."""
+        path, optimizer = Path(directory), self.ready()
+        state = read_state(path)
+        check_same_adapter(self._adapters(), path)
+        check_base(path, self.gbi)
+        load_weights(self._adapters(), path, self.model.split.layers_name, self.backend.parallel)
+        if not weights_only:
+            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
+        try:
+            self._saved_schedule = state["schedule"]
+            if self.schedule is not None:
+                self.follow(self.schedule)
+            self.update.load_state_dict(state["scaler"])
+            restore_own(self.backend, state, self.config.seed)
+            self._forget()
+            self.global_step = int(state["global_step"])
+            self.skipped_steps = int(state.get("skipped_steps", 0))  # earlier versions dropped none
+            return dict(state["extra"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
+
+    def take_settings(self, changed: Collection[str]) -> None:
+        """Let settings hold from the next step on that are not those of the checkpoint that was restored.
+
+        An optimizer and a schedule that the caller made are left as they are.
+
+        Args:
+            changed: their names, as the config has them.
+        """
+        if self._makes_optimizer and not UPDATE.isdisjoint(changed):
+            set_update(self.ready(), self.config)
+            if self.schedule is not None:
+                set_rates(self.ready(), self.schedule.get_last_lr())
+        if not SCHEDULE.isdisjoint(changed):
+            self._saved_schedule = None  # the one that is made next follows the config alone
+
+    def follow(self, schedule: LRScheduler) -> None:
+        """Let the learning rate follow `schedule`, from where the checkpoint that was loaded left it."""
+        self.schedule = schedule
+        if self._saved_schedule is not None:
+            schedule.load_state_dict(self._saved_schedule)
+            self._saved_schedule = None
+            set_rates(self.ready(), schedule.get_last_lr())
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """What scales half-precision gradients; idle for other dtypes."""
+        return self.update.scaler
+
+    def checkpoints(self) -> list[Path]:
+        """Return this run's checkpoints, the oldest first."""
+        return checkpoints(Path(self.config.output_dir))
+
+    @cached_property
+    def _base(self) -> str:
+        return base_fingerprint(self.gbi)
+
+    def _adapters(self) -> PeftModel:
+        if self.peft_model is None:
+            raise ConfigError("there is no adapter to train", how="call initialize_lora() before get_trainer()")
+        return self.peft_model
+
+    def ready(self) -> Optimizer:
+        """Return the optimizer, made if need be, with the model in training mode."""
+        self._adapters().train()
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self._parameters(), self.config)
+        return self.optimizer
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._adapters().parameters() if parameter.requires_grad]
+
+    def _step(self, optimizer: Optimizer, norm: Tensor, length: float, on_event: Callable[[str], None]) -> None:
+        """Step the optimizer and the schedule; `norm` is that of the gradients on the device, `length` on the host."""
+        with self.model.room.once("in the optimizer's step"):
+            stepped = self.update.step(optimizer, self._parameters(), norm, length, on_event)
+        if self.schedule is not None and stepped:
+            self.schedule.step()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._drop_gradients()
+        self.backend.end_step()
+        self._begin_anew()
+        self.global_step += 1
+
+    def _begin_anew(self) -> None:
+        self.accumulation_step, self._fault = 0, None
+        self._passes.clear()
+
+    def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
+        """Have the step under way dropped, if the config lets one more be; `error` looks for the place at fault.
+
+        All processes come here with the same numbers, so that they do the same.
+
+        Raises:
+            NonFiniteError: it does not.
+        """
+        if self._fault is not None:
+            return
+        found, limit = error(), self.config.max_skipped_steps
+        if self.skipped_steps >= limit:
+            if limit:
+                found.how = f"{limit} steps were dropped before this one (max_skipped_steps); {found.how}"
+            raise found
+        self._fault = found
+
+    def _drop(self, why: NonFiniteError) -> None:
+        """End a step that the optimizer does not take; the schedule, which is of steps taken, stays where it is."""
+        self.update.drop()
+        self._end_step()
+        self.skipped_steps += 1
+        if self.backend.replicas.first:
+            warnings.warn(
+                f"step {self.global_step} was dropped, {self.skipped_steps} of at most "
+                f"{self.config.max_skipped_steps}: {why.what} ({why.where})",
+                stacklevel=4,
+            )
+
+    def _again(self, one: Pass) -> None:
+        self.model.room.fitted(
+            one.micro_batches,
+            lambda parts: self._pass(parts, one.divisor, more=False, following=None, logits=None),
+            parameters=self._parameters(),
+        )
+
+    def _forget(self) -> None:
+        """Drop a step that failed: its gradients and what was announced for it."""
+        self._begin_anew()
+        self.update.drop()
+        self.memory.cancel()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters():  # also those that the user's optimizer leaves out
+            parameter.grad = None

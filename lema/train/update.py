@@ -1,0 +1,114 @@
+"""The end of a step: gradients made whole, checked, clipped, and the optimizer stepped, without asking the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from lema.backend import Backend
+from lema.backend.collectives import sum_gradients
+from lema.model import Split
+
+__all__ = ["Update", "read_numbers"]
+
+
+class Update:
+    """Turns the gradients of a step into new parameters.
+
+    Args:
+        split: the model, for its dtype.
+        backend: the device.
+        max_grad_norm: gradients longer than this are scaled down to it; None: they are not.
+
+    Attributes:
+        scaler: of half-precision gradients; idle for other dtypes.
+    """
+
+    def __init__(self, split: Split, backend: Backend, max_grad_norm: float | None) -> None:
+        self._backend, self._max_grad_norm = backend, max_grad_norm
+        self._unscaled = False  # since the scaler was last updated
+        self.scaler = torch.amp.GradScaler(backend.device.type, enabled=split.model.dtype == torch.float16)
+
+    def scale(self) -> float | Tensor:
+        """Return the number by which gradients are scaled: on the device, where it is not asked for."""
+        return self.scaler.scale(torch.ones((), device=self._backend.device)) if self.scaler.is_enabled() else 1.0
+
+    def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
+        """Make the gradients those of the whole step, in every process; return their norm, on the device.
+
+        Args:
+            optimizer: it.
+            parameters: that train; some may have no gradient.
+            factor: by which gradients are multiplied.
+        """
+        sum_gradients(self._backend.replicas, parameters)
+        self.scaler.unscale_(optimizer)
+        self._unscaled = True
+        touched = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in touched if parameter.grad is not None]
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        self._backend.parallel.reduce_gradients(touched)
+        return self._backend.parallel.norm(touched)
+
+    def fails(self, length: float) -> bool:
+        """Whether the norm of the gradients is none, and not for their having been scaled.
+
+        Half-precision gradients overflow now and then: the scaler skips that step and halves the scale. Where nothing
+        is scaled (any more), the fault is not the scale's.
+        """
+        return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
+
+    def drop(self) -> None:
+        """Take no step with the gradients that `finish` was given, if it was given any."""
+        if self._unscaled:
+            self._unscaled = False
+            self.scaler.update()
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        norm: Tensor,
+        length: float,
+        on_event: Callable[[str], None],
+    ) -> bool:
+        """Clip the gradients and step the optimizer; return whether it stepped.
+
+        Args:
+            optimizer: it.
+            parameters: that train.
+            norm: of their gradients, on the device.
+            length: the same, on the host; one that `fails` is not to come here.
+            on_event: called before and after the step.
+        """
+        if self._max_grad_norm is not None:
+            touched = [parameter for parameter in parameters if parameter.grad is not None]
+            clip_grads_with_norm_(touched, self._max_grad_norm, norm)
+        on_event("on_pre_optimizer_step")
+        self.scaler.step(optimizer)
+        self.drop()
+        on_event("on_optimizer_step")
+        return math.isfinite(length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the scaler."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint kept."""
+        self.scaler.load_state_dict(state)
+
+
+def read_numbers(loss: Tensor, norm: Tensor | None) -> tuple[float, float | None]:
+    """Wait for the device, once, and return both numbers."""
+    if norm is None:
+        return float(loss), None
+    value, length = torch.stack([loss.double(), norm.to(loss.device).double()]).tolist()
+    return value, length

@@ -1,0 +1,233 @@
+"""Boundary activations come back as they were kept, from wherever they waited, in memory that serves every step."""
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from stream_fakes import LateBackend
+from torch import Tensor
+
+from lema.activations.boundaries import NUM_BUFFERS, TierName
+from lema.activations.kept import BoundaryArena, graph_input
+from lema.backend import Backend
+from lema_cpu import CpuBackend
+
+LAYERS = range(2, 9)
+TIERS: list[TierName] = ["device", "host", "disk"]
+every_tier = pytest.mark.parametrize("tier", TIERS)
+
+
+@pytest.fixture
+def arena_on(tmp_path: Path) -> Iterator[Callable[..., BoundaryArena]]:
+    """Make arenas whose backend fills with NaN what was given back."""
+    made = []
+
+    def make(tier: TierName, backend: Backend | None = None) -> BoundaryArena:
+        made.append(BoundaryArena(backend or CpuBackend(poison=True), tier, tmp_path / "aside"))
+        return made[-1]
+
+    yield make
+    for arena in made:
+        arena.close()
+
+
+def states(*lengths: int) -> list[Tensor]:
+    return [torch.randn(2, length, 8) for length in lengths]
+
+
+def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, int], Tensor] = torch.add) -> None:
+    """Take a step: keep `change(state, layer)` for every layer, and see that each comes back."""
+    step = arena.step(hidden, LAYERS)
+    expected = {}
+    for layer in LAYERS:
+        for index, state in enumerate(hidden):
+            changed = change(state, layer)
+            expected[layer, index] = changed.clone()
+            given = step.keep(layer, index, changed)
+            assert torch.equal(given, changed)
+            if arena.tier == "device":
+                given.fill_(-1)  # what is kept is a copy from the start; elsewhere it may be copied later
+    for layer in reversed(LAYERS):
+        for index in range(len(hidden)):
+            with step.kept(layer, index) as kept:
+                wanted = expected[layer, index]
+                assert kept.dtype == wanted.dtype
+                assert kept.stride() == wanted.stride()
+                assert torch.equal(kept, wanted)
+                assert not kept.requires_grad
+
+
+@every_tier
+def test_what_was_kept_comes_back_in_every_step(arena_on: Callable[..., BoundaryArena], tier: TierName) -> None:
+    arena = arena_on(tier)
+    for lengths in ((5, 3), (5, 3), (700, 2, 900), (4,)):
+        run(arena, states(*lengths))
+
+
+@every_tier
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state, layer: (state + layer).double() if layer > 3 else state + layer,
+        lambda state, layer: torch.cat([state + layer] * layer, dim=-1),
+        lambda state, layer: (state + layer).transpose(1, 2) if layer % 2 else state + layer,
+        lambda state, layer: (state + layer)[..., ::2],
+    ],
+    ids=["dtype", "shape", "strides", "holes"],
+)
+def test_layers_may_change_what_a_hidden_state_looks_like(
+    arena_on: Callable[..., BoundaryArena], tier: TierName, change: Callable[[Tensor, int], Tensor]
+) -> None:
+    arena = arena_on(tier)
+    held = []
+    for _ in range(4):
+        run(arena, states(50, 30), change)
+        held.append(arena.memory_bytes)
+    assert held[1] == held[2] == held[3], "room that was made in one step serves the next"
+
+
+def add_up(sums: dict[tuple[int, int], Tensor], key: tuple[int, int], kept: Tensor) -> None:
+    sums[key] = kept.sum()
+
+
+@every_tier
+def test_copies_are_right_on_a_device_that_works_as_late_as_it_may(
+    arena_on: Callable[..., BoundaryArena], tier: TierName
+) -> None:
+    backend = LateBackend()
+    arena, hidden = arena_on(tier, backend), states(6, 4)
+    for _ in range(2):
+        step, sums = arena.step(hidden, LAYERS), dict[tuple[int, int], Tensor]()
+        for layer in LAYERS:
+            for index, state in enumerate(hidden):
+                step.keep(layer, index, state + layer)
+        for layer in reversed(LAYERS):
+            for index in range(len(hidden)):
+                with step.kept(layer, index) as kept:
+                    # Not done before somebody waits: by then the slot is another's, if it was let go too early.
+                    backend.compute(partial(add_up, sums, (layer, index), kept))
+        backend.synchronize()
+        assert sums == {key: (hidden[key[1]] + key[0]).sum() for key in sums}
+        assert len(sums) == len(LAYERS) * len(hidden)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_memory_is_taken_once_and_grows_only_for_a_larger_step(
+    arena_on: Callable[..., BoundaryArena], tier: TierName
+) -> None:
+    arena, held = arena_on(tier), []
+    for length in (64, 64, 16, 128, 64):
+        run(arena, states(length, length))
+        held.append(arena.memory_bytes)
+    one = 2 * 2 * 64 * 8 * 4 * len(LAYERS)  # micro-batches of two rows of 64 tokens
+    assert held == [one, one, one, 2 * one, 2 * one]
+
+
+def test_the_boundaries_of_a_step_lie_in_one_allocation(arena_on: Callable[..., BoundaryArena]) -> None:
+    arena, hidden = arena_on("device"), states(5, 3)
+    for _ in range(2):
+        step = arena.step(hidden, LAYERS)
+        for layer in LAYERS:
+            for index, state in enumerate(hidden):
+                step.keep(layer, index, state)
+        places = set()
+        for layer in reversed(LAYERS):
+            for index in range(len(hidden)):
+                with step.kept(layer, index) as kept:
+                    places.add(kept.untyped_storage().data_ptr())
+        assert len(places) == 1
+
+
+class CountingBackend(CpuBackend):
+    """Remembers the memory it has handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: list[int] = []
+        self.slots: list[int] = []
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        self.host.append(nbytes)
+        return super().host_buffer(nbytes)
+
+    def device_slots(self, nbytes: int, count: int) -> object:
+        self.slots.append(nbytes * count)
+        return super().device_slots(nbytes, count)
+
+
+@pytest.mark.parametrize("depth", [3, 60])
+def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, depth: int) -> None:
+    backend, hidden = CountingBackend(), states(256, 128)
+    arena = BoundaryArena(backend, "disk", tmp_path)
+    for _ in range(3):
+        step = arena.step(hidden, range(depth))
+        for layer in range(depth):
+            for index, state in enumerate(hidden):
+                step.keep(layer, index, state + layer)
+        for layer in reversed(range(depth)):
+            for index, state in enumerate(hidden):
+                with step.kept(layer, index) as kept:
+                    assert torch.equal(kept, state + layer)
+    assert sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes  # each was at most once too small
+    assert len(backend.host) <= 2 * NUM_BUFFERS
+    assert arena.memory_bytes <= NUM_BUFFERS * hidden[0].nbytes
+    assert backend.slots == [hidden[0].nbytes] * NUM_BUFFERS
+    arena.close()
+
+
+@every_tier
+def test_a_step_that_waits_keeps_its_boundaries_while_another_runs(
+    arena_on: Callable[..., BoundaryArena], tier: TierName
+) -> None:
+    arena, hidden = arena_on(tier), states(5)
+    waiting = arena.step(hidden, LAYERS)
+    for layer in LAYERS:
+        waiting.keep(layer, 0, hidden[0] + layer)
+    run(arena, states(5))
+    for layer in reversed(LAYERS):
+        with waiting.kept(layer, 0) as kept:
+            assert torch.equal(kept, hidden[0] + layer)
+
+
+@every_tier
+@pytest.mark.parametrize("num_kept", [1, 5, len(LAYERS)])
+def test_a_step_that_is_given_up_leaves_its_memory_to_the_next(
+    arena_on: Callable[..., BoundaryArena], tier: TierName, num_kept: int
+) -> None:
+    arena, hidden = arena_on(tier), states(40)
+    run(arena, hidden)
+    held, kept_in = arena.memory_bytes, arena._kept_in
+    gc.disable()  # nothing waits for the collector
+    try:
+        step = arena.step(hidden, LAYERS)
+        for layer in LAYERS[:num_kept]:
+            step.keep(layer, 0, hidden[0] + layer)
+        if num_kept == len(LAYERS):
+            with pytest.raises(KeyboardInterrupt), step.kept(LAYERS[-1], 0):
+                raise KeyboardInterrupt
+        del step
+        run(arena, hidden)
+    finally:
+        gc.enable()
+    assert arena._kept_in is kept_in
+    assert arena.memory_bytes == held
+
+
+def test_a_graph_holds_nothing_of_its_input_and_hands_on_the_gradient() -> None:
+    anchor, found = torch.zeros((), requires_grad=True), dict[int, Tensor]()
+    state = torch.randn(3, 4)
+    given = graph_input(anchor, state, found, 7)
+    out = (given + given * 2).sum()
+    with pytest.raises(RuntimeError, match="inplace"):
+        given.add_(1)
+    freed = []
+    storage = torch.multiprocessing.reductions.StorageWeakRef(state.untyped_storage())
+    del state, given
+    freed.append(storage.expired())
+    out.backward()
+    assert freed == [True]
+    assert torch.equal(found[7], torch.full((3, 4), 3.0))
+    assert anchor.grad is None

@@ -1,0 +1,221 @@
+"""The benchmark for a GPU, without one: it runs from end to end in a tiny form, and says so rather than guess."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MEASURED = {"status": "measured", "capped": True, "layers": 32, "of_layers": 32, "strategy": None}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks() -> Iterator[None]:
+    """Let the files of `benchmarks/` be imported by their names, as they import each other."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def table() -> ModuleType:
+    import gpu_table
+
+    return gpu_table
+
+
+@pytest.fixture
+def model() -> ModuleType:
+    import gpu_model
+
+    return gpu_model
+
+
+# From end to end
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One tiny run, its rows and the peers that are not installed here."""
+    directory = tmp_path_factory.mktemp("gpu")
+    out = directory / "gpu.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--out", str(out)]
+    options = ["--models", "8B", "--only", "8B/lema@4", "*/roundpipe@8", "--micro-batches", "1", "4", "--rounds", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    limits = ["--directory", str(directory), "--seconds", "240"]
+    done = subprocess.run([*command, *options, *limits], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [path.name for path in directory.iterdir()] == ["gpu.json"], "the models are gone"
+    found: dict[str, Any] = json.loads(out.read_text())
+    found["printed"] = done.stdout
+    return found
+
+
+def row_of(results: dict[str, Any], arm: str, micro_batches: int) -> dict[str, Any]:
+    rows = [row for row in results["rows"] if (row["arm"], row["micro_batches"]) == (arm, micro_batches)]
+    assert rows, f"no row of {arm}"
+    return rows[0]
+
+
+@pytest.mark.slow
+def test_an_arm_is_measured_in_turn_with_peft_and_has_its_loss(results: dict[str, Any]) -> None:
+    for count in (1, 4):
+        ours, peft = row_of(results, "lema", count), row_of(results, "peft", count)
+        assert ours["status"] == peft["status"] == "measured"
+        assert ours["losses"] == pytest.approx(peft["losses"], rel=1e-5)
+        assert ours["ratio"] == pytest.approx(peft["seconds"] / ours["seconds"])
+
+
+@pytest.mark.slow
+def test_what_is_planned_and_moved_stands_in_the_row(results: dict[str, Any]) -> None:
+    row = row_of(results, "lema", 4)
+    assert row["planned_bytes"] == sum(row["planned"].values()) <= 5 << 20  # the tiny cap
+    assert row["bytes_read"] == 0  # resident
+    assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
+
+
+@pytest.mark.slow
+def test_what_is_not_installed_is_a_row(results: dict[str, Any]) -> None:
+    assert row_of(results, "roundpipe", 4)["status"] == "not installed"
+
+
+@pytest.mark.slow
+def test_a_run_without_a_gpu_meets_no_target(results: dict[str, Any], table: ModuleType) -> None:
+    assert {one["verdict"] for one in table.verdict(results)} == {"not measured"}
+    assert "MISSED" not in results["printed"]
+
+
+@pytest.mark.slow
+def test_lema_on_the_device_has_the_numbers_of_the_cpu_backend(results: dict[str, Any]) -> None:
+    for dtype in ("float32", "bfloat16"):  # the device is the CPU here: bitwise
+        assert results["parity"][dtype]["device"]["gradients"] == 0
+        assert results["parity"][dtype]["here"]["gradients"] == 0
+
+
+# The verdict
+
+
+def row(model: str, arm: str, cap: int | None, count: int, **more: Any) -> dict[str, Any]:
+    about = {"model": model, "arm": arm, "cap_gib": cap, "micro_batches": count, "tokens_per_second": 100.0}
+    return {**MEASURED, **about, **more}
+
+
+def verdicts(table: ModuleType, *rows: dict[str, Any], **more: Any) -> dict[str, str]:
+    return {one["target"]: one["verdict"] for one in table.verdict({"real": True, "rows": rows, **more})}
+
+
+def test_nothing_measured_meets_nothing(table: ModuleType) -> None:
+    assert set(verdicts(table).values()) == {"not measured"}
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(0.95, "met"), (0.85, "MISSED")])
+def test_speed_is_judged_by_the_ratio(table: ModuleType, ratio: float, verdict: str) -> None:
+    found = verdicts(table, row("8B", "lema", 4, 16, ratio=ratio))
+    assert next(value for target, value in found.items() if target.startswith("8B")) == verdict
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"capped": False},
+        {"layers": 30},
+        {"status": "failed"},
+        {"strategy": "streaming"},
+        {"loss_off": 0.01},
+        {"ratio": None},
+    ],
+    ids=str,
+)
+def test_a_row_that_is_not_whole_meets_nothing(table: ModuleType, fault: dict[str, Any]) -> None:
+    found = verdicts(table, row("8B", "lema", 4, 16, **{"ratio": 2.0, **fault}))
+    assert next(value for target, value in found.items() if target.startswith("8B")) == "not measured"
+
+
+def test_a_peer_is_compared_at_the_same_cap_and_count(table: ModuleType) -> None:
+    target = "ahead of fsdp2 at 4 micro-batches, same cap"
+    peer = row("8B", "fsdp2", 8, 4, ratio=0.5)
+    assert verdicts(table, peer, row("8B", "lema", 24, 4, ratio=0.9))[target] == "not measured"
+    assert verdicts(table, peer, row("8B", "lema", 8, 4, ratio=0.9))[target] == "met"
+    assert verdicts(table, peer, row("8B", "lema", 8, 4, ratio=0.4))[target] == "MISSED"
+    other = [row("32B", "fsdp2", 24, 4, ratio=0.8), row("32B", "lema", 24, 4, ratio=0.7)]
+    assert verdicts(table, peer, row("8B", "lema", 8, 4, ratio=0.9), *other)[target] == "MISSED"
+
+
+def test_the_worst_peak_is_judged(table: ModuleType) -> None:
+    target = "peak device memory within 5% of the plan"
+    rows = [row("8B", "lema", 8, 4, off=0.01), row("8B", "lema", 8, 1, off=-0.06)]
+    assert verdicts(table, rows[0])[target] == "met"
+    assert verdicts(table, *rows)[target] == "MISSED"
+
+
+# The weights
+
+
+def test_weights_are_random_and_as_their_header_says(model: ModuleType, tmp_path: Path) -> None:
+    shape = model.TINY["8B"]
+    written = model.write_random(tmp_path / "model", shape, [model.Place(tmp_path, 10**9)], threads=2)
+    assert (written.shape, written.full_layers) == (shape, shape.layers)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    drawn = []
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "model" / file, "pt") as tensors:
+            tensor = tensors.get_tensor(name).float()
+        if tensor.dim() == 1:
+            assert bool((tensor == 1).all())
+        else:
+            assert tensor.std() == pytest.approx(0.02, rel=0.1)
+            drawn.append(tensor.flatten()[:64])
+    assert len({tuple(one.tolist()) for one in drawn}) == len(drawn), "two tensors are alike"
+
+
+def test_files_spread_over_places_and_layers_without_room_are_told(model: ModuleType, tmp_path: Path) -> None:
+    shape = model.TINY["8B"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    outside = 2 * shape.vocabulary * shape.hidden * 2 + shape.hidden * 2
+    room = [outside + 2 * shape.layer_bytes, shape.layer_bytes + 1]
+    places = [model.Place(first, room[0]), model.Place(second, room[1])]
+    written = model.write_random(tmp_path / "model", shape, places, threads=1)
+    assert (written.shape.layers, written.full_layers) == (3, shape.layers)
+    assert len(list((first / "model").iterdir())) == 3
+    assert len(list((second / "model").iterdir())) == 1
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert len(whole.model.layers) == 3
+    assert whole.dtype == torch.bfloat16
+
+
+def test_no_room_for_a_layer_is_an_error(model: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no room"):
+        model.write_random(tmp_path / "model", model.TINY["8B"], [model.Place(tmp_path, 1000)])
+
+
+# What a run needs
+
+
+def test_a_missing_package_is_named_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_software
+
+    assert gpu_software.what_is_missing("cpu") == []
+    there = gpu_software.version
+    monkeypatch.setattr(gpu_software, "version", lambda name: "5.17.0" if name == "transformers" else there(name))
+    (line,) = gpu_software.what_is_missing("cpu")
+    assert line.startswith("transformers 5.17.0;")
+    assert "pip install" in line
+
+
+def test_locking_tensor_by_tensor_needs_powers_of_two(model: ModuleType) -> None:
+    import gpu_plan
+
+    shape = model.MODELS["32B"]
+    assert gpu_plan.host_bytes(gpu_plan.Run("32B", "fsdp2", 24, (4,)), shape) > 1.5 * shape.weight_bytes
+    assert gpu_plan.host_bytes(gpu_plan.Run("32B", "lema", 24, (4,), "resident"), shape) < 1.3 * shape.weight_bytes
+    assert gpu_plan.host_bytes(gpu_plan.Run("8B", "lema", 24, (4,), "streaming"), shape) == 0

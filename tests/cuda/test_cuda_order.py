@@ -1,0 +1,179 @@
+"""Copies are in order on any device with queues: no slot is read before it is filled, or refilled while in use.
+
+The order is that of `lema_cuda`'s own code, on queues that take any course which events allow. Take away one of its
+waits, and some course goes wrong.
+"""
+
+from pathlib import Path
+from random import Random
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from cudascenario import Scenario, Sender
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from queuefakes import FakeDevice, FakeEvent, FakeQueue
+from torch import Tensor
+
+import lema.backend.queues
+import lema.backend.slots
+import lema_cuda.replicas
+from lema.backend.queues import Copies
+from lema.backend.slots import CopyDown, Slots
+from lema_cuda.replicas import QueuedReplicas
+
+MODULES = {
+    "copies": lema.backend.queues,
+    "slots": lema.backend.slots,
+    "downloads": lema.backend.slots,
+    "replicas": lema_cuda.replicas,
+}
+NAMES = ("Copies", "Slots", "CopyDown", "QueuedReplicas")
+COURSES = 1500
+
+
+def code_under_test(changed: str = "", old: str = "", new: str = "") -> SimpleNamespace:
+    """Return the classes, one module's text changed."""
+    found = {}
+    for name, module in MODULES.items():
+        source = Path(str(module.__file__)).read_text()
+        if name == changed:
+            assert source.count(old) == 1, f"{old!r} is not in {name}.py once"
+            source = source.replace(old, new)
+        made = ModuleType(module.__name__)
+        exec(compile(source, str(module.__file__), "exec"), made.__dict__)
+        found.update({key: value for key, value in vars(made).items() if key in NAMES and key not in found})
+    return SimpleNamespace(**found)
+
+
+CODE = code_under_test()
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.integers(0, 1 << 40))
+def test_every_byte_is_read_when_it_is_there_and_overwritten_when_it_is_not_needed(seed: int) -> None:
+    Scenario(CODE, seed).run()
+
+
+MUTANTS = {
+    "a slot is refilled while it is in use": ("slots", "else [slot.free, slot.filled]", "else [slot.filled]"),
+    "new memory is filled while its last owner uses it": ("slots", "before = [slot.free] if", "before = [] if"),
+    "two queues fill one slot at once": ("slots", "else [slot.free, slot.filled]", "else [slot.free]"),
+    "compute does not wait for the bytes": ("slots", "self._copies.queues.compute.wait(filled)", "pass"),
+    "a release says nothing": ("slots", "        slot.free = self._copies.queues.compute.record()\n", ""),
+    "a release on the wrong queue": (
+        "slots",
+        "slot.free = self._copies.queues.compute.record()",
+        "slot.free = self._copies.queues.uploads.record()",
+    ),
+    "allocated on the wrong queue": ("slots", "free = compute.record()", "free = copies.queues.uploads.record()"),
+    "memory goes back while it is gathered from": (
+        "slots",
+        "        compute.wait(slot.free)  # it",
+        "        pass  # it",
+    ),
+    "memory goes back while it is filled": ("slots", "compute.wait(slot.filled)", "pass"),
+    "nobody sees memory go back": ("slots", "weakref.finalize(self, _let_go, compute, slots).atexit = False", "pass"),
+    "drained at once": ("slots", "self._filled.wait()", "pass"),
+    "a lease that was taken again is free": ("slots", "self._free.remove(slot)", "pass"),
+    "a second release forgets the first": ("slots", "self._copies.queues.compute.wait(slot.free)", "pass"),
+    "copies wait for nothing": ("copies", "self._queue.wait(event)", "pass"),
+    "what was downloaded is uploaded before it landed": ("copies", "(*after, landing)", "after"),
+    "no landing is known": ("copies", "self._landings[_place(target)] = done", "pass"),
+    "downloads do not wait for compute": ("copies", "[self.queues.compute.record()]", "[]"),
+    "done before it is copied": (
+        "copies",
+        "        self._queue.copy(target, source)\n        done = self._queue.record()\n",
+        "        done = self._queue.record()\n        self._queue.copy(target, source)\n",
+    ),
+    "host memory goes while it is copied": ("copies", "self._under_way.append((done, host))", "pass"),
+    "host memory is forgotten early": ("copies", "and self._under_way[0][0].happened()", ""),
+    "a release of a download does nothing": ("downloads", "self._queues.compute.wait(self._landed)", "pass"),
+    "a dropped download frees its source": ("downloads", "    compute.wait(landed)", "    pass"),
+    "a download does not hold its source": ("downloads", "self._landed, source)", "self._landed, target)"),
+    "landed at once": ("downloads", "self._landed.wait()", "pass"),
+    "a gathering overwrites what is in use": ("replicas", "gathers.wait(compute.record())", "pass"),
+    "compute does not wait for a gathering": ("replicas", "self._queues.compute.wait(self._done)", "pass"),
+    "a dropped gathering frees its memory": ("replicas", "    compute.wait(done)", "    pass"),
+    "a gathering that is not held": ("replicas", "compute, done, whole)\n", "compute, done, None)\n"),
+    "gathered before it is": (
+        "replicas",
+        "return _Gathering(self._queues, gathers.record(), compute, whole)",
+        "return _Gathering(self._queues, compute.record(), compute, whole)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_without_any_one_of_its_waits_some_course_goes_wrong(mutant: str) -> None:
+    code = code_under_test(*MUTANTS[mutant])
+    with pytest.raises((AssertionError, ValueError)):
+        for seed in range(COURSES):
+            Scenario(code, seed).run()
+
+
+def idle_device() -> FakeDevice:
+    """Return a device that does nothing before somebody waits for it."""
+    device = FakeDevice(Random(0))
+    device._eager = 0.0
+    return device
+
+
+def bytes_of(value: int) -> Tensor:
+    return torch.full((64,), value, dtype=torch.uint8)
+
+
+def waits(queue: FakeQueue) -> list[FakeEvent]:
+    return [work for work in queue.work if isinstance(work, FakeEvent)]
+
+
+def test_compute_goes_on_while_a_layer_is_gathered() -> None:
+    device = idle_device()
+    copies = Copies(device)
+    slots, whole = Slots(copies, [bytes_of(0)]), bytes_of(0)
+    gathering = QueuedReplicas(Sender(device), device).gather(slots.upload(bytes_of(3)), whole)
+    assert not waits(device.queues[0]), "compute waits for what it does not need yet"
+    assert waits(device.gathers), "this test sees nobody wait at all"
+    gathering.wait()
+    assert len(waits(device.queues[0])) == 1
+    device.run_all()
+    assert bool((whole == 3).all())
+
+
+def test_weights_do_not_stand_behind_boundaries() -> None:
+    """A boundary on its way back waits for the compute that made it; weights are on their way long before that."""
+    device = idle_device()
+    copies = Copies(device)
+    rings = [Slots(copies, [bytes_of(0)]) for _ in range(2)]
+    host = bytes_of(0)
+    device.compute.do(lambda: None)
+    download = CopyDown(copies, bytes_of(5), host)
+    device.uploads.work.clear()
+    back, weights = rings[0].upload(host), rings[1].upload(bytes_of(7))
+    (free,) = waits(device.uploads)
+    assert waits(device.returns) and waits(device.downloads)
+    device.run_until(free)
+    while device.uploads.ready():
+        device.uploads.advance()
+    assert weights._filled.done and not back._filled.done
+    device.run_all()
+    assert bool((back.wait() == 5).all()) and bool((weights.wait() == 7).all())
+    del download
+
+
+def test_no_wait_is_left_out_of_the_list() -> None:
+    """Every line that waits or records is one of those taken away above."""
+    listed = [(name, old) for name, old, _ in MUTANTS.values()]
+    for name, module in MODULES.items():
+        for line in Path(str(module.__file__)).read_text().splitlines():
+            if any(word in line for word in (".wait(", ".record()")) and "def " not in line:
+                known = [old for changed, old in listed if changed == name and (old.strip() in line or line in old)]
+                assert known or any(line.strip() in text for text in ALSO), f"{name}.py: {line.strip()}"
+
+
+ALSO = (
+    # What a gathering does in its own queue: the test below.
+    "self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the part there",
+)

@@ -1,0 +1,141 @@
+"""Learning-rate schedules are those of `transformers`, whether a run begins with them or comes back to them."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from transformers import TrainingArguments, get_scheduler
+
+from lema.config import LemaConfig
+from lema.config.types import Scheduler
+from lema.engine.optim import make_optimizer, make_schedule
+from lema.errors import ConfigError
+from lema.train.checkpoint.format import restore_optimizer, write_checkpoint
+
+STEPS = 12
+WITHOUT_SETTINGS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+SUPPORTED = [*WITHOUT_SETTINGS, "inverse_sqrt"]
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+
+
+def rates(schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 3}, {"warmup_ratio": 0.2}, {"warmup_steps": 0}])
+def test_rates_are_transformers_own_from_any_step_on(name: str, warmup: dict[str, float]) -> None:
+    config = LemaConfig("m", lr_scheduler_type=name, **warmup)
+    # transformers writes a ratio of warm-up as warmup_steps below 1.
+    arguments = TrainingArguments(warmup_steps=max(warmup.values()), use_cpu=True, report_to="none")
+    expected = rates(get_scheduler(name, optimizer(), arguments.get_warmup_steps(STEPS), STEPS), STEPS)
+    assert rates(make_schedule(optimizer(), config, STEPS), STEPS) == expected
+    for done in (1, 3, 7):
+        assert rates(make_schedule(optimizer(), config, STEPS, done), STEPS - done) == expected[done:]
+
+
+@pytest.mark.parametrize("name", sorted(set(get_args(Scheduler)) - set(SUPPORTED)))
+def test_a_schedule_that_needs_more_than_the_step_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_schedule(optimizer(), LemaConfig("m", lr_scheduler_type=name), STEPS)
+    assert caught.value.where == f"lr_scheduler_type: {name}"
+    assert "cosine" in caught.value.how
+
+
+def test_the_optimizer_is_adamw_with_the_settings_given() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    given = {"learning_rate": 0.3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 0.01}
+    ours = make_optimizer(parameters, LemaConfig("m", **given))
+    theirs = torch.optim.AdamW(parameters, lr=0.3, weight_decay=0.1, betas=(0.8, 0.7), eps=0.01)
+    assert type(ours) is torch.optim.AdamW
+    assert ours.defaults == theirs.defaults
+
+
+def trained(count: int = 3, **how: object) -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
+    draw = torch.Generator().manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.randn(5, 3, generator=draw)) for _ in range(count)]
+    return parameters, torch.optim.AdamW(parameters, lr=0.1, **how)
+
+
+def take_steps(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(5, 3, generator=draw)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def test_in_host_memory_the_optimizer_is_the_plain_one_to_the_bit() -> None:
+    parameters, plain = trained()
+    ours = make_optimizer(trained()[0], LemaConfig("m", learning_rate=0.1, weight_decay=0.01))
+    assert not ours.param_groups[0]["fused"]
+    found = take_steps(ours.param_groups[0]["params"], ours, 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, take_steps(parameters, plain, 2), strict=True))
+
+
+def test_a_device_without_a_kernel_for_the_whole_update_gets_the_plain_one() -> None:
+    ours = make_optimizer([torch.nn.Parameter(torch.zeros(2, device="meta"))], LemaConfig("m"))
+    assert not ours.param_groups[0]["fused"]
+
+
+def test_a_device_with_a_kernel_for_the_whole_update_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lema.engine.optim._has_fused_kernel", lambda device, dtype: dtype == torch.float32)
+    both = [torch.nn.Parameter(torch.zeros(2, device="meta", dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    assert make_optimizer(both[:1], LemaConfig("m")).param_groups[0]["fused"] is True
+    assert not make_optimizer(both, LemaConfig("m")).param_groups[0]["fused"]
+    assert not make_optimizer([torch.nn.Parameter(torch.zeros(2))], LemaConfig("m")).param_groups[0]["fused"]
+
+
+@pytest.mark.cuda
+def test_a_gpu_gets_one_kernel_and_keeps_its_numbers() -> None:
+    theirs, plain = trained()
+    ours = [torch.nn.Parameter(parameter.detach().cuda()) for parameter in theirs]
+    fused = make_optimizer(ours, LemaConfig("m", learning_rate=0.1, weight_decay=0.01))
+    assert fused.param_groups[0]["fused"] is True
+    draw = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        for one, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn(5, 3, generator=draw)
+            one.grad = other.grad.cuda()
+        fused.step()
+        plain.step()
+    assert all(torch.allclose(one.cpu(), other, rtol=1e-5) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("saved_fused", [False, True])
+def test_a_checkpoint_goes_on_with_the_optimizer_of_the_machine_it_comes_to(saved_fused: bool, tmp_path: Path) -> None:
+    """Saved by one that updates in one kernel, restored into one that does not, and the other way about."""
+    parameters, first = trained(fused=saved_fused, weight_decay=0.2)
+    take_steps(parameters, first, 2)
+    write_checkpoint(tmp_path / "saved", first, {"global_step": 3}, lambda _: None)
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    others, second = trained(fused=not saved_fused)
+    restore_optimizer(second, tmp_path / "saved", state["optimizer"])
+    assert second.param_groups[0]["fused"] is not saved_fused
+    assert second.param_groups[0]["weight_decay"] == 0.2
+    expected, straight = trained(fused=not saved_fused, weight_decay=0.2)  # one that was never saved
+    with torch.no_grad():
+        for copies in (others, expected):
+            for one, source in zip(copies, parameters, strict=True):
+                one.copy_(source)
+    straight.state = defaultdict(
+        dict,
+        {
+            one: {key: value.clone() for key, value in first.state[source].items()}
+            for one, source in zip(expected, parameters, strict=True)
+        },
+    )
+    found = take_steps(others, second, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, take_steps(expected, straight, 3), strict=True))

@@ -1,0 +1,102 @@
+"""Every combination of what may not change a number, against the whole model, bit by bit."""
+
+from collections.abc import Callable
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from parity import assert_same, draw_b, streamed_model, streamed_step
+from tiny import ARCHITECTURES, NUM_LAYERS, micro_batches
+
+from lema.plan.budget import spread
+from lema.stream.schedule import fetched, training_order
+
+OPENED = {  # how a model is opened
+    "prefetch_depth": (1, 2, 4),
+    "strategy": ("streaming", "resident"),
+    "residents": (0, NUM_LAYERS // 2, NUM_LAYERS),
+    "recompute": ("all", "some", "none"),
+    "tied": (False, True),
+    "dropout": (0.0, 0.1),
+}
+STEPPED = {  # what one step is given
+    "count": (1, 4),
+    "padding": (False, True),
+}
+SOME = frozenset({0, 3, 4, NUM_LAYERS - 2})  # layers that are not recomputed
+TARGETS = ("q_proj", "down_proj")  # of the full product: how a layer begins and how it ends
+Case = dict[str, Any]
+
+
+def cases(factors: dict[str, tuple[Any, ...]]) -> list[Case]:
+    return [dict(zip(factors, levels, strict=True)) for levels in product(*factors.values())]
+
+
+def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[Case]:
+    """Return cases that cover every pair of levels of two factors: each the one that covers most still to do."""
+    every = cases(factors)
+    pairs = [frozenset(combinations(case.items(), 2)) for case in every]
+    wanted = frozenset().union(*pairs)
+    chosen = []
+    while wanted:
+        best = max(range(len(every)), key=lambda index: len(pairs[index] & wanted))
+        wanted -= pairs[best]
+        chosen.append(every[best])
+    return chosen
+
+
+def label(case: Case) -> str:
+    return "-".join(f"{name}:{level}" for name, level in case.items())
+
+
+@pytest.fixture
+def compare(checkpoint_of: Any, outcome_of: Any) -> Callable[..., None]:
+    def open_and_compare(name: str, opened: Case, steps: list[Case], targets: tuple[str, ...] | None = None) -> None:
+        tied, dropout, depth = opened["tied"], opened["dropout"], opened["prefetch_depth"]
+        everything = OPENED | STEPPED
+        places = [everything[factor].index(level) for factor, level in opened.items()]
+        with streamed_model(
+            checkpoint_of(name, tied, dropout),
+            poison=sum(places) % 2 == 0,  # with and without, whatever any other factor is
+            lora_dropout=dropout,
+            prefetch_depth=depth,
+            strategy=opened["strategy"],
+            gradient_checkpointing=opened["recompute"] != "none",
+            lora_target_modules=targets,
+            spent={
+                "residents": frozenset(spread(opened["residents"], NUM_LAYERS)),
+                "saved": SOME if opened["recompute"] == "some" else frozenset(),
+            },
+        ) as model:
+            draw_b(model.lora_manager)
+            memory = model.memory
+            assert len(memory.residents) == opened["residents"]
+            held = memory.residents if opened["strategy"] == "streaming" else range(NUM_LAYERS)
+            for number, step in enumerate(steps, start=1):
+                streamed = streamed_step(model, micro_batches(**step))
+                assert_same(streamed, outcome_of(name, tied, dropout, **step, targets=targets))
+                read = fetched(training_order(NUM_LAYERS) * number, depth + 1, held)
+                assert memory.counters.layers_read == len(read)
+
+    return open_and_compare
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opened", cases(OPENED), ids=label)
+def test_no_combination_changes_a_bit(compare: Callable[..., None], opened: Case) -> None:
+    compare("llama", opened, cases(STEPPED), TARGETS)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", pairwise(OPENED | STEPPED), ids=label)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
+def test_no_pair_of_settings_changes_a_bit(compare: Callable[..., None], name: str, case: Case) -> None:
+    opened = {factor: case[factor] for factor in OPENED}
+    compare(name, opened, [{factor: case[factor] for factor in STEPPED}])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("opened", cases(OPENED), ids=label)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
+def test_no_combination_changes_a_bit_elsewhere(compare: Callable[..., None], name: str, opened: Case) -> None:
+    compare(name, opened, cases(STEPPED))

@@ -1,0 +1,249 @@
+"""What is computed a second time: what the backward needs, and nothing that reaches none of it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from everytype import realign, streamable, write_model
+from parity import assert_same, layers_of, streamed_step, whole_step
+from tiny import NUM_LAYERS, Architecture, Checkpoint, micro_batches, write_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from trainedways import disturb, streamed_model, whole_model
+from transformers import GPTNeoXConfig, JambaConfig, NemotronHConfig, PreTrainedConfig
+
+from lema import LemaModel
+from lema.model.skip_matmuls import Needless
+
+CheckpointOf = Callable[..., Checkpoint]
+
+RECOMPUTED = {"gradient_checkpointing": True}
+DEPTH = 8
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": DEPTH,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def parallel_blocks() -> PreTrainedConfig:
+    return GPTNeoXConfig(**SIZES, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def hybrid_with_experts() -> PreTrainedConfig:
+    return JambaConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    )
+
+
+def shared_experts() -> PreTrainedConfig:
+    return NemotronHConfig(
+        **SIZES | {"num_hidden_layers": None},
+        layers_block_type=["attention", "moe"] * (DEPTH // 2),
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+    )
+
+
+OTHERS = {
+    "parallel blocks": (parallel_blocks, "gpt_neox.layers"),
+    "hybrid with experts": (hybrid_with_experts, "model.layers"),
+    "shared experts": (shared_experts, "model.layers"),
+}
+
+
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, checkpoint_of: CheckpointOf, tmp_path: Path) -> Checkpoint:
+    name, dropout = request.param
+    if name not in OTHERS:
+        return checkpoint_of(name, dropout=dropout)
+    make, layers = OTHERS[name]
+    published = write_model(make(), tmp_path / "published")
+    architecture = Architecture(make, layers=layers, targets=frozenset())
+    return Checkpoint(architecture, published, streamable(published, tmp_path / "prepared"))
+
+
+def left_out(model: LemaModel) -> list[int]:
+    """Return how many products the recomputations of each layer leave out."""
+    return [len(needless._learnt.get(True, ())) for needless in model.split.needless]
+
+
+CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    # model, PEFT's options, how many products each recomputed layer does without
+    "all linears": ("llama", {}, 1),
+    "attention alone": ("llama", {"target_modules": ["q_proj", "v_proj"]}, 0),
+    "the last alone": ("llama", {"target_modules": ["down_proj"]}, 1),
+    "dropout": ("llama", {"lora_dropout": 0.1}, 1),
+    "magnitudes": ("llama", {"use_dora": True}, 0),
+    "magnitudes, with dropout": ("llama", {"use_dora": True, "lora_dropout": 0.1}, 1),
+    "ranks of another scale": ("llama", {"use_rslora": True}, 1),
+    "all biases": ("gpt2", {"bias": "all"}, 1),
+    "all biases, with dropout": ("gpt2", {"bias": "all", "lora_dropout": 0.1}, 1),
+    "a bias of B": ("gpt2", {"lora_bias": True}, 1),
+    "experts": ("mixtral", {"target_parameters": ["experts.down_proj"]}, 0),
+    "a norm after the last": ("gemma2", {}, 0),
+    "parallel blocks": ("parallel blocks", {"target_modules": "all-linear"}, 2),
+    "hybrid with experts": (
+        "hybrid with experts",
+        {"target_modules": "all-linear", "exclude_modules": ["dt_proj"]},
+        None,
+    ),
+    "shared experts": ("shared experts", {"target_modules": "all-linear"}, 1),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "products"),
+    [((name, options.get("lora_dropout", 0.0)), options, products) for name, options, products in CASES.values()],
+    ids=CASES.keys(),
+    indirect=["checkpoint"],
+)
+def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
+    checkpoint: Checkpoint, options: dict[str, Any], products: int | None
+) -> None:
+    whole = whole_model(checkpoint, **options)
+    realign(whole)
+    disturb(whole)
+    layers = layers_of(whole, checkpoint) if options.get("lora_dropout") else None
+    with streamed_model(checkpoint, RECOMPUTED, **options) as model:
+        disturb(model.lora_manager)
+        for _ in range(2):  # in the first, something is learnt of the first micro-batch; of the second step, nothing
+            batches = micro_batches(3, padding=True)
+            assert_same(streamed_step(model, batches), whole_step(whole, batches, layer_major=layers))
+        *recomputed, top = left_out(model)
+    assert top == 0
+    assert products is None or set(recomputed) == {products}
+    assert products is not None or {0, 1} == set(recomputed)
+
+
+class Flops(TorchDispatchMode):
+    """Counts the arithmetic of matrix products, as torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.count += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def flops(step: Callable[[], Any]) -> int:
+    with Flops() as counted:
+        step()
+    return counted.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "spared"),
+    [(["q_proj", "v_proj"], 0), (["q_proj", "down_proj"], 1), (None, 1)],
+    ids=["attention", "the last", "all"],
+)
+def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_layer(
+    checkpoint_of: CheckpointOf, targets: list[str] | None, spared: int
+) -> None:
+    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    options = {} if targets is None else {"target_modules": targets}
+    whole = whole_model(checkpoint, **options)
+    kept = flops(lambda: whole_step(whole, batches))
+    whole.activation_checkpointing_enable({"use_reentrant": False})
+    whole.disable_input_require_grads()  # which nothing below the lowest adapter needs
+    checkpointed = flops(lambda: whole_step(whole, batches))
+    recomputation = (checkpointed - kept) // NUM_LAYERS
+    assert recomputation * NUM_LAYERS == checkpointed - kept > 0
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    product = 2 * tokens * 96 * 32
+    with streamed_model(checkpoint, RECOMPUTED, **options) as model:
+        streamed_step(model, batches)
+        for _ in range(2):
+            found = flops(lambda: streamed_step(model, batches))
+            # Neither is the top layer recomputed.
+            assert found == checkpointed - recomputation - (NUM_LAYERS - 1) * spared * product
+    with streamed_model(checkpoint, {"gradient_checkpointing": False}, **options) as model:
+        streamed_step(model, batches)
+        assert flops(lambda: streamed_step(model, batches)) == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "as_it_is"),
+    [({}, True), ({"lora_dropout": 0.1}, False), ({"use_dora": True}, False), ({"lora_bias": True}, True)],
+    ids=["plain", "dropout", "magnitudes", "a bias of B"],
+)
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_share_their_input_in_half_precision_where_no_bit_changes(
+    checkpoint_of: CheckpointOf, name: str, recompute: bool, options: dict[str, Any], as_it_is: bool
+) -> None:
+    checkpoint, batches = checkpoint_of(name, dtype="bfloat16"), micro_batches(2, padding=True)
+    whole = whole_model(checkpoint, dtype=torch.bfloat16, **options)
+    disturb(whole)
+    layers = layers_of(whole, checkpoint) if options.get("lora_dropout") else None
+    with streamed_model(checkpoint, {"gradient_checkpointing": recompute, "dtype": "bfloat16"}, **options) as model:
+        disturb(model.lora_manager)
+        for _ in range(2):
+            expected = whole_step(whole, batches, autocast=torch.bfloat16, layer_major=layers)
+            assert_same(streamed_step(model, batches), expected)
+        adapted = [part for part in model.split.layers.modules() if hasattr(part, "cast_input_dtype_enabled")]
+        assert {part.cast_input_dtype_enabled for part in adapted} == {not as_it_is}
+
+
+@contextmanager
+def learning_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Needless]]:
+    learnt: list[Needless] = []
+    learn = Needless.learn
+
+    def count(self: Needless, products: Any, kinds: bytes) -> None:
+        learnt.append(self)
+        learn(self, products, kinds)
+
+    monkeypatch.setattr(Needless, "learn", count)
+    yield learnt
+
+
+def test_it_is_learnt_once_and_again_when_adapters_change(
+    checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
+    with learning_counted(monkeypatch) as learnt, streamed_model(checkpoint, RECOMPUTED) as model:
+        for _ in range(2):
+            streamed_step(model, batches)
+        assert len(learnt) == len(set(map(id, learnt))) == NUM_LAYERS - 1
+        assert sum(left_out(model)) == NUM_LAYERS - 1
+        model.split.adapters_changed()
+        assert sum(left_out(model)) == 0
+
+
+def test_a_layer_that_runs_another_way_the_second_time_is_noticed(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint("llama", tmp_path)
+    with streamed_model(checkpoint, RECOMPUTED) as model:
+        loss = model.adapter.loss(micro_batches(1))
+        model.split.layers[3].mlp.act_fn = torch.nn.Identity()
+        with pytest.raises(AssertionError, match="the layer ran another way"):
+            loss.backward()

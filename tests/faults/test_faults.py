@@ -1,0 +1,53 @@
+"""Faults done to whole runs, a few of each kind: `python -m tests.faults --full` does all of them.
+
+They are made in two processes of their own, whose children cost no imports; pytest's has threads, and must not be
+forked.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.table import ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = (("kills", "instants", "power", "over", "nonfinite"), ("terms", "everystep", "damage", "fulldisk"))
+ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[dict[str, Any]]]:
+    command = [sys.executable, "-m", "tests.faults", "--json", "--quiet", "--only"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    started = [
+        subprocess.Popen(
+            [*command, *names], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for names in GROUPS
+    ]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for process in started:
+        out, said = process.communicate()
+        rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert rows and rows[-1]["row"] == "pickles", said[-3000:]
+        for row in rows:
+            found.setdefault(row["row"], []).append(row)
+    return found
+
+
+@pytest.mark.timeout(900)  # for all of them, on a machine that does much else
+@pytest.mark.parametrize("name", [*(name for group in GROUPS for name in group), "pickles"])
+def test_a_fault_ends_as_it_must(name: str, outcomes: dict[str, list[dict[str, Any]]]) -> None:
+    for found in outcomes[name]:
+        assert found["failures"] == []
+        assert found["cases"] == found["passed"] > 0
+
+
+def test_every_fault_of_the_table_is_done_in_the_default_run_or_needs_what_not_all_machines_allow() -> None:
+    done = {name for group in GROUPS for name in group} | ELSEWHERE
+    assert {row.name for row in ROWS} - done == {row.name for row in ROWS if not row.short} == {"smalldisk"}

@@ -1,0 +1,87 @@
+"""What the README shows works as it stands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from lema.cli.app import app
+from lema.cli.demo import run_demo
+from lema.cli.exitcodes import run
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def block(name: str) -> str:
+    """The one fenced block between `<!-- name -->` and `<!-- end -->`."""
+    (text,) = re.findall(rf"<!-- {name} -->\n```\w+\n(.*?)```\n<!-- end -->", README, re.DOTALL)
+    return str(text)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which the demo was run, briefly."""
+    directory = tmp_path_factory.mktemp("readme")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        run_demo(Path("lema-demo"), max_steps=30)
+    return directory
+
+
+@pytest.mark.slow
+def test_the_python_example_runs(place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block("python example")],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()[:10]]
+    assert losses[-1] < losses[0]
+    assert (place / "output/from-python/checkpoint-10/adapter_model.safetensors").is_file()
+    assert (place / "output/from-python/adapter/adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_config_and_the_commands_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    Path("my.yaml").write_text(block("config example"), encoding="utf-8")
+    for command in (
+        ["train", "my.yaml", "--set", "save_steps=10"],
+        ["train", "my.yaml", "--set", "save_steps=10", "--set", "max_steps=22", "--resume"],
+        ["eval", "my.yaml"],
+        ["generate", "my.yaml", "--prompt", "What does the miller bring?", "--max-new-tokens", "4"],
+        ["merge", "output/my-run", "merged/"],
+        ["prepare", "lema-demo/model", "prepared", "--dtype", "bfloat16"],
+    ):
+        assert run(app, command) == 0, command
+    assert Path("merged/config.json").is_file()
+    assert Path("prepared/model.safetensors").is_file()
+
+
+def test_every_verb_it_names_is_one_we_have() -> None:
+    named = set(re.findall(r"^lema ([a-z]+)", README, re.MULTILINE))
+    assert named
+    assert named <= set(get_command(app).commands)  # type: ignore[attr-defined] # a group has commands
+
+
+def test_ci_runs_its_test_command_verbatim() -> None:
+    """`.ci/run` takes the command out of the README, so here is only that it finds one, and the right one."""
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    (extraction,) = re.findall(r"command=\$\((sed .*)\)\n", script)
+    found = subprocess.run(["bash", "-c", extraction], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == block("test command")
+    assert "\n" not in found.stdout.strip()
+    assert 'bash -euo pipefail -c "$command"' in script
+
+
+def test_every_file_it_links_to_is_there() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -1,0 +1,180 @@
+"""What is adapted by default: every linear of the layers, no router, nothing outside, by names PEFT reads as we do."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from everytype import STREAMED, micro_batches, write_model
+from parity import SEED, assert_same, draw_b, streamed_step, whole_step
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from tinyconfig import tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM, DogeConfig, LlamaConfig, PreTrainedModel
+
+from lema import LemaConfig, LemaModel
+from lema.lora import inject_lora_params
+from lema.lora.attach import configured_lora
+from lema.lora.targets import default_targets, linear_modules, router_modules, warn_of_left_out
+from lema.model import meta_model
+from lema.model.skeleton import find_layers
+from lema_cpu import CpuBackend
+
+LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+# Model type -> the linears of its routers, by the last part of their names.
+ROUTERS = {
+    "afmoe": {"gate"},
+    "dbrx": {"layer"},
+    "hunyuan_v1_moe": {"wg"},
+    "jetmoe": {"layer"},
+    "llama4_text": {"router"},
+    "longcat_flash": {"classifier"},
+    "phimoe": {"router"},
+    "zaya": {"down_proj", "fc1", "fc2", "out_proj"},
+}
+
+# Linears that PEFT refuses, or takes for the weights of experts.
+LEFT_OUT = {
+    "mamba": {"out_proj"},
+    "deepseek_v3": {"down_proj", "gate_proj", "up_proj"},
+}
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def skeleton(model_type: str) -> PreTrainedModel:
+    with unwarned():
+        return meta_model(tiny_config(model_type), torch.float32)
+
+
+def adapted(model: PreTrainedModel) -> set[str]:
+    """Attach PEFT's modules as the defaults say, and name those that were adapted."""
+    with unwarned():
+        inject_lora_params(model, configured_lora(model, LemaConfig("-", lora_rank=1)), torch.device("cpu"), seed=None)
+    return {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def test_names_stay_as_short_as_they_can_be() -> None:
+    assert default_targets(skeleton("llama")) == LLAMA
+    assert default_targets(skeleton("gpt2")) == ["c_attn", "c_fc", "c_proj"]
+    assert default_targets(skeleton("ctrl")) == ["Wk", "Wq", "Wv", "dense", "ffn.0", "ffn.2"]  # not "0" and "2"
+
+
+def test_a_name_that_the_head_has_too_is_told_from_it() -> None:
+    model = skeleton("bert")
+    assert default_targets(model) == ["intermediate.dense", "key", "output.dense", "query", "value"]
+    assert "cls.predictions.transform.dense" in {name for name, _ in model.named_modules()}
+    layers_name, _ = find_layers(model)
+    assert all(name.startswith(f"{layers_name}.") for name in adapted(model))
+
+
+@pytest.mark.parametrize("model_type", ROUTERS)
+def test_routers_are_left_out(model_type: str) -> None:
+    model = skeleton(model_type)
+    routers = router_modules(model)
+    found = [name for name, module in model.named_modules() if name in routers and isinstance(module, nn.Linear)]
+    assert {name.rpartition(".")[2] for name in found} == ROUTERS[model_type]
+    assert not adapted(model) & routers
+
+
+def test_a_block_that_hands_on_its_routers_logits_is_no_router() -> None:
+    config = DogeConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, is_moe=True)
+    model = meta_model(config, torch.float32)
+    routers = {name for name in linear_modules(model) if name in router_modules(model)}
+    assert {name.rpartition(".")[2] for name in routers} == {"router_gate"}
+    assert {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"} <= adapted(model)
+
+
+class Mixture(nn.Module):
+    """A mixture of experts as published code writes it: nothing in it is called a router."""
+
+    def __init__(self, size: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size, num_experts)
+        self.shared_expert_gate = nn.Linear(size, 1)
+        self.experts = nn.ModuleList(nn.Linear(size, size) for _ in range(num_experts))
+        self.squeeze = nn.Linear(size, num_experts - 1)
+
+
+def test_a_router_of_anyone_elses_stands_beside_its_experts() -> None:
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    config.num_local_experts = 4
+    model = meta_model(config, torch.float32)
+    for layer in model.model.layers:
+        layer.mlp = Mixture(8, 4).to("meta")
+    routers = router_modules(model)
+    assert routers == {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}
+    assert not set(adapted(model)) & routers
+    config.num_local_experts = 5  # a list of four is not of experts then
+    assert router_modules(model) == set()
+
+
+def test_a_router_may_be_named(tmp_path: Path) -> None:
+    with unwarned():
+        directory = write_model(tiny_config("jetmoe"), tmp_path / "model")
+        model = LemaModel(
+            LemaConfig(
+                str(directory), device="cpu", seed=SEED, lora_rank=2, lora_alpha=4, lora_target_modules=["router.layer"]
+            ),
+            backend=CpuBackend(poison=True),
+        )
+        model.initialize_lora()
+        base = AutoModelForCausalLM.from_pretrained(directory)
+        base.config.use_cache = False
+        torch.manual_seed(SEED)
+        config = LoraConfig(r=2, lora_alpha=4, target_modules=["router.layer"], task_type="CAUSAL_LM")
+        whole = get_peft_model(base, config).train()
+    model.lora_manager.train()
+    draw_b(whole)
+    draw_b(model.lora_manager)
+    batches = micro_batches()
+    assert_same(streamed_step(model, batches), whole_step(whole, batches))
+    model.close()
+
+
+def test_what_only_looks_like_a_linear_is_not_adapted() -> None:
+    model = skeleton("deepseek_v4")
+    grouped = [name for name, module in model.named_modules() if name.endswith(".o_a_proj")]
+    assert grouped
+    assert all(isinstance(model.get_submodule(name), nn.Linear) for name in grouped)
+    assert not adapted(model) & set(grouped)
+    assert "query_key_value" in default_targets(skeleton("falcon"))  # a subclass that is one all the same
+
+
+@pytest.mark.parametrize("model_type", LEFT_OUT)
+def test_linears_that_peft_does_not_adapt_are_told_of(model_type: str) -> None:
+    model = skeleton(model_type)
+    with pytest.warns(UserWarning, match="PEFT does not adapt these linear modules") as caught:
+        warn_of_left_out(model)
+    names = {name.rpartition(".")[2] for name in str(caught[0].message).partition(": ")[2].split(", ")}
+    assert names == LEFT_OUT[model_type]
+    assert names == {name.rpartition(".")[2] for name in linear_modules(model)} - {
+        name.rpartition(".")[2] for name in adapted(model)
+    }
+
+
+def test_where_peft_adapts_everything_nothing_is_told() -> None:
+    warn_of_left_out(skeleton("llama"))
+    warn_of_left_out(skeleton("jetmoe"))  # routers are left out for another reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", STREAMED)
+def test_exactly_the_linears_that_are_no_routers_are_adapted(model_type: str) -> None:
+    model = skeleton(model_type)
+    wanted = set(linear_modules(model)) - router_modules(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_left_out(model)
+    told = {end for one in caught for end in str(one.message).partition(": ")[2].split(", ")}
+    left_out = {name for name in wanted if any(f".{name}".endswith(f".{end}") for end in told)}
+    assert adapted(model) == wanted - left_out

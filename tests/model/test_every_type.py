@@ -1,0 +1,62 @@
+"""Every type of causal language model that `transformers` knows: streamed, its numbers are those of the whole model.
+
+Logits, loss and the gradient of every adapter of every linear, fp32: bitwise. What cannot be streamed is refused with
+one sentence, and listed here with it.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from everytype import CLOSE, MODEL_TYPES, NOT_BUILT, REFUSED, STREAMED, Comparison, compare
+from huggingface_hub.errors import StrictDataclassError
+
+from lema.errors import ModelError
+from lema.lora.survey import survey
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of 189 types, some of which are announced as old
+]
+
+
+@pytest.mark.parametrize("model_type", STREAMED)
+def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
+    found = compare(model_type, tmp_path)
+    assert found.worst < 1e-6 if model_type in CLOSE else found.worst == 0, describe(found)
+    assert not found.idle_layers, "these layers have no adapter with a gradient"
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_streamed_is_refused_with_a_sentence(model_type: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=re.escape(REFUSED[model_type])):
+        compare(model_type, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", NOT_BUILT)
+def test_what_transformers_cannot_build_is_known(model_type: str, tmp_path: Path) -> None:
+    with pytest.raises((ImportError, StrictDataclassError, AttributeError), match=NOT_BUILT[model_type]):
+        compare(model_type, tmp_path)
+
+
+# Types whose tiny model streams and whose default one does not, and why.
+DEEPER = {"rwkv": "worked on between layers"}  # in evaluation, every six layers
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_table_of_models_claims_nothing_that_is_not_so(model_type: str) -> None:
+    row = survey(model_type)
+    if row.streams:
+        assert model_type in STREAMED
+    elif row.streams is False and model_type in STREAMED:
+        assert DEEPER[model_type] in row.reason
+
+
+def test_more_than_140_types_stream() -> None:
+    assert len(STREAMED) >= 140
+    assert not (REFUSED.keys() | NOT_BUILT.keys() | CLOSE.keys()) - set(MODEL_TYPES)
+
+
+def describe(found: Comparison) -> str:
+    worst = sorted(found.gradients.items(), key=lambda item: -item[1])[:3]
+    return f"logits {found.logits}, loss {found.loss}, gradients {worst}"

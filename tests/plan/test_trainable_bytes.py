@@ -1,0 +1,34 @@
+"""What training weights takes, and what of it goes to files."""
+
+import pytest
+
+from lema.errors import MemoryLimitError
+from lema.plan.trainable_bytes import FullBytes, full_bytes, place_masters
+
+
+def test_twelve_bytes_a_parameter_beside_what_streams() -> None:
+    assert full_bytes({0: 10, 3: 7}, "bfloat16") == {0: FullBytes(20, 40, 80, 0), 3: FullBytes(14, 28, 56, 0)}
+    assert full_bytes({0: 10}, "float32") == {0: FullBytes(40, 0, 80, 0)}
+    assert full_bytes({0: 10}, "bfloat16", clipped=True) == {0: FullBytes(20, 40, 80, 20)}
+    assert full_bytes({0: 10}, "float32", clipped=True)[0].movable == 120
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(1000, set()), (160, set()), (159, {0}), (141, {0}), (140, {0}), (139, {0, 1}), (100, {0, 1, 4}), (1e9, set())],
+)
+def test_as_few_layers_as_will_do_go_to_files_the_lowest_first(limit: int, expected: set[int]) -> None:
+    assert place_masters({0: 20, 1: 30, 4: 10}, 100, int(limit)) == expected
+
+
+def test_a_small_layer_below_one_that_does_not_fit_goes_too() -> None:
+    """What stays is the top of the model, whole: the first that the backward comes to."""
+    assert place_masters({0: 1, 1: 100, 2: 10}, 0, 50) == {0, 1}
+
+
+def test_what_must_be_in_memory_must_fit() -> None:
+    with pytest.raises(MemoryLimitError, match=r"needs 100 bytes .* 99 are allowed") as raised:
+        place_masters({0: 10}, 100, 99)
+    assert raised.value.where == "host_memory"
+    assert place_masters({0: 10}, 100, 100) == {0}
+    assert place_masters({}, 100, 100) == frozenset()

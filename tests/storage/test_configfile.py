@@ -1,0 +1,119 @@
+"""A `config.json` from a stranger: numbers no model has, ways to other files and to code are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from lema.errors import DataError, ModelError, WeightsError
+from lema.model import meta_model, read_config
+from lema.storage.modelfiles import (
+    MAX_CONFIG_BYTES,
+    MAX_LAYERS,
+    check_companions,
+    load_generation_config,
+    load_tokenizer,
+    read_config_file,
+)
+
+SIZES = {
+    "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(directory: Path, **changes: Any) -> Path:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, f"{10**9} of them, and {MAX_LAYERS} is the most"),
+        ({"text_config": {"n_layer": 10**9}}, "is the most that is built"),
+        ({"num_blocks": 1e300}, "is the most that is built"),
+        ({"vocab_size": 2**63}, "a number of more than 64 bits"),
+        ({"sizes": [1, -(2**64)]}, "a number of more than 64 bits"),
+        ({"configuration_files": ["config.1.0.0.json"]}, "sends its readers to other files"),
+        ({"attn_implementation": {"": "someone/kernel"}}, "a kernel of the hub, 'someone/kernel'"),
+        ({"parts": [{"_attn_implementation": "someone/kernel"}]}, "a kernel of the hub"),
+        ({"model_type": ["llama"]}, "cannot read this config"),
+        ({"model_type": "own", "auto_map": ["own.Config"]}, "cannot read this config"),
+        ({"vocab_size": "many"}, "cannot"),
+    ],
+)
+def test_what_no_model_says_is_refused_with_the_file(model: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        read_config(change(model, **changes))
+    assert caught.value.where.startswith(str(model / "config.json"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1, "a": 2}', b'{"a": ' + b"[" * 10_000, b"\xff{}"])
+def test_what_is_no_config_is_refused_with_the_file(model: Path, content: bytes) -> None:
+    (model / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json is damaged") as caught:
+        read_config(model)
+    assert caught.value.where == str(model / "config.json")
+
+
+def test_a_config_may_not_be_endless(model: Path) -> None:
+    (model / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
+    with pytest.raises(ModelError, match="more than the 10000000 a config may have"):
+        read_config_file(model)
+    change_depth: Any = 1
+    for _ in range(40):
+        change_depth = [change_depth]
+    (model / "config.json").write_text(json.dumps({"a": change_depth}))
+    with pytest.raises(ModelError, match="nested too deep"):
+        read_config_file(model)
+
+
+def test_a_depth_that_models_may_have_is_built(model: Path) -> None:
+    assert read_config(change(model, num_hidden_layers=MAX_LAYERS, layer_types=None)).num_hidden_layers == MAX_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 2**31}, "asks for a table of"),
+        ({"hidden_size": 10**15, "head_dim": None}, "asks for a table|cannot build"),
+        ({"num_attention_heads": 0}, "cannot (read|build) this"),
+        ({"hidden_act": "sorcery"}, "cannot build this model"),
+    ],
+)
+def test_sizes_that_no_memory_has_are_refused_before_they_are_made(
+    model: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        meta_model(read_config(change(model, **changes)))
+    assert caught.value.where.startswith(str(model / "config.json")) or "cannot read" in caught.value.what
+
+
+def test_more_tensors_than_any_model_has_are_not_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lema.model.skeleton.MAX_TENSORS", 20)
+    assert meta_model(read_config(change(model, num_hidden_layers=1)))
+    with pytest.raises(ModelError, match="asks for more than 20 tensors"):
+        meta_model(read_config(change(model, num_hidden_layers=9, layer_types=None)))
+
+
+def test_files_beside_the_weights_are_checked_before_they_are_read(model: Path, tmp_path: Path) -> None:
+    for name, content in {"tokenizer.json": "{", "generation_config.json": "[]"}.items():
+        (model / name).write_text(content)
+    with pytest.raises(DataError, match="no tokenizer that can be loaded"):
+        load_tokenizer(model, trusted=False, how="-")
+    with pytest.raises(ModelError, match="cannot read these settings of generation"):
+        load_generation_config(model)
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(WeightsError, match="leaves the model's directory"):
+        check_companions(model)

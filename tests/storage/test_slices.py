@@ -1,0 +1,72 @@
+"""Parts of stored tensors: the bytes of ranges along an axis, none between them, in place or cast."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lema.storage.header import TensorRecord, read_header
+from lema.storage.slices import PartRecord, part_of, pieces_of
+from lema.stream.placement import place, views
+from lema.stream.reader import LayerReader
+from lema_cpu import CpuBackend
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def some_ranges(draw: random.Random, length: int) -> Ranges:
+    """A few ranges in any order, some of them neighbours."""
+    cuts = sorted({0, length, *(draw.randrange(length + 1) for _ in range(4))})
+    pieces = [(start, stop) for start, stop in pairwise(cuts) if draw.random() < 0.7]
+    draw.shuffle(pieces)
+    return tuple(pieces) or ((0, 1),)
+
+
+def chosen(whole: torch.Tensor, axis: int, ranges: Ranges) -> torch.Tensor:
+    return torch.cat([whole.narrow(axis, start, stop - start) for start, stop in ranges], axis)
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=["as stored", "cast"])
+def test_a_part_is_read_and_nothing_else(tmp_path: Path, wanted: torch.dtype) -> None:
+    draw = random.Random(0)
+    whole = {
+        f"tensor {number}": torch.randn(*(draw.randrange(1, 9) for _ in range(draw.randrange(1, 4))))
+        for number in range(60)
+    }
+    save_file(whole, tmp_path / "whole.safetensors")
+    records = read_header(tmp_path / "whole.safetensors")[1]
+    parts, expected = {}, {}
+    for name, tensor in whole.items():
+        axis = draw.randrange(tensor.ndim)
+        ranges = some_ranges(draw, tensor.shape[axis])
+        parts[name] = part_of(records[name], axis, ranges)
+        expected[name] = chosen(tensor, axis, ranges).to(wanted)
+    layer = place({name: (part, wanted) for name, part in parts.items()})
+    buffer, reader = CpuBackend().host_buffer(layer.nbytes).fill_(0xC3), LayerReader(threads=2)
+    reader.submit(layer, buffer).wait()
+    reader.close()
+    found = views(buffer, layer)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert reader.bytes_read == sum(4 * tensor.numel() for tensor in expected.values()) == layer.read_bytes
+    assert {type(part) for part in parts.values()} == {TensorRecord, PartRecord}
+
+
+def test_pieces_that_follow_each_other_are_one() -> None:
+    record = TensorRecord("w", Path("file"), 100, 4 * 24, "F32", (2, 3, 4))
+    rows = part_of(record, 0, [(1, 2)])
+    assert isinstance(rows, TensorRecord) and (rows.offset, rows.nbytes, rows.shape) == (148, 48, (1, 3, 4))
+    whole = part_of(record, 1, [(0, 1), (1, 3)])
+    assert isinstance(whole, TensorRecord) and (whole.offset, whole.nbytes, whole.shape) == (100, 96, (2, 3, 4))
+    columns = part_of(record, 2, [(2, 4)])
+    assert columns.shape == (2, 3, 2) and list(pieces_of(columns)) == [(108 + 16 * row, 8) for row in range(6)]
+    turned = part_of(record, 0, [(1, 2), (0, 1)])
+    assert list(pieces_of(turned)) == [(148, 48), (100, 48)]
+
+
+def test_an_empty_part_has_no_bytes() -> None:
+    record = TensorRecord("w", Path("file"), 0, 16, "F32", (4,))
+    part = part_of(record, 0, [])
+    assert (part.shape, part.nbytes, list(pieces_of(part))) == ((0,), 0, [])

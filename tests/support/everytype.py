@@ -1,0 +1,196 @@
+"""One step of any model type, streamed and on the whole model: what differs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from parity import DRAWS, draw_b, trained
+from peft import get_peft_model
+from tinyconfig import VOCABULARY, tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lema import LemaConfig, LemaModel
+from lema.convert import prepare_directory
+from lema.model import meta_model, read_config
+from lema.model.weight_names import needs_conversion
+from lema.storage import GlobalBinaryIndex
+from lema_cpu import CpuBackend
+
+SEVERAL_STACKS = "its layers are in more than one stack"
+MORE_THAN_HIDDEN = "is given more of the layers below than the hidden state"
+HEAD = "its head needs more than the last layer's output"
+
+# Refused: the sentence the user reads.
+REFUSED = {
+    "blt": SEVERAL_STACKS,
+    "cpmant": HEAD,  # learnt prompts before the tokens
+    "gemma3n_text": HEAD,  # several versions of the hidden state, of which the last is chosen
+    "gemma4_unified_assistant": "inputs_embeds and shared_kv_states cannot be None",
+    "hrm_text": SEVERAL_STACKS,
+    "inkling2_text": MORE_THAN_HIDDEN,
+    "mllama": "it does not run its layers once each, in their order",  # text alone leaves some out
+    "prophetnet": HEAD,
+    "reformer": "sequence length",
+    "xlm": SEVERAL_STACKS,
+    "xlnet": HEAD,  # the sequence comes first
+    "zaya": MORE_THAN_HIDDEN,
+}
+
+# `transformers` itself cannot make one here.
+NOT_BUILT = {
+    "gemma3n": "requires the timm library",
+    "gemma4_assistant": "hidden_size_per_layer_input must be 0",
+    "musicgen": "no attribute 'dropout'",
+    "musicgen_melody": "no attribute 'dropout'",
+}
+
+# Equal to 1e-6 relative only, and why.
+CLOSE = {
+    "longcat_flash": "a product with one column, whose last bit depends on the address of the weight",
+}
+
+MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+STREAMED = [kind for kind in MODEL_TYPES if kind not in REFUSED and kind not in NOT_BUILT]
+
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a streamed step is from the whole model's, each as the largest relative difference.
+
+    Attributes:
+        logits: of every micro-batch.
+        loss: of the step.
+        gradients: adapter parameter -> difference; every one of them is compared.
+        idle_layers: those of which no gradient is there and not zero.
+    """
+
+    logits: float
+    loss: float
+    gradients: dict[str, float] = field(repr=False)
+    idle_layers: list[int]
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of all."""
+        return max(self.logits, self.loss, *self.gradients.values())
+
+
+def micro_batches() -> list[dict[str, Tensor]]:
+    """Two micro-batches of two rows, of different lengths, every token a trained one but the first ones."""
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for length in (12, 9):
+        ids = torch.randint(3, VOCABULARY, (2, length), generator=generator)
+        labels = ids.clone()
+        labels[1, :3] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def write_model(config: PreTrainedConfig, directory: Path) -> Path:
+    """Write a random model of `config`; norms and biases random too, or they tell no layers apart."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0.0  # some types' from_pretrained zeroes it, whatever is stored
+    model.save_pretrained(directory)
+    config.save_pretrained(directory)  # some types save only the part they were built from, which no auto class knows
+    return directory
+
+
+def streamable(directory: Path, out: Path) -> Path:
+    """Return the model as it streams: as it is, or prepared."""
+    config = read_config(directory)
+    if needs_conversion(meta_model(config), GlobalBinaryIndex(directory)):
+        return prepare_directory(directory, out)
+    return directory
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[LemaModel]:
+    """Open a model for streaming with an adapter on every linear, in training mode."""
+    config = LemaConfig(
+        str(directory), device="cpu", lora_rank=2, lora_alpha=4, seed=SEED, gradient_checkpointing=True, save_steps=0
+    )
+    model = LemaModel(config, backend=CpuBackend(poison=True))
+    try:
+        model.initialize_lora()
+        model.lora_manager.train()
+        yield model
+    finally:
+        model.close()
+
+
+def compare(model_type: str, directory: Path) -> Comparison:
+    """Stream one step of a tiny model of `model_type`, take it on the whole model too, and compare them."""
+    published = write_model(tiny_config(model_type), directory / "published")
+    batches = micro_batches()
+    streamed_from = streamable(published, directory / "prepared")
+    with opened(streamed_from) as model:
+        draw_b(model.lora_manager)
+        torch.manual_seed(DRAWS)
+        logits: list[Tensor] = []
+        loss = model.adapter.loss(batches, logits=logits)
+        loss.backward()
+        streamed = {name: parameter.grad for name, parameter in trained(model.lora_manager).items()}
+        adapter = model.lora_manager.peft_config["default"]
+        layers_name, num_layers = model.split.layers_name, model.split.num_layers
+    base = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    base.config.use_cache = False
+    if streamed_from != published:
+        realign(base)
+    torch.manual_seed(SEED)
+    whole = get_peft_model(base, adapter).train()
+    draw_b(whole)
+    torch.manual_seed(DRAWS)
+    expected, outputs = torch.zeros(()), []
+    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    for batch in batches:
+        output = whole(input_ids=batch["input_ids"], use_cache=False)
+        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        part = torch.nn.functional.cross_entropy(
+            output.logits.float().flatten(0, 1), shifted.flatten(), ignore_index=-100, reduction="sum"
+        )
+        (part / tokens).backward()
+        expected = expected + part.detach() / tokens
+        outputs.append(output.logits.detach())
+    gradients = {name: parameter.grad for name, parameter in trained(whole).items()}
+    assert streamed.keys() == gradients.keys()
+    active = {name for name, found in gradients.items() if found is not None and bool(found.any())}
+    return Comparison(
+        max(difference(one, other) for one, other in zip(logits, outputs, strict=True)),
+        difference(loss.detach(), expected),
+        {name: difference(streamed[name], gradients[name]) for name in gradients},
+        [layer for layer in range(num_layers) if not any(f".{layers_name}.{layer}." in name for name in active)],
+    )
+
+
+def realign(model: torch.nn.Module) -> None:
+    """Move the weights of a model, which `from_pretrained` leaves at the odd addresses they have in a mapped file, to
+    addresses like those in a prepared file: the last bit of a product of few rows depends on them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def difference(one: Tensor | None, other: Tensor | None) -> float:
+    """Return how far two tensors are apart, relative to the other's length; 0 only where they are bitwise equal."""
+    if one is None or other is None:
+        present = one if other is None else other
+        return 0.0 if present is None or not present.any() else float("inf")
+    if one.shape != other.shape or not bool(one.isfinite().all()):
+        return float("inf")
+    if torch.equal(one, other):
+        return 0.0
+    return float((one - other).double().norm() / other.double().norm().clamp_min(1e-30))

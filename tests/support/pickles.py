@@ -1,0 +1,59 @@
+"""What LEMA reads through pickle: the interpreter says of each object that a pickle names, by its audit hook.
+
+`torch.load(weights_only=True)` makes no such find: its unpickler knows tensors and plain values, and looks nothing up.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["ALLOWED", "found", "watch"]
+
+PLACES = tuple(f"{Path(__file__).resolve().parents[2] / name}/" for name in ("lema", "backends"))
+
+# By file and function: pickles that are no files, and what becomes of them.
+ALLOWED: Mapping[tuple[str, str], str] = {
+    (
+        "lema/backend/torchrun.py",
+        "gather_objects",
+    ): "torch.distributed's own way to send plain data between one run's processes",
+    ("lema_neuron/comm.py", "split"): "likewise, the ranks of a group",
+}
+
+_found: list[str] = []
+_watching: list[int] = []
+
+
+def watch() -> None:
+    """Begin to look, once in this process; children that are forked look too."""
+    if not _watching:
+        _watching.append(1)
+        sys.addaudithook(_hook)
+
+
+def found() -> list[str]:
+    """Return what was looked up for a pickle since the last call, and by which lines of LEMA's."""
+    told, _found[:] = list(_found), []
+    return told
+
+
+def _hook(event: str, arguments: tuple[object, ...]) -> None:
+    if event != "pickle.find_class":
+        return
+    frames = [frame for frame in _frames(sys._getframe(1)) if frame.f_code.co_filename.startswith(PLACES)]
+    if not frames or any(_place(frame) in ALLOWED for frame in frames):
+        return
+    lines = [f"  {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}" for frame in frames]
+    _found.append("\n".join([f"{'.'.join(map(str, arguments))} was looked up for a pickle", *lines]))
+
+
+def _frames(innermost: FrameType | None) -> Iterator[FrameType]:
+    while innermost is not None:
+        yield innermost
+        innermost = innermost.f_back
+
+
+def _place(frame: FrameType) -> tuple[str, str]:
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}", frame.f_code.co_name

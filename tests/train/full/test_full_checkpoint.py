@@ -1,0 +1,119 @@
+"""Checkpoints of weights that train themselves: taken up by another selection, from files, and damaged."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fulltraining import attention_of_the_last_four, one_in_the_middle, opened
+from tiny import Checkpoint, micro_batches
+
+from lema.errors import AdapterError, NonFiniteError
+
+
+def test_moments_are_carried_to_another_selection_by_name(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of("llama", False)
+    with opened(checkpoint, attention_of_the_last_four) as (_, training):
+        for _ in range(2):
+            training.step([micro_batches(2)])
+        training.save_checkpoint(tmp_path / "there", {"phase": 1})
+        before = {name: training.optimizer.state[master] for name, master in training.masters.items()}
+
+    def wider(name: str) -> bool:
+        return "norm" in name or (".11." in name and "proj" in name)
+
+    with opened(checkpoint, wider) as (_, training):
+        masters = {name: master.detach().clone() for name, master in training.masters.items()}
+        assert training.load_checkpoint(tmp_path / "there", carry=True) == {"phase": 1}
+        both = masters.keys() & before.keys()
+        assert 0 < len(both) < len(masters) and len(both) < len(before)
+        for name, master in training.masters.items():
+            assert torch.equal(master, masters[name]), "masters are what the phase began with"
+            state = training.optimizer.state[master]
+            for key, tensor in state.items():
+                assert torch.equal(tensor, before[name][key] if name in both else torch.zeros_like(tensor)), key
+            assert (float(state["step"]), bool(state["exp_avg"].any())) == (
+                (2.0, True) if name in both else (0.0, False)
+            )
+        assert training.global_step == 0
+        training.step([micro_batches(2)])
+        assert {float(training.optimizer.state[one]["step"]) for one in training.masters.values()} == {1.0, 3.0}
+
+
+def test_moments_of_a_shape_that_is_another_are_not_carried(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    with opened(checkpoint, one_in_the_middle) as (_, training):
+        name, master = next(iter(training.masters.items()))
+        training.masters[name] = torch.nn.Parameter(torch.zeros(3))
+        training.optimizer.state[training.masters[name]] = training.optimizer.state[master]
+        training.save_checkpoint(tmp_path / "there")
+    with opened(checkpoint) as (_, training), pytest.raises(AdapterError, match=r"is \[3\] there"):
+        training.load_checkpoint(tmp_path / "there", carry=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
+    dtype: str, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    checkpoint = checkpoint_of("llama", False, 0.0, dtype)
+    with opened(checkpoint) as (model, training):
+        training.step([micro_batches(2)])
+        training.save_checkpoint(tmp_path / "there")
+        expected = training.step([micro_batches(2)])
+        anyway, _ = training._places._limits(model.config)
+        masters = training.masters
+    with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
+        taken = resumed.host_bytes, resumed.mapped_bytes
+        places = [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
+        resumed.load_checkpoint(tmp_path / "there")
+        assert places == [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
+        assert resumed.mapped_layers and taken == (resumed.host_bytes, resumed.mapped_bytes)
+        assert torch.equal(resumed.step([micro_batches(2)]), expected)
+        assert all(torch.equal(resumed.masters[name], master) for name, master in masters.items())
+
+
+def test_settings_of_the_optimizer_come_back(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
+    with opened(checkpoint_of("llama"), one_in_the_middle) as (_, training):
+        training.optimizer.param_groups[0]["lr"] = 0.125
+        training.save_checkpoint(tmp_path / "there")
+        training.optimizer.param_groups[0]["lr"] = 0.5
+        groups = training.optimizer.param_groups
+        training.load_checkpoint(tmp_path / "there")
+        assert training.optimizer.param_groups is groups, "a schedule that holds them would set nothing any more"
+        assert groups[0]["lr"] == 0.125
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
+    with opened(checkpoint_of("llama")) as (_, training):
+        training.save_checkpoint(tmp_path / "there")
+        files = sorted((tmp_path / "there").glob("full-*.safetensors"))
+        assert len(files) == 1 + len({name.split(".")[2] for name in training.masters if ".layers." in name})
+        whole = files[0].read_bytes()
+        files[0].write_bytes(whole[: len(whole) // 2])
+        for carry in (False, True):
+            with pytest.raises(AdapterError, match="cannot be read"):
+                training.load_checkpoint(tmp_path / "there", carry=carry)
+        files[0].unlink()
+        with pytest.raises(AdapterError, match="other weights"):
+            training.load_checkpoint(tmp_path / "there")
+
+
+@pytest.mark.parametrize("key", ["master", "exp_avg", "exp_avg_sq"])
+def test_weights_that_are_not_finite_are_never_saved(
+    key: str, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    with opened(checkpoint_of("llama"), one_in_the_middle) as (_, training):
+        training.save_checkpoint(tmp_path / "there")
+        before = {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()}
+        name, master = next(iter(training.masters.items()))
+        spoilt = master.detach() if key == "master" else training.optimizer.state[master][key]
+        spoilt.view(-1)[1] = float("inf")
+        with pytest.raises(NonFiniteError, match=f"{key}.{name} is not saved: 1 of its"):
+            training.save_checkpoint(tmp_path / "there")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -1,0 +1,244 @@
+"""Before the first step a run of phases says what it will be, and that is what it is."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clirun import assert_refused, lema
+from hollowmodel import write_hollow
+from rich.console import Console
+from tiny import VOCABULARY, Checkpoint
+from transformers import LlamaConfig
+
+from lema import LemaConfig
+from lema.data.mixture import Mixture
+from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
+from lema.plan import phase as planned
+from lema.plan.machine import profile
+from lema.stream.reader import LayerReader
+from lema.train.phases import LoRATrainerConfig, PhasePlan, run_phases
+from lema.train.phases.report import PhaseReport, phase_report, report_rows, show_report
+
+BLOCK, ROWS = 12, 4
+STEP = BLOCK * ROWS
+MIX = [{"name": "one", "rate": 0.75}, {"name": "two", "rate": 0.25}]
+FULL = {"trains": "full", "tokens": 2 * STEP + 5, "mixture": MIX, "learning_rate": 1e-3, "name": "whole"}
+ONE = [{"name": "one", "rate": 1.0}]
+LORA = {"trains": "lora", "tokens": STEP, "mixture": ONE, "learning_rate": 1e-2, "name": "adapters"}
+
+
+def rows(seed: int, count: int = 12, length: int = BLOCK) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for _ in range(count)]
+    return [{"input_ids": row, "labels": row} for row in drawn]
+
+
+SOURCES = {"one": rows(1), "two": rows(2)}
+
+
+def plan_of(*phases: dict[str, Any], **settings: Any) -> PhasePlan:
+    return PhasePlan(phases=list(phases), batch_size=ROWS, **{"block_size": BLOCK, "micro_batch_size": 2, **settings})
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., LemaConfig]:
+    def make(**settings: Any) -> LemaConfig:
+        fixed = {"device": "cpu", "gradient_checkpointing": True, "save_steps": 0, "max_grad_norm": 1.0}
+        return LemaConfig(str(checkpoint_of("llama").streamed), output_dir=tmp_path / "run", **{**fixed, **settings})
+
+    return make
+
+
+@pytest.mark.slow
+def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Path) -> None:
+    """A published configuration: 19168 steps, 191 of warm-up, and the 95 of the adapters all within it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+    model = write_hollow(tmp_path / "model", LlamaConfig(**sizes, vocab_size=96, max_position_embeddings=512))
+    step, mix = 512 * 512, [[{"name": "web", "rate": 0.75}, {"name": "chat", "rate": 0.25}]]
+    given = {"pre_lora_tokens": [19073 * step], "post_lora_tokens": [95 * step], "schedule": "wsd"}
+    both = {"pre_lora_datasets": mix, "post_lora_datasets": mix, "per_device_batch_size": 8}
+    plan = LoRATrainerConfig(**given, **both, schedule_spans="run").plan()
+    report = phase_report(LemaConfig(str(model), device="cpu"), plan)
+    whole, adapters = report.phases
+    assert (report.steps, whole.steps, adapters.steps) == (19168, 19073, 95)
+    assert (adapters.first_step, adapters.last_step) == (19074, 19168)
+    assert (adapters.rates.first, adapters.rates.last) == pytest.approx((3e-6, 1.5e-4), rel=0.02)
+    assert adapters.rates.peak == adapters.rates.last  # it still rises
+    assert (whole.rates.first, whole.rates.peak) == pytest.approx((3e-6, 3e-4))
+    assert whole.rates.last == pytest.approx(1.5e-4, rel=0.02)
+    assert any("ends inside its warm-up: 95 steps, and 191 of warm-up" in warning for warning in report.warnings)
+    assert adapters.tokens == 95 * step == sum(adapters.tokens_per_source.values())
+    assert adapters.tokens_per_source["web"] == pytest.approx(0.75 * 95 * step, rel=1e-3)
+    assert "ends inside its warm-up" in "\n".join("\t".join(row) for row in report_rows(report))
+
+
+@pytest.mark.slow
+def test_a_run_is_what_was_reported(config_of: Callable[..., LemaConfig]) -> None:
+    config, plan = config_of(), plan_of(FULL, LORA)
+    report = phase_report(config, plan, SOURCES)
+    end = run_phases(config, plan, SOURCES)
+    place = Path(config.output_dir)
+    whole, adapters = report.phases
+    assert (whole.first_step, whole.last_step, whole.leftover) == (1, 2, 5)
+    assert (adapters.first_step, adapters.last_step) == (3, 3)
+    assert end.name == f"checkpoint-{adapters.steps}"
+    mixture = Mixture(plan.phases[0].mixture, SOURCES, plan.seed, BLOCK, stage=0)
+    drawn = [mixture.sample(index).source for index in range(2 * ROWS)]
+    assert whole.tokens_per_source == {name: BLOCK * drawn.count(name) for name in ("one", "two")}
+    assert whole.trainable == whole.parameters == numbers_in(place / "whole" / "model")
+    assert adapters.trainable == numbers_in(end, "adapter_model.safetensors")
+    assert adapters.parameters == whole.parameters
+    for entry, kept in ((whole, place / "whole"), (adapters, place / "adapters")):
+        written = sum(file.stat().st_size for file in kept.rglob("*.*") if file.suffix in (".safetensors", ".pt"))
+        assert entry.memory.disk == pytest.approx(written, rel=0.1)
+    assert report.hours is None and report.speeds == "unknown"
+
+
+def numbers_in(directory: Path, pattern: str = "*.safetensors") -> int:
+    from safetensors.torch import load_file
+
+    found = [tensor for file in directory.glob(pattern) for tensor in load_file(file).values()]
+    assert found
+    return sum(tensor.numel() for tensor in found)
+
+
+def test_a_selection_counts_what_it_selects(config_of: Callable[..., LemaConfig]) -> None:
+    part = {"trainable": ["q_proj"], "layers": ["last:2"], "tokens": STEP, "mixture": MIX, "learning_rate": 1e-3}
+    (entry,) = phase_report(config_of(), plan_of(part)).phases
+    assert (entry.trains, entry.trainable) == ("selection", 2 * 32 * 32)
+    assert entry.memory.parts["host"]["moments"] == 8 * entry.trainable
+
+
+@pytest.mark.slow
+def test_no_weight_is_read(config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(LayerReader, "submit", read)
+    assert phase_report(config_of(), plan_of(FULL, LORA), SOURCES).steps == 3
+
+
+def test_what_later_phases_would_fail_with_is_said_before_the_first(config_of: Callable[..., LemaConfig]) -> None:
+    config = config_of()
+    with pytest.raises(ConfigError, match="no data set 'three'"):
+        phase_report(config, plan_of(FULL, {**LORA, "mixture": [{"name": "three", "rate": 1.0}]}), SOURCES)
+    long = {**SOURCES, "one": rows(1, length=BLOCK + 1)}
+    with pytest.raises(ConfigError, match="no weight of the model"):
+        phase_report(config, plan_of(FULL, {**FULL, "name": "part", "trains": "selection", "trainable": ["none"]}))
+    with pytest.raises(ConfigError, match="64 positions"):
+        phase_report(config, plan_of({**FULL, "tokens": 1000}, block_size=65))
+    assert phase_report(config, plan_of(FULL), long).steps == 2  # rows of lists are looked at when they are drawn
+    with pytest.raises(DataError, match="is empty"):
+        phase_report(config, plan_of(FULL), {**SOURCES, "two": []})
+
+
+@pytest.mark.slow
+def test_a_phase_that_does_not_fit_is_refused_by_name(config_of: Callable[..., LemaConfig]) -> None:
+    with pytest.raises(MemoryLimitError) as raised:
+        phase_report(config_of(host_memory="600KB"), plan_of(LORA, {**FULL, "merge": True}))
+    assert "phase whole" in raised.value.where and raised.value.exit_code == 4
+    with pytest.raises(MemoryLimitError, match="device memory") as raised:
+        phase_report(config_of(device_memory="100KB"), plan_of(FULL))
+    assert raised.value.where == "phase whole: device_memory"
+
+
+@pytest.mark.slow
+def test_hours_come_from_a_profile_and_cost_what_they_cost(config_of: Callable[..., LemaConfig]) -> None:
+    plan = plan_of(FULL, LORA)
+    report = phase_report(config_of(), plan, machine=profile("4090"), price=2.0)
+    assert report.speeds == "profile" and report.machine == "4090" and not report.shared
+    hours = [phase.hours for phase in report.phases]
+    assert report.hours == pytest.approx(sum(hours)) and report.cost == pytest.approx(2 * report.hours)  # type: ignore[arg-type,operator]
+    twice = phase_report(config_of(), plan_of({**FULL, "tokens": 4 * STEP}), machine=profile("4090"))
+    assert twice.phases[0].hours == pytest.approx(2 * hours[0])  # type: ignore[operator]
+    assert report.phases[0].moved.downloaded == 2 * 4 * in_layers(report)
+    assert json.loads(json.dumps(report.to_dict()))["cost"] == report.cost
+
+
+def in_layers(report: PhaseReport) -> int:
+    """Parameters of the first phase's layers: what is on the device of gradients is those of two of them."""
+    return report.phases[0].memory.parts["device"]["gradients"] // 8 * 12
+
+
+def test_processes_share_rows_and_each_has_its_optimizer(config_of: Callable[..., LemaConfig]) -> None:
+    one, two = (phase_report(config_of(), plan_of(FULL), processes=count).phases[0] for count in (1, 2))
+    assert two.memory.parts["host"]["moments"] == 2 * one.memory.parts["host"]["moments"]
+    assert two.memory.parts["device"]["boundaries"] == one.memory.parts["device"]["boundaries"] // 2
+    assert (two.steps, two.tokens) == (one.steps, one.tokens)
+
+
+def test_a_model_whose_costs_depend_on_values_is_reported_without_them(
+    config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def depends(*_: Any) -> None:
+        raise ModelError("what this model computes depends on values")
+
+    monkeypatch.setattr(planned, "measure", depends)
+    report = phase_report(config_of(), plan_of(FULL, LORA), machine=profile("4090"))
+    assert report.hours is None and report.warnings[-1].startswith("what this model computes depends on values")
+    assert report.phases[0].memory.parts["device"]["working"] == 0 < report.phases[0].memory.host
+
+
+# Showing
+
+
+@pytest.mark.slow
+def test_it_is_legible_at_a_hundred_columns_and_parted_by_tabs_where_it_is_piped(
+    config_of: Callable[..., LemaConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = phase_report(config_of(), plan_of(FULL, {**LORA, "schedule": "wsd", "warmup": 9, "schedule_steps": 40}))
+    show_report(report, Console(highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t") for line in lines] == [[part for part in row if part] for row in report_rows(report)]
+    terminal = Console(force_terminal=True, width=100, color_system=None)
+    with terminal.capture() as captured:
+        show_report(report, terminal)
+    told = captured.get().splitlines()
+    assert all(len(line) <= 100 for line in told if not line.startswith("note: "))
+    for word in ("every weight", "adapters", "learning rate", "tokens of two", "host memory", "in all"):
+        assert any(word in line for line in told)
+    assert any(line.startswith("note: ") and "ends inside its warm-up" in line for line in told)
+    show_report(report, Console(quiet=True))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def file(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Path:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(1)))
+    one = "mixture: [{name: rows, rate: 1.0}]"
+    (tmp_path / "run.yaml").write_text(
+        f"model_name_or_path: {checkpoint_of('llama').streamed}\n"
+        f"device: cpu\noutput_dir: {tmp_path / 'out'}\nsave_steps: 0\ngradient_checkpointing: true\n"
+        f"datasets: {{rows: {tmp_path / 'rows.jsonl'}}}\nbatch_size: {ROWS}\nblock_size: {BLOCK}\nphases:\n"
+        f"  - {{name: whole, trains: full, tokens: {2 * STEP}, learning_rate: 1e-3, {one}}}\n"
+        f"  - {{name: adapters, trains: lora, tokens: {STEP}, learning_rate: 1e-2, {one}}}\n"
+    )
+    return tmp_path / "run.yaml"
+
+
+@pytest.mark.slow
+def test_the_plan_verb_reports_on_a_file_of_phases(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert lema("plan", file, "--profile", "cpu", "--price", "3", "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert [phase["name"] for phase in told["phases"]] == ["whole", "adapters"] and told["steps"] == 3
+    assert told["cost"] == pytest.approx(3 * told["hours"]) and told["speeds"] == "profile"
+    assert lema("plan", file, "--set", f"batch_size={ROWS // 2}") == 0  # this machine is measured
+    lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
+    assert ["in all", "steps", "6"] in lines
+    assert any(line[:2] == ["in all", "takes"] and line[2].endswith("as measured") for line in lines)
+    assert not (file.parent / "out").exists()
+    assert_refused(capfd, 2, ["--plot"], "plan", file, "--profile", "cpu", "--plot", file.parent / "plan.png")
+    assert_refused(capfd, 4, ["phase whole", "host_memory"], "plan", file, "--set", "host_memory=100KB")
+
+
+@pytest.mark.slow
+def test_training_says_it_first_and_refuses_what_cannot_fit(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capfd, 4, ["phase whole", "host_memory"], "train", file, "--set", "host_memory=100KB")
+    assert not list(file.parent.glob("out/*/checkpoint-*"))
+    assert lema("train", file) == 0
+    told = capfd.readouterr().out
+    assert told.index("whole\tsteps\t1 to 2") < told.index("adapters\tsteps\t3 to 3") < told.index("the last phase")
+    assert "adapters\ttokens of rows\t48" in told

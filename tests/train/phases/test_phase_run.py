@@ -1,0 +1,163 @@
+"""A run of phases goes through them in order, and one that was stopped anywhere ends as one that was not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from phaseruns import (
+    FULL,
+    HALF,
+    LORA,
+    SOURCES,
+    STEP,
+    Killed,
+    assert_same,
+    count_writes,
+    logged,
+    plan_of,
+    rows,
+    weights,
+)
+from tiny import NUM_LAYERS, Checkpoint
+from transformers import AutoModelForCausalLM
+
+from lema import LemaConfig, LemaModel
+from lema.errors import ConfigError
+from lema.train.metrics import read_metrics
+from lema.train.phases import run_phases
+from lema.train.phases.run import PhaseRun
+
+
+def losses(directory: Path, phase: str) -> list[float]:
+    return logged(directory, "loss", phase)
+
+
+@pytest.mark.slow
+def test_weights_then_adapters_both_learn(config_of: Callable[..., LemaConfig]) -> None:
+    config, few = config_of(save_steps=0), {"one": rows(1, 2), "two": rows(2, 2)}  # a step sees them all
+    whole = {**FULL, "tokens": 12 * STEP, "learning_rate": 5e-4}
+    end = run_phases(config, plan_of(whole, {**LORA, "tokens": 12 * STEP}), few, held_out=few)
+    place = Path(config.output_dir)
+    assert end == place / "adapters" / "checkpoint-12"
+    for phase in ("whole", "adapters"):
+        found = losses(place, phase)
+        assert len(found) == 12 and found[-1] < 0.9 * found[0]
+    recorded = read_metrics(place / "metrics.jsonl")
+    assert [row["tokens"] for row in recorded if "loss" in row] == [STEP * (n + 1) for n in range(24)]
+    assert [row["phase"] for row in recorded if "eval_loss" in row] == ["whole", "adapters"]
+    model = LemaModel.from_pretrained(place)  # the adapter is where every run has it
+    assert model.config.model_name_or_path == str(place / "whole" / "model")
+    model.close()
+    base = AutoModelForCausalLM.from_pretrained(place / "whole" / "model")
+    assert base.config.num_hidden_layers == NUM_LAYERS
+
+
+def event(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a line says that does not depend on the clock."""
+    return tuple(row.get(key) for key in ("event", "phase", "step", "step_in_phase", "tokens", "loss", "eval_loss"))
+
+
+PLANS = {
+    "weights, adapters": [FULL, LORA],
+    "weights, weights on, adapters": [
+        {**FULL, "tokens": 2 * STEP},
+        {**FULL, "tokens": 2 * STEP, "optimizer": "carry", "name": "whole-2"},
+        {**LORA, "tokens": 2 * STEP},
+    ],
+    "adapters, merged, adapters on": [
+        {**LORA, "tokens": 2 * STEP, "name": "first"},
+        {**LORA, "tokens": 2 * STEP, "merge": True, "name": "second"},
+        {**LORA, "tokens": 2 * STEP, "optimizer": "carry", "name": "third"},
+    ],
+}
+
+
+# Seven is prime to the writes of a step, so that saving, notes and events take turns to be the last.
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", PLANS)
+def test_stopped_after_any_write_it_ends_as_if_it_had_not_been(
+    name: str, stride: int, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(*PLANS[name])
+    with monkeypatch.context() as patch:
+        writes = count_writes(patch)
+        expected = run_phases(config_of("straight"), plan, SOURCES)
+        total = writes()
+    straight = read_metrics(Path(config_of("straight").output_dir) / "metrics.jsonl")
+    for after in range(2, total, stride):
+        config = config_of(f"stopped-{after}")
+        with monkeypatch.context() as patch:
+            count_writes(patch, after)
+            with pytest.raises(Killed):
+                run_phases(config, plan, SOURCES)
+        assert_same(run_phases(config, plan, SOURCES, resume=True), expected)
+        found = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+        assert [event(row) for row in found if row.get("event") != "phase_resumed"] == [event(row) for row in straight]
+
+
+@pytest.mark.slow
+def test_another_micro_batch_size_goes_on_where_the_first_stopped(
+    config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    with monkeypatch.context() as patch:
+        count_writes(patch, 9)
+        with pytest.raises(Killed):
+            run_phases(config, plan_of(FULL, LORA), SOURCES)
+    end = run_phases(config, plan_of(FULL, LORA, micro_batch_size=1), SOURCES, resume=True)
+    expected = run_phases(config_of("straight"), plan_of(FULL, LORA), SOURCES)
+    for name, tensor in weights(end).items():
+        assert torch.allclose(tensor, weights(expected)[name], atol=1e-3)
+
+
+def test_a_selection_trains_that_and_nothing_else(
+    config_of: Callable[..., LemaConfig], checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    part = {"trainable": ["q_proj"], "layers": ["last:2", "head"], "tokens": STEP, "mixture": HALF}
+    config, plan = config_of(), plan_of({**part, "learning_rate": 1e-2, "name": "part"})
+    run_phases(config, plan, SOURCES)
+    before = AutoModelForCausalLM.from_pretrained(checkpoint_of("llama").published).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(Path(config.output_dir) / "part" / "model").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    last = {f"model.layers.{NUM_LAYERS - n}.self_attn.q_proj.weight" for n in (1, 2)}
+    assert changed == {*last, "model.norm.weight", "lm_head.weight"}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_run_is_refused(config_of: Callable[..., LemaConfig]) -> None:
+    config = config_of()
+    with pytest.raises(ConfigError, match="no weight of the model"):
+        part = {**FULL, "trains": "selection", "trainable": ["nothing"]}
+        run_phases(config, plan_of(part), SOURCES)
+    with pytest.raises(ConfigError, match="no module of the layers ends with x_proj"):
+        part = {**FULL, "trains": "selection", "trainable": ["q_proj", "x_proj"]}
+        run_phases(config, plan_of(part), SOURCES, resume=True)
+    with pytest.raises(ConfigError, match="not on the device"):
+        run_phases(config_of("host", host_embeddings=True), plan_of(FULL), SOURCES)
+    with pytest.raises(ConfigError, match="no data set 'three'"):
+        run_phases(config, plan_of({**FULL, "mixture": [{"name": "three", "rate": 1.0}]}), SOURCES, resume=True)
+    run_phases(config, plan_of({**FULL, "tokens": STEP}), SOURCES)
+    with pytest.raises(ConfigError, match="has been begun there"):
+        run_phases(config, plan_of({**FULL, "tokens": STEP}), SOURCES)
+    with pytest.raises(ConfigError, match="another plan"):
+        run_phases(config, plan_of({**FULL, "tokens": 3 * STEP, "learning_rate": 1.0}), SOURCES, resume=True)
+
+
+@pytest.mark.slow
+def test_a_phase_that_has_ended_may_not_be_another_afterwards(config_of: Callable[..., LemaConfig]) -> None:
+    config = config_of(save_total_limit=2)
+    run_phases(config, plan_of({**FULL, "tokens": 3 * STEP}), SOURCES)
+    place = Path(config.output_dir) / "whole"
+    assert [path.name for path in sorted(place.glob("checkpoint-*"))] == ["checkpoint-2", "checkpoint-3"]
+    then = plan_of({**FULL, "tokens": 3 * STEP, "learning_rate": 1e-5}, {**LORA, "tokens": STEP})
+    with pytest.raises(ConfigError, match="another plan"):
+        run_phases(config, then, SOURCES, resume=True)
+    run_phases(config, plan_of({**FULL, "tokens": 3 * STEP}, {**LORA, "tokens": STEP}), SOURCES, resume=True)
+
+
+def test_where_a_phase_begins(config_of: Callable[..., LemaConfig]) -> None:
+    places = PhaseRun(config_of(), plan_of(*PLANS["adapters, merged, adapters on"]), SOURCES).places
+    assert [places.begins_anew(index) for index in range(3)] == [True, True, False]
+    assert [places.leaves_model(index) for index in range(3)] == [True, False, False]
