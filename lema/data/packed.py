@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.errors import ConfigError, DataError, DiskError
-from lema.storage.atomic import open_partial
+from lema.storage.atomic import replacing
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
 
@@ -154,18 +154,19 @@ def write_packed(
     file = Path(directory).expanduser() / f"{split}.bin"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        written: list[PackedHeader] = []
-
-        def write(out: BinaryIO) -> None:
+        with replacing(file) as out:
             count, digest = _write_tokens(tokens, out, dtype, vocab_size)
             if not count:
                 raise DataError("there are no tokens to pack", where=str(file), how="give rows with tokens")
-            written.append(PackedHeader(dtype, count, vocab_size, tokenizer, digest))
-
-        # Other bytes under an old header would be read as what they are not: it goes before they come.
-        _replace(file, write, before=lambda: file.with_suffix(".json").unlink(missing_ok=True))
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(written[0])}, indent=1) + "\n"
-        _replace(file.with_suffix(".json"), lambda out: out.write(text.encode()))
+            out.flush()
+            os.fsync(out.fileno())
+            # The old header goes before the new tokens get their name, because they would be read by it as what they
+            # are not; it goes after they are on disk, so that a full disk costs nothing.
+            file.with_suffix(".json").unlink(missing_ok=True)
+        header = PackedHeader(dtype, count, vocab_size, tokenizer, digest)
+        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(header)}, indent=1) + "\n"
+        with replacing(file.with_suffix(".json")) as out:
+            out.write(text.encode())
     except OSError as error:
         what = f"{file.name} could not be written: {error.strerror or error}"
         raise DiskError(what, where=str(file), how="free space, or choose another place that may be written") from error
@@ -224,26 +225,6 @@ def _array(ids: Any) -> npt.NDArray[Any]:
         return np.asarray(ids)
     except ValueError:  # rows within a row, of several lengths
         return np.empty((0, 0))
-
-
-def _replace(file: Path, write: Callable[[BinaryIO], object], before: Callable[[], object] = lambda: None) -> None:
-    """Write a file under another name, and give it its own when it is on the disk; `before`: done just before that."""
-    descriptor, partial = open_partial(file)
-    try:
-        with os.fdopen(descriptor, "wb") as out:
-            write(out)
-            out.flush()
-            os.fsync(out.fileno())
-            before()
-            partial.replace(file)  # before it is closed: what is not locked may be swept
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    directory = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the name is on the disk only after its directory is
-    finally:
-        os.close(directory)
 
 
 def _read_header(file: Path) -> PackedHeader:

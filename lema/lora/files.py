@@ -5,7 +5,6 @@ Adapters on disk: PEFT's two files, unchanged; and a reader of the older `adapte
 
 from __future__ import annotations
 
-import os
 import pickle
 import tempfile
 import warnings
@@ -29,6 +28,7 @@ from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError
 from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
 from lema.model.partition import held_adapter
+from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
 from lema.storage.verify import check_finite, check_written
 
@@ -244,7 +244,8 @@ def save_adapter(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as name:
-            part = Path(name)
+            part = Path(name, "adapter")
+            part.mkdir()  # has the umask's permissions, which `settle` gives its files
             with warnings.catch_warnings():
                 # PEFT takes the bias of B, which has one dimension, for a shard.
                 warnings.filterwarnings("ignore", message=r"Adapter 'default': \d+ LoRA tensor\(s\) have invalid shape")
@@ -252,8 +253,7 @@ def save_adapter(
                 expected = saved_tensors(model, state)
                 check_finite(expected, directory / WEIGHTS)
                 model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
-            for file in part.iterdir():
-                _make_ordinary(file)
+            settle(part)
             check_written(part / WEIGHTS, expected, num_trained(model, whole))
             for file in part.iterdir():
                 file.replace(directory / file.name)
@@ -355,12 +355,3 @@ def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
             how="only tensors are loaded from it",
         ) from error
     return named
-
-
-def _make_ordinary(file: Path) -> None:
-    """Flush a file to disk and give it the permissions any new file would have."""
-    mask = os.umask(0)
-    os.umask(mask)
-    file.chmod(0o666 & ~mask)
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from lema.backend.layout import (
     shard,
 )
 from lema.errors import AdapterError, ConfigError, DataError
+from lema.storage.atomic import flush
 
 __all__ = [
     "LAYOUTS",
@@ -110,11 +110,11 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor], layouts: Mappin
         pieces = {name: shard(tensor, layouts[name], rank) for name, tensor in tensors.items()}
         save_file(pieces, file, metadata={"format": "pt"})
         hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-        _flush(file)
+        flush(file)
     described = {name: {"shape": list(tensor.shape), **layouts[name].to_dict()} for name, tensor in tensors.items()}
     content = {"version": VERSION, "tp": tp, "files": hashes, "tensors": described}
     (directory / LAYOUTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _flush(directory / LAYOUTS)
+    flush(directory / LAYOUTS)
 
 
 def read_shards(directory: Path) -> Shards:
@@ -181,11 +181,6 @@ def _read_rank(file: Path, digest: Any) -> dict[str, Tensor]:
             f"the shard {file.name} is damaged: {error}", where=str(file), how="copy it again"
         ) from error
     return tensors
-
-
-def _flush(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
 
 
 PREFIX = "base_model.model."  # of names in a model of PEFT's

@@ -1,14 +1,14 @@
-"""Directories that are there whole or not at all, wherever a kill or a power cut comes.
+"""Files and directories that are there whole or not at all, wherever a kill or a power cut comes.
 
-A directory is filled under a name of its own (`.NAME.<token>.part`), flushed to disk, given a manifest, read back and
-compared with it; then it takes its name, and the directory above is flushed. One of that name that was there steps
-aside (`.old`) for that moment, and is put back by `sweep` where a kill came in it. What is deleted is called `.gone`
-first, so that half a directory never bears the name of a whole one. Each is locked (`flock`) by the process that works
-on it; what can be locked has been left by a kill.
+A directory is filled under a name of its own (`.NAME.<token>.part`) and flushed to disk; then it takes its name, and
+the directory above is flushed. `commit` also gives it a manifest, reads it back and compares it before it gets its
+name. A directory of that name that was there steps aside (`.old`) for that moment, and `sweep` puts it back where a
+kill came in it. What is deleted is called `.gone` first, so that half a directory never bears the name of a whole one.
 
-A file being written lies under a name of its own, locked, until it is complete; what a kill leaves is swept later.
+A single file is written under the name `.NAME.<token>.partial` (`open_partial`, `replacing`).
 
-The lock goes with the process that holds it. So a partial file that can be locked has no writer any more.
+The process that works on one of these holds its lock (`flock`). A lock goes with its process, so what can be locked
+has no writer any more, and may be swept.
 """
 
 from __future__ import annotations
@@ -22,15 +22,29 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.storage.diskspace import disk_error
 from lema.storage.manifest import check_manifest, write_manifest
 
-__all__ = ["appearing", "commit", "discard", "free_directory", "open_partial", "replace_file", "sweep"]
+__all__ = [
+    "NO_LOCKS",
+    "appearing",
+    "commit",
+    "discard",
+    "flush",
+    "free_directory",
+    "open_partial",
+    "replace_file",
+    "replacing",
+    "settle",
+    "sweep",
+]
 
 
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# What `flock` says on a file system without locks, or with locks of files alone (a network's).
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EISDIR}
 PART, OLD, GONE = "part", "old", "gone"
 LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
@@ -48,13 +62,11 @@ def commit(directory: Path, fill: Callable[[Path], None]) -> None:
         DiskError: it does not read back as it was written; likewise.
         Exception: whatever `fill` raises; likewise.
     """
-    _make(directory.parent)
-    sweep(directory.parent, directory.name)
-    with _begun(directory) as part:
+    with _named_when_whole(directory) as part:
         fill(part)
-        _settle(part)
+        settle(part)
         write_manifest(part)
-        _flush(part)
+        flush(part)
         try:
             check_manifest(part)
         except AdapterError as error:
@@ -63,8 +75,36 @@ def commit(directory: Path, fill: Callable[[Path], None]) -> None:
                 where=error.where.replace(part.name, directory.name),
                 how="look after the disk; what was saved before is untouched",
             ) from error
+
+
+@contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """Give a directory to write a model into, which takes the name `directory` at the end; on failure it goes.
+
+    Raises:
+        DiskError: it could not be written; what was there before is untouched.
+    """
+    try:
+        with _named_when_whole(directory) as part:
+            yield part
+            settle(part)
+    except OSError as error:
+        raise disk_error(error, directory) from error
+
+
+@contextmanager
+def _named_when_whole(directory: Path) -> Iterator[Path]:
+    """Give an empty directory, locked, which takes its name at the end of the block; on failure it goes."""
+    _make(directory.parent)
+    sweep(directory.parent, directory.name)
+    part, descriptor = _begin(directory)
+    try:
+        yield part
         _rename(part, directory)
-        _flush(directory.parent)
+        flush(directory.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        os.close(descriptor)
 
 
 def discard(directory: Path) -> None:
@@ -110,17 +150,6 @@ def _clear(left: Path, directory: Path, kind: str, *, alone: bool) -> None:
             os.close(descriptor)
 
 
-@contextmanager
-def _begun(directory: Path) -> Iterator[Path]:
-    """Give an empty directory to write into, locked; it goes at the end, unless it has got another name."""
-    part, descriptor = _begin(directory)
-    try:
-        yield part
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        os.close(descriptor)
-
-
 def _begin(directory: Path) -> tuple[Path, int]:
     while True:
         part = _aside(directory, PART)
@@ -145,10 +174,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Take the lock of a directory; False: there are none here, or, where nobody waits, another process has it.
-
-    A network's file system may lock files and no directories.
-    """
+    """Take the lock of a file or directory; False: there are none here, or another has it and nobody waits."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
@@ -175,16 +201,18 @@ def _rename(part: Path, directory: Path) -> None:
             shutil.rmtree(old.rename(_aside(directory, GONE)))
 
 
-def _settle(part: Path) -> None:
-    """Flush a directory, and give its files the permissions that any new file would have."""
-    for folder, folders, files in os.walk(part, topdown=False):
-        mode = Path(folder).stat().st_mode & 0o666  # of a directory just made: what the umask lets through
+def settle(directory: Path) -> None:
+    """Flush a directory, and give its files the permissions that any new file would have.
+
+    A library's temporary files are readable by their owner alone; a new directory has what the umask lets through.
+    """
+    for folder, _, files in os.walk(directory, topdown=False):
+        mode = Path(folder).stat().st_mode & 0o666
         for name in files:
             path = Path(folder, name)
             path.chmod(mode)
-            _flush(path)
-        del folders
-        _flush(Path(folder))
+            flush(path)
+        flush(Path(folder))
 
 
 def _make(directory: Path) -> None:
@@ -192,10 +220,10 @@ def _make(directory: Path) -> None:
     if not directory.exists():
         _make(directory.parent)
         directory.mkdir(exist_ok=True)
-        _flush(directory.parent)
+        flush(directory.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have a file or directory on disk, and, of a file, let what is read of it next come from there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -225,7 +253,7 @@ def open_partial(file: Path) -> tuple[int, Path]:
         partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
         # 0o666 and not mkstemp's 0o600: the file gets the permissions the umask gives any other.
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        _lock_file(descriptor, wait=True)
+        _lock(descriptor, wait=True)
         if os.fstat(descriptor).st_nlink:
             return descriptor, partial
         os.close(descriptor)  # another run swept it between its making and its locking
@@ -242,21 +270,10 @@ def _remove_if_abandoned(partial: Path) -> None:
     with suppress(OSError):
         descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if _lock_file(descriptor, wait=False):
+            if _lock(descriptor, wait=False):
                 partial.unlink()
         finally:
             os.close(descriptor)
-
-
-def _lock_file(descriptor: int, wait: bool) -> bool:
-    """Take the lock of a file; False: another has it, or this file system has none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise
-        return False
-    return True
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
@@ -276,29 +293,23 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
 
 
 @contextmanager
-def appearing(directory: Path) -> Iterator[Path]:
-    """Give a sibling to write into, which takes the name of `directory` at the end; on failure it goes."""
-    partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """Give a file to write, which takes the name `file` at the end, when it is on disk; on failure it goes.
+
+    Raises:
+        OSError: it could not be written; what was there before is untouched.
+    """
+    descriptor, partial = open_partial(file)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        _flush_all(*partial.iterdir(), partial)  # what has its name is on disk
-        partial.replace(directory)
-        _flush_all(directory.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise disk_error(error, directory) from error
-        raise
-
-
-def _flush_all(*paths: Path) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            partial.replace(file)  # before it is closed, because what is not locked may be swept
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    flush(file.parent)  # the name is on the disk only after its directory is
 
 
 def replace_file(file: Path, content: bytes) -> None:
@@ -308,14 +319,7 @@ def replace_file(file: Path, content: bytes) -> None:
         DiskError: it could not be written.
     """
     try:
-        descriptor, partial = open_partial(file)
-    except OSError as error:
-        raise disk_error(error, file) from error
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with replacing(file) as stream:
             stream.write(content)
-            stream.flush()
-            partial.replace(file)  # before it is closed: what is not locked may be swept
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise disk_error(error, file) from error

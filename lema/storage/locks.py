@@ -22,13 +22,12 @@ from pathlib import Path
 from lema.backend import Replicas
 from lema.backend.collectives import first_alone
 from lema.errors import ConfigError, DiskError
-from lema.storage.atomic import sweep
+from lema.storage.atomic import NO_LOCKS, sweep
 
 __all__ = ["LOCK", "one_run", "run_lock"]
 
 
 LOCK = ".lock"
-NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}  # of file systems without them
 
 
 @contextmanager

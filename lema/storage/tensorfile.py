@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from lema.errors import ReadError
-from lema.storage.atomic import open_partial
+from lema.storage.atomic import flush, open_partial
 from lema.storage.directio import BlockFile
 from lema.storage.diskspace import disk_error
 from lema.storage.header import DTYPE_BITS, TensorRecord
@@ -139,12 +139,7 @@ class TensorFile:
         self._blocks.finish()
         self._partial.replace(self.file)
         self._close()  # after renaming: what is not locked may be swept
-        # The name is on disk only after its directory is.
-        directory = os.open(self.file.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        flush(self.file.parent)  # the name is on disk only after its directory is
 
     def _discard(self) -> None:
         made = self._fd >= 0

@@ -76,7 +76,7 @@ def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path: Path, monkeyp
         if not swept:
             swept.extend(tmp_path.iterdir())
             swept[0].unlink()
-        return real(descriptor, wait)
+        return real(descriptor, wait=wait)
 
     monkeypatch.setattr(partial, "_lock", sweep_first)
     descriptor, ours = open_partial(tmp_path / "file")

@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lema.data import TokenDataset, packed, prepare_data
+from lema.data import TokenDataset, prepare_data
 from lema.data.packed import PackedTokens, write_packed
 from lema.data.permutation import shuffled_row
 from lema.errors import ConfigError, DataError, DiskError
+from lema.storage import atomic
 
 ROWS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11]]
 FLAT = [token for row in ROWS for token in row]
@@ -290,7 +291,7 @@ def test_a_failure_leaves_the_old_the_new_or_nothing_that_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, good: int
 ) -> None:
     write_packed([1, 2, 3, 4], tmp_path)
-    target, name = {"open_partial": (packed, step), "os.fsync": (os, "fsync")}.get(step, (Path, step[5:]))
+    target, name = {"open_partial": (atomic, step), "os.fsync": (os, "fsync")}.get(step, (Path, step[5:]))
     with monkeypatch.context() as patched:
         patched.setattr(target, name, fail_after(good, getattr(target, name)))
         if step == "Path.unlink" and good:
