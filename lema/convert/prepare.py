@@ -5,8 +5,10 @@ it is read. Never more than two layers are in memory, however deep the model.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -106,11 +108,7 @@ def prepare(
     weights = place / SINGLE_NAME
     if isinstance(model_or_dir, PreTrainedModel):
         written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
-        model_or_dir.config.save_pretrained(place)
-        if model_or_dir.can_generate():
-            model_or_dir.generation_config.save_pretrained(place)
-        changes = {"dtype": wanted or model_or_dir.dtype, "architectures": [type(model_or_dir).__name__]}
-        write_config(place / "config.json", place, changes | written.changes)
+        _save_config(model_or_dir, place, {"dtype": wanted or model_or_dir.dtype, **written.changes})
         return Prepared(place, weights, None, written.precision, written.refused)
     directory = resolve_model(model_or_dir)
     if place.exists() and place.samefile(directory):
@@ -120,6 +118,14 @@ def prepare(
     changes = ({} if wanted is None else {"dtype": wanted}) | written.changes
     write_config(directory / "config.json", place, changes)  # last: a directory without it is visibly not complete
     return Prepared(place, weights, written.names, written.precision, written.refused)
+
+
+def _save_config(model: PreTrainedModel, place: Path, changes: Mapping[str, Any]) -> None:
+    """Write the settings of a model in memory into a directory, with `changes`."""
+    model.config.save_pretrained(place)
+    if model.can_generate():
+        model.generation_config.save_pretrained(place)
+    write_config(place / "config.json", place, {"architectures": [type(model).__name__], **changes})
 
 
 def prepare_monolithic_safetensors(

@@ -115,19 +115,8 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
     except RevisionNotFoundError as error:
         raise WeightsError(f"the hub has no such revision of {name}", where=where, how="check the revision") from error
     except LocalEntryNotFoundError as error:
-        if not online:
-            raise WeightsError(
-                f"{name!r} is neither a local directory nor in the hub cache",
-                where=where,
-                how=f"check the path; or fetch it first: hf download {name}",
-            ) from error
-        cause = error.__cause__
-        reason = f"the hub answered: {cause}" if isinstance(cause, HfHubHTTPError) else "the hub cannot be reached"
-        raise WeightsError(
-            f"{name!r} is not a local directory, is not in the hub cache, and {reason}",
-            where=where,
-            how="check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory",
-        ) from error
+        answered = isinstance(error.__cause__, HfHubHTTPError)
+        raise _not_cached(name, where, online, f"the hub answered: {error.__cause__}" if answered else None) from error
     except HfHubHTTPError as error:
         raise WeightsError(f"the hub did not give the model: {error}", where=where, how="try again later") from error
     except OSError as error:
@@ -139,6 +128,21 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
             ) from error
         raise WeightsError(f"the hub cannot be reached: {error}", where=where, how="check the connection") from error
     return _with_weights(Path(directory), where)
+
+
+def _not_cached(name: str, where: str, online: bool, answer: str | None) -> WeightsError:
+    """Return the error of a model that is nowhere on disk; `answer`: what the hub said; None: nothing."""
+    if not online:
+        return WeightsError(
+            f"{name!r} is neither a local directory nor in the hub cache",
+            where=where,
+            how=f"check the path; or fetch it first: hf download {name}",
+        )
+    return WeightsError(
+        f"{name!r} is not a local directory, is not in the hub cache, and {answer or 'the hub cannot be reached'}",
+        where=where,
+        how="check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory",
+    )
 
 
 def _with_weights(directory: Path, where: str) -> Path:
