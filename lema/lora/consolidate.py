@@ -21,7 +21,7 @@ from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.base import BASE_NAME
 from lema.lora.checks import check_shapes
 from lema.lora.files import CONFIG, WEIGHTS, read_lora_config, read_safetensors
-from lema.lora.neuronx import read_foreign
+from lema.lora.foreign_shards import read_foreign
 from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
 from lema.model import meta_model, read_config
 from lema.model.partition import layout_at, layouts_of

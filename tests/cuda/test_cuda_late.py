@@ -114,7 +114,7 @@ def test_boundaries_that_leave_do_not_make_a_step_larger(checkpoint_of: Checkpoi
 
 @pytest.mark.slow
 def test_replicas_gather_while_copies_come_late(tmp_path: Path) -> None:
-    done = run_program([str(Path(__file__).with_name("gathers_late.py"))], 2, tmp_path)
+    done = run_program([str(Path(__file__).parents[1] / "support" / "gathers_late.py")], 2, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gathered") == 2
 

@@ -38,8 +38,7 @@ def test_what_others_look_up_is_theirs() -> None:
 def test_what_goes_between_processes_is_no_file(place: tuple[str, str]) -> None:
     names: dict[str, object] = {}
     file, function = place
-    folder = "" if file.startswith("lema/") else "backends/"
-    exec(reader(f"{HERE}/{folder}{file}", function), names)
+    exec(reader(f"{HERE}/{file}", function), names)
     names[function](pickle.dumps(OrderedDict()))  # type: ignore[operator]
     assert not pickles.found()
 
@@ -55,12 +54,12 @@ def test_processes_that_are_forked_look_too(tmp_path: Path) -> None:
         run_forked(unpickles, [], 1, tmp_path, 60)
 
 
-STARTED = "import sys; sys.path.insert(0, {tests!r}); from test_pickles import unpickles; unpickles(); print('goes on')"
+STARTED = "import sys; sys.path[:0] = {paths!r}; from test_pickles import unpickles; unpickles(); print('goes on')"
 
 
 @pytest.mark.slow
 def test_processes_that_are_started_look_too() -> None:
-    command = [sys.executable, "-c", STARTED.format(tests=str(Path(__file__).parent))]
+    command = [sys.executable, "-c", STARTED.format(paths=[f"{HERE}/tests/house", f"{HERE}/tests/support"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (97, "goes on\n")
     assert "collections.OrderedDict was looked up for a pickle" in done.stderr

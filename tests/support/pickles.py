@@ -10,15 +10,16 @@ from types import FrameType
 
 __all__ = ["ALLOWED", "found", "watch"]
 
-PLACES = tuple(f"{Path(__file__).resolve().parents[2] / name}/" for name in ("lema", "backends"))
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = tuple(f"{ROOT / name}/" for name in ("lema", "backends"))
 
-# By file and function: pickles that are no files, and what becomes of them.
+# By file (from the root of the repository) and function: pickles that are no files, and what becomes of them.
 ALLOWED: Mapping[tuple[str, str], str] = {
     (
         "lema/backend/torchrun.py",
         "gather_objects",
     ): "torch.distributed's own way to send plain data between one run's processes",
-    ("lema_neuron/comm.py", "split"): "likewise, the ranks of a group",
+    ("backends/lema_neuron/comm.py", "split"): "the ranks of a group",
 }
 
 _found: list[str] = []
@@ -55,5 +56,4 @@ def _frames(innermost: FrameType | None) -> Iterator[FrameType]:
 
 
 def _place(frame: FrameType) -> tuple[str, str]:
-    path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}", frame.f_code.co_name
+    return Path(frame.f_code.co_filename).relative_to(ROOT).as_posix(), frame.f_code.co_name
