@@ -17,6 +17,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from lema.config.quiet import hush
+
+hush()  # for the whole process, because a benchmark imports modules of LEMA one by one, and PEFT's own
+
 RESULTS = Path(__file__).parent / "results"
 
 

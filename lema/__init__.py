@@ -2,11 +2,12 @@
 
     from lema import LemaConfig, LemaModel
 
-Names are imported when first used, so `import lema` costs nothing.
+Names are imported when they are first used, so `import lema` costs nothing. The import is quiet: `lema.config.quiet` says of what.
 """
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _installed_version()
     elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+        value = getattr(_quiet_import(_HOMES[name]), name)
     else:
         raise AttributeError(f"module 'lema' has no attribute {name!r}")
     globals()[name] = value
@@ -82,9 +83,17 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str]
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        return getattr(_quiet_import(f"{package}.{homes[name]}"), name)
 
     return get, lambda: sorted(homes)
+
+
+def _quiet_import(module: str) -> ModuleType:
+    """Import a module of LEMA without the warnings of libraries that PEFT and transformers import on their own."""
+    from lema.config.quiet import hushed  # not at the top, because `lema.config` is a user of `lazy_exports`
+
+    with hushed():
+        return import_module(module)
 
 
 def _installed_version() -> str:

@@ -1,4 +1,11 @@
-"""Libraries that warn, when they are imported, of kernels nobody asked for."""
+"""Two levels of logging that keep libraries quiet about kernels which no user of LEMA asked for.
+
+PEFT imports bitsandbytes wherever it is installed (`peft.helpers`), and transformers imports torchao when it imports any model
+(`transformers.quantizers.quantizer_torchao`). Both log warnings of kernels that they could not load, and torch warns of
+how torchao registers its types. LEMA cannot avoid these imports without replacing functions of PEFT and transformers for
+the whole process, which the user's own code may need. So it hushes them, while it imports its own modules (`lema.lazy_exports`)
+or for the whole process of a command. LEMA itself imports the two libraries when a quantised model is read or written.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -11,14 +18,14 @@ CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 
 def hush() -> None:
-    """Let them log errors only, for the rest of the process."""
+    """Let the chatty libraries log errors only, for the rest of the process."""
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Let them log errors only, for the length of a `with` block."""
+    """Let the chatty libraries log errors only, for the length of a `with` block."""
     loggers = [logging.getLogger(name) for name in CHATTY]
     levels = [logger.level for logger in loggers]
     hush()
