@@ -1,12 +1,4 @@
-"""How fp32 products round: as fp32, or by tensor cores that keep 10 bits of what they multiply (TF32).
-
-torch keeps this for the whole process, and lets convolutions round as TF32 unless it is told not to. So both are set as
-long as a model is open, and put back when it is closed.
-
-The model a user holds: skeleton, adapter and stream, put together from a config.
-
-Begins to train with an adapter that was made elsewhere, by PEFT or by an earlier run.
-"""
+"""`LemaModel`, the model that a user holds: skeleton, adapter and stream, put together from a config."""
 
 from __future__ import annotations
 
@@ -37,6 +29,7 @@ from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model, read_config
 from lema.model.outer_weights import HostRows, StoredTensors, host_rows_name, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend, whole_adapter
+from lema.model.precision import ProductPrecision
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, allocate
@@ -55,38 +48,7 @@ if TYPE_CHECKING:
 
     from lema.train.trainer import LemaTrainer
 
-__all__ = ["LemaModel", "ProductPrecision", "begin_with_adapter"]
-
-
-EXACT, TENSOR_CORES = "highest", "high"  # torch's words
-
-
-class ProductPrecision:
-    """The precision of fp32 products from now on, until it is put back.
-
-    Args:
-        tf32: let them round as TF32 on devices that do; else they are those of fp32.
-    """
-
-    def __init__(self, tf32: bool) -> None:
-        self._before: tuple[str, bool] | None = _current()
-        self._own = (TENSOR_CORES if tf32 else EXACT, tf32)
-        _set(*self._own)
-
-    def put_back(self) -> None:
-        """Let products round as before, once; what somebody else has set meanwhile stays."""
-        if self._before is not None and _current() == self._own:
-            _set(*self._before)
-        self._before = None
-
-
-def _current() -> tuple[str, bool]:
-    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-
-
-def _set(products: str, convolutions: bool) -> None:
-    torch.set_float32_matmul_precision(products)
-    torch.backends.cudnn.allow_tf32 = convolutions
+__all__ = ["LemaModel"]
 
 
 class LemaModel:
@@ -197,6 +159,27 @@ class LemaModel:
             ModelError, ConfigError: as `initialize_lora`.
         """
         self._attach(config, seed=None)
+
+    def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
+        """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
+
+        Args:
+            directory: it holds PEFT's `adapter_config.json` and `adapter_model.safetensors`.
+
+        Raises:
+            AdapterError: there is no adapter, it is damaged, it belongs to another model, or does not fit this one.
+            ConfigError: the model has an adapter already.
+        """
+        path = Path(directory)
+        if (saved := read_lora_config(path)) is None:
+            raise AdapterError(
+                "there is no adapter in PEFT's format here",
+                where=str(path),
+                how="name a directory with adapter_config.json and adapter_model.safetensors",
+            )
+        check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
+        self.attach_lora(saved)
+        load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
         """Return the adapter's parameters, fp32, in the order of the model; the list an optimizer takes."""
@@ -405,27 +388,3 @@ class LemaModel:
         if self.lora_manager is None:
             raise ConfigError("the model has no adapter yet", how="call initialize_lora() first")
         return self.lora_manager
-
-
-def begin_with_adapter(model: LemaModel, directory: str | PathLike[str]) -> None:
-    """Attach an adapter to a model in place of a fresh one: its own rank, targets and options, and its values.
-
-    Args:
-        model: without an adapter.
-        directory: with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
-
-    Raises:
-        AdapterError: there is no adapter, it is damaged, it belongs to another model, or does not fit this one.
-        ConfigError: the model has an adapter already.
-    """
-    path = Path(directory)
-    if (saved := read_lora_config(path)) is None:
-        raise AdapterError(
-            "there is no adapter in PEFT's format here",
-            where=str(path),
-            how="name a directory with adapter_config.json and adapter_model.safetensors",
-        )
-    check_named_base(path, saved, model.config.model_name_or_path, model.gbi)
-    model.attach_lora(saved)
-    assert model.lora_manager is not None
-    load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)

@@ -50,7 +50,9 @@ def assert_silent(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_importing_lema_imports_neither_library() -> None:
-    code = f"import sys, lema\nloaded = [name for name in {LIBRARIES} if name in sys.modules]\nassert not loaded, loaded"
+    code = (
+        f"import sys, lema\nloaded = [name for name in {LIBRARIES} if name in sys.modules]\nassert not loaded, loaded"
+    )
     assert_silent(python("-c", code))
 
 

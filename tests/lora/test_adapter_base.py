@@ -20,7 +20,6 @@ from lema.errors import AdapterError, ConfigError
 from lema.lora.base import BASE_NAME
 from lema.lora.files import WEIGHTS
 from lema.storage.verify import base_fingerprint
-from lema.train.model import begin_with_adapter
 
 OPTIONS = {"r": 3, "lora_alpha": 7, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}
 
@@ -101,7 +100,7 @@ def test_a_model_that_has_changed_is_refused_wherever_they_meet(base: Path, tmp_
 def test_an_adapter_of_pefts_begins_a_run_and_comes_back_to_peft(base: Path, tmp_path: Path) -> None:
     foreign = of_peft(base, tmp_path / "foreign")
     with closing(opened(base, tmp_path / "out")) as model:
-        begin_with_adapter(model, foreign)
+        model.begin_with_adapter(foreign)
         assert model.lora_manager is not None
         found = {name: parameter.detach().clone() for name, parameter in trained(model.lora_manager).items()}
         whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), foreign, is_trainable=True)
@@ -115,7 +114,7 @@ def test_an_adapter_of_pefts_begins_a_run_and_comes_back_to_peft(base: Path, tmp
         model.get_trainer().train_step(batch)
         model.save_pretrained(tmp_path / "back")
         with pytest.raises(ConfigError, match="has an adapter already"):
-            begin_with_adapter(model, foreign)
+            model.begin_with_adapter(foreign)
     back, before = load_file(tmp_path / "back" / WEIGHTS), load_file(foreign / WEIGHTS)
     assert back.keys() == before.keys() and any(not torch.equal(back[name], before[name]) for name in back)
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "back")
@@ -127,22 +126,22 @@ def test_it_begins_no_run_on_another_model(base: Path, tmp_path: Path) -> None:
     foreign = of_peft(base, tmp_path / "foreign")
     moved = shutil.copytree(base, tmp_path / "moved")
     with closing(opened(moved, tmp_path / "out")) as model:  # the same files elsewhere
-        begin_with_adapter(model, foreign)
+        model.begin_with_adapter(foreign)
     change(moved)
     with closing(opened(moved, tmp_path / "out")) as model:
         with pytest.raises(AdapterError, match="whose files are others") as raised:
-            begin_with_adapter(model, foreign)
+            model.begin_with_adapter(foreign)
         assert model.lora_manager is None and str(moved) in raised.value.where
     shutil.rmtree(base)
     with closing(opened(moved, tmp_path / "out")) as model:
         with pytest.raises(AdapterError, match="not here to be compared"):
-            begin_with_adapter(model, foreign)
+            model.begin_with_adapter(foreign)
         config = json.loads((foreign / "adapter_config.json").read_text())
         (foreign / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
         with pytest.warns(UserWarning, match="does not say which model"):
-            begin_with_adapter(model, foreign)
+            model.begin_with_adapter(foreign)
     with (
         closing(opened(moved, tmp_path / "out")) as model,
         pytest.raises(AdapterError, match="no adapter in PEFT's format"),
     ):
-        begin_with_adapter(model, moved)
+        model.begin_with_adapter(moved)
