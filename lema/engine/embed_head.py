@@ -37,6 +37,9 @@ class Ends:
         calls: of each layer, the call of each micro-batch. An argument with a graph is cut off from it: layers add its
             gradient to `.grad`, from where it goes on at the end.
         trained: the parameters outside the layers that train.
+
+    Attributes:
+        sums: the gradients of the head's parameters, each the sum over the blocks that the loss was formed of so far.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Ends:
         made = [*hidden, *(tensor for given in self._given for tensor, _ in given)]
         self._before = leaves(made) & self._trained.keys()
         self._after: set[int] = set()
-        self._sums: dict[nn.Parameter, Tensor] = {}  # of the head's gradients
+        self.sums: dict[nn.Parameter, Tensor] = {}
         self._whole = True  # whether all of them are in the sums
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # of the last layer, and the generator state there
         self._factor: Tensor | None = None
@@ -63,11 +66,6 @@ class Ends:
     def reach_below(self) -> bool:
         """Whether gradients go on to what comes before the layers."""
         return bool(self._before)
-
-    @property
-    def summed(self) -> bool:
-        """Whether gradients of the head are in a sum: then no micro-batch can be taken through it a second time."""
-        return bool(self._sums)
 
     def start(self, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states before the layers; what arrives as their gradients is carried on from there."""
@@ -79,7 +77,7 @@ class Ends:
     def turn(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's `output`."""
         state = self._backend.rng_state()
-        value, gradient = self.loss.backward(index, output, self._formed_at_once, self._sums)
+        value, gradient = self.loss.backward(index, output, self._formed_at_once, self.sums)
         if self._after:
             self._outputs[index] = output, state
         return value, gradient
@@ -94,7 +92,7 @@ class Ends:
 
     def head_backward(self, factor: Tensor) -> None:
         """Add the gradients of the head, of `factor` times the loss, unless they wait for those before the layers."""
-        sums, self._sums, self._factor = self._sums, {}, factor
+        sums, self.sums, self._factor = self.sums, {}, factor
         if self._before & self._after:
             return
         if self._whole and all(parameter.grad is None for parameter in sums):

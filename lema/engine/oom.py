@@ -1,20 +1,26 @@
-"""Device memory that runs out: what counts as that, and what is given up until the work fits.
+"""Retries after the device's memory ran out: a loop of attempts, each with less to hold at once.
 
-The forward of one micro-batch through one layer depends on its input and the generator alone: it is tried again on the
-spot, with a slot fewer for weights. What adds to gradients as it goes is not: the pass is begun again from where it
-began, with fewer slots or with micro-batches of half the rows. Every micro-batch's loss is weighted by the trained
-tokens of the whole step, so the mathematics are those of larger ones. What was given up stays given up, and is said.
+The forward of one micro-batch through one layer depends on its input and the generator alone, so it is attempted again
+on the spot, with one slot for weights fewer. A pass adds to gradients as it goes, so it is begun again from its start,
+with fewer slots or with micro-batches of half the rows. Every micro-batch's loss is weighted by the trained tokens of
+the whole step, so smaller micro-batches give the mathematics of larger ones. What a run gave up it does not take back,
+and it says in a warning what that was.
+
+    for attempt in retry.passes(micro_batches, parameters=adapters):
+        with attempt:
+            loss = forward_and_backward(attempt.micro_batches)
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
-from typing import Any, Literal, TypeVar
+from types import TracebackType
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -23,10 +29,9 @@ from lema.engine.loss import split_batch
 from lema.errors import MemoryLimitError, is_out_of_memory
 from lema.stream import LayerStream
 
-__all__ = ["Room", "Shortage"]
+__all__ = ["ForwardAttempt", "OomRetry", "PassAttempt", "Shortage"]
 
 
-T = TypeVar("T")
 MicroBatches = Sequence[Mapping[str, Tensor]]
 Purpose = Literal["training", "evaluation"]
 PLACE = "ran out of device memory "  # how the note on an error begins that says where
@@ -39,13 +44,13 @@ GENERAL_ADVICE = (
 
 @dataclass(frozen=True)
 class Shortage:
-    """The work that did not fit.
+    """The work that did not fit on the device.
 
     Attributes:
-        place: in which layer, or before them or after.
-        rows: of the largest micro-batch.
-        length: tokens of the longest row.
-        slots: for weights.
+        place: where memory ran out, as "in the forward of layer 3".
+        rows: how many rows the largest micro-batch had.
+        length: how many tokens the longest row had.
+        slots: how many layers' weights had a place on the device.
     """
 
     place: str
@@ -54,17 +59,17 @@ class Shortage:
     slots: int
 
 
-class Room:
-    """What fits on the device, as far as a run has found out.
+class OomRetry:
+    """The retries of a run, and what it has given up so far so that its work fits on the device.
 
     Args:
-        stream: whose slots can be given up.
+        stream: the stream of weights, whose slots can be given up.
         backend: the device.
 
     Attributes:
-        recomputes: whether activations are recomputed; if not, that is a way out to speak of.
-        place: where a pass is, as `at` was told last.
-        advise: says which settings would make room for what does not fit; set by who can tell.
+        recomputes: whether activations are recomputed; where they are not, the warning names that setting too.
+        place: where the pass is now, as `at` was told last.
+        advise: returns the settings that would help with a shortage; whoever knows the plan sets it.
     """
 
     def __init__(self, stream: LayerStream, backend: Backend) -> None:
@@ -74,39 +79,35 @@ class Room:
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
         self._rows: dict[Purpose, int] = {}  # of the largest micro-batch, where the settings' own did not fit
         self._given_up = _GivenUp()
-        self._passes = 0  # under way
+        self._passes = 0  # how many are being attempted now, one within the other
 
     @property
     def _alone(self) -> bool:
-        """Whether no other process takes part in a pass; else nothing can be tried again here, and nothing is."""
+        """Whether no other process takes part in a pass; if one does, this process cannot begin again by itself."""
         return not self._stream.sharded
 
-    def parts(self, micro_batches: MicroBatches, purpose: Purpose = "training") -> list[Mapping[str, Tensor]]:
-        """Return the micro-batches, those cut that have more rows than fit."""
+    def cut(self, micro_batches: MicroBatches, purpose: Purpose = "training") -> list[Mapping[str, Tensor]]:
+        """Return the micro-batches, each with more rows than are known to fit cut into smaller ones."""
         rows = self._rows.get(purpose)
         if rows is None:
             return list(micro_batches)
         return [part for one in micro_batches for part in (split_batch(one, rows) if _rows_of(one) > rows else [one])]
 
-    def fitted(
+    def passes(
         self,
         micro_batches: MicroBatches,
-        run: Callable[[list[Mapping[str, Tensor]]], T],
         *,
         parameters: Sequence[nn.Parameter] = (),
         made: list[Any] | None = None,
         purpose: Purpose = "training",
-    ) -> T:
-        """Return what `run` returns, given the micro-batches; where memory runs out, make room and begin again.
-
-        Gradients, the generator and `made` are first put back as they were.
+    ) -> Iterator[PassAttempt]:
+        """Yield attempts at one pass until one succeeds. Each finds gradients, generator and `made` as the first did.
 
         Args:
-            micro_batches: of one pass.
-            run: takes them, or smaller ones, through the model; no other process may take part in that.
-            parameters: whose gradients it adds to.
-            made: a list that it appends to.
-            purpose: what fits is remembered by it.
+            micro_batches: those of the pass; an attempt has them in `micro_batches`, smaller where they did not fit.
+            parameters: the parameters to whose gradients the pass adds.
+            made: a list that the pass appends to.
+            purpose: training and evaluation remember apart how many rows fit.
 
         Raises:
             MemoryLimitError: one row does not fit beside one slot.
@@ -115,53 +116,42 @@ class Room:
         with self.once("before the pass"):
             before = [None if one.grad is None else one.grad.clone() for one in parameters if self._alone]
         while True:
-            parts = self.parts(micro_batches, purpose)
-            self._passes += 1
-            try:
-                found = run(parts)
+            attempt = PassAttempt(self, self.cut(micro_batches, purpose), purpose)
+            yield attempt
+            if not attempt.failed:
                 break
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._stream.cancel()
-                self._make_room(error, parts, purpose)
-            finally:
-                self._passes -= 1
-            # Not in the `except` block: until it ends, the error holds what it interrupted; in a cycle, even longer.
+            # Here and not where the error was caught, because until that ends the error holds the tensors of the
+            # functions that it interrupted; where it is part of a cycle of references, the collector must find it.
             _put_back(parameters, before)
             if made is not None:
                 del made[count:]
             gc.collect()
             self._backend.set_rng_state(state)
         self._say()
-        return found
 
-    def tried(self, place: str, run: Callable[[], T], state: Tensor, again: Callable[[], bool] = lambda: True) -> T:
-        """Return what `run` returns; where memory runs out, call it again with a slot fewer, while there is one.
+    def forwards(self, state: Tensor, sums: Sized = ()) -> Iterator[ForwardAttempt]:
+        """Yield attempts at the forward of one micro-batch through one leased layer until one succeeds.
+
+        An attempt that fails must leave nothing behind: none of its tensors in the caller's variables.
 
         Args:
-            place: where, as `at` has it.
-            run: leaves nothing behind where it fails.
-            state: of the generator, from which it begins.
-            again: whether it can be called again after all.
+            state: the generator's, from which each attempt begins.
+            sums: the sums of gradients that attempts add to, if any. Once there is one, memory that runs out ends the
+                pass, because what was added to a sum cannot be taken out again.
         """
         while True:
-            try:
-                with self.at(place):
-                    found = run()
+            attempt = ForwardAttempt(self, sums)
+            yield attempt
+            if not attempt.failed:
                 break
-            except RuntimeError as error:
-                if not (is_out_of_memory(error) and again() and self._shrink(error, 1)):
-                    raise
-            gc.collect()
+            gc.collect()  # what the error interrupted may be held by a cycle of references, as in `passes`
             self._backend.set_rng_state(state)
         if not self._passes:
             self._say()
-        return found
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Have an error that leaves the `with` block, if memory ran out, say where: in the innermost such block."""
+        """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner block noted it."""
         self.place = place
         try:
             yield
@@ -172,7 +162,7 @@ class Room:
 
     @contextmanager
     def once(self, place: str) -> Iterator[None]:
-        """Run a `with` block that cannot be run again.
+        """Make the one attempt at something that cannot be attempted again, in the `with` block.
 
         Raises:
             MemoryLimitError: memory ran out in it.
@@ -186,7 +176,7 @@ class Room:
             raise self._refusal(error, ()) from _let_go(error)
 
     def _make_room(self, error: RuntimeError, parts: MicroBatches, purpose: Purpose) -> None:
-        """Give up about half of what there is: slots beside the one in use, then rows of micro-batches."""
+        """Give up half of the slots, because one is enough; where there is only one, half of a micro-batch's rows."""
         if self._shrink(error, max(1, self._stream.num_slots // 2)):
             return
         rows = max(map(_rows_of, parts), default=1)
@@ -242,8 +232,51 @@ class Room:
         )
 
 
+class PassAttempt:
+    """One attempt at a pass, which is made in its `with` block. If memory runs out there, the block ends without error.
+
+    Attributes:
+        micro_batches: what to take through the model.
+        failed: whether memory ran out; if so, room has been made for the next attempt.
+    """
+
+    def __init__(self, retry: OomRetry, micro_batches: list[Mapping[str, Tensor]], purpose: Purpose) -> None:
+        self._retry, self._purpose = retry, purpose
+        self.micro_batches, self.failed = micro_batches, False
+
+    def __enter__(self) -> None:
+        self._retry._passes += 1
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
+        self._retry._passes -= 1
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            self._retry._stream.cancel()
+            self._retry._make_room(error, self.micro_batches, self._purpose)
+            self.failed = True
+        return self.failed
+
+
+class ForwardAttempt:
+    """One attempt at a micro-batch's forward through a layer, made in its `with` block as a `PassAttempt` is.
+
+    Attributes:
+        failed: whether memory ran out; if so, a slot has been given up. Without one to give up the error goes on.
+    """
+
+    def __init__(self, retry: OomRetry, sums: Sized) -> None:
+        self._retry, self._sums, self.failed = retry, sums, False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error) and not self._sums:
+            self.failed = self._retry._shrink(error, 1)
+        return self.failed
+
+
 class _GivenUp:
-    """What was given up and has not been said: of what how much there was and is, and where memory ran out first."""
+    """What was given up since the last warning: how much of what there was and is, and where memory ran out first."""
 
     def __init__(self) -> None:
         self.place = ""
@@ -255,7 +288,7 @@ class _GivenUp:
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:
-    """Free what the functions that an error has left had in hand: whoever keeps the error would keep tensors."""
+    """Clear the frames that an error has left, because whoever keeps the error would keep their tensors."""
     one: BaseException | None = error
     while one is not None:
         clear_frames(one.__traceback__)
@@ -264,13 +297,13 @@ def _let_go(error: RuntimeError) -> RuntimeError:
 
 
 def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    """Give parameters the gradients they had."""
+    """Give parameters the gradients that they had."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             parameter.grad = None
         else:
             assert parameter.grad is not None
-            parameter.grad.copy_(gradient)  # no memory is taken for it
+            parameter.grad.copy_(gradient)  # in place, because there may be no memory for another
 
 
 def _place_of(error: BaseException) -> str:

@@ -59,7 +59,7 @@ class StreamedModel:
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
         prefix: keeps what the layers below the lowest trained one make, while a run that repeats its batches is on.
-        room: what fits on the device, and what becomes of a pass that does not.
+        retry: attempts again what ran out of device memory, with less at once.
         watchdog: looks on while layers are gone through; None: nobody does.
     """
 
@@ -91,8 +91,8 @@ class StreamedModel:
                 carrier = AtOnce(backend.device)
             self.graphs = GraphsAway(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
         self._engine = Engine(split, stream, backend)
-        self.room = self._engine.room
-        self.room.recomputes = recompute
+        self.retry = self._engine.retry
+        self.retry.recomputes = recompute
         self._inputs = Inputs(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
@@ -175,7 +175,7 @@ class StreamedModel:
             micro_batches: of that step; with `prefix` they say which layers it leaves out.
         """
         order = training_order(self.split.num_layers, self.lowest_trained)
-        first = 0 if micro_batches is None else self._first_layer(self.room.parts(micro_batches))
+        first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(order[first:])
 
     def _first_layer(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> int:
@@ -213,7 +213,7 @@ class StreamedModel:
             self._starts_below, hidden = ends.reach_below, self.split.enter(ends.start(self._engine.anchor))
             lowest = self.lowest_trained
             again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
-            with self.room.at("for the inputs of layers that wait for the backward"):
+            with self.retry.at("for the inputs of layers that wait for the backward"):
                 boundaries = self.arena.step(hidden, again) if again else None
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(micro_batches)
@@ -258,23 +258,28 @@ class StreamedModel:
         self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None = None
     ) -> tuple[Tensor, int]:
         """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are."""
+        for attempt in self.retry.passes(micro_batches, made=logits, purpose="evaluation"):
+            with attempt:
+                found = self._evaluate(attempt.micro_batches, logits)
+        return found
 
-        def run(parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, int]:
-            placed, chunks = self._placed(parts, logits=logits)
-            *_, hidden = self._forward(placed)
-            with self.room.at("in the head and the loss"):
-                values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
-            if logits is not None:
-                cut(logits, parts)
-            return torch.stack(values).sum(), chunks.trained_tokens
-
-        return self.room.fitted(micro_batches, run, made=logits, purpose="evaluation")
+    def _evaluate(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None
+    ) -> tuple[Tensor, int]:
+        # A function of its own, because an attempt that fails must leave no tensor in a variable of its caller.
+        placed, chunks = self._placed(micro_batches, logits=logits)
+        *_, hidden = self._forward(placed)
+        with self.retry.at("in the head and the loss"):
+            values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+        if logits is not None:
+            cut(logits, micro_batches)
+        return torch.stack(values).sum(), chunks.trained_tokens
 
     @torch.no_grad()
     def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
         """Run forward once more and name the first part whose output is not finite; None: all are."""
         names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers)), "the head"]
-        placed = self._inputs.place([self._padding.of(batch) for batch in self.room.parts(micro_batches)])
+        placed = self._inputs.place([self._padding.of(batch) for batch in self.retry.cut(micro_batches)])
         first: int | None = None
         for index, hidden in enumerate(self._forward(placed)):
             if first is None and not all(bool(state.isfinite().all()) for state in hidden):
@@ -331,7 +336,7 @@ class StreamedModel:
     ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
-        with self.room.at("before the layers"):
+        with self.retry.at("before the layers"):
             for batch in micro_batches:
                 preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]

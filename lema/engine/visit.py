@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
 from lema.engine.embed_head import Ends
-from lema.engine.oom import Room
+from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.errors import ModelError
 from lema.model import Split
@@ -101,7 +100,7 @@ class Engine:
 
     Attributes:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
-        room: what fits on the device.
+        retry: attempts again what ran out of device memory.
         trained: the weights of layers that train themselves.
         stop: asked before each micro-batch whether the run is to stop.
         look: called in the backward with the gradients of hidden states as soon as they are formed, some of them None,
@@ -112,7 +111,7 @@ class Engine:
         self.split, self.stream, self.backend = split, stream, backend
         # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
-        self.room = Room(stream, backend)
+        self.retry = OomRetry(stream, backend)
         self.trained = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
         self.look: Callable[[int, Sequence[Tensor | None]], None] = _unseen
@@ -164,16 +163,17 @@ def visit(
 @torch.no_grad()
 def passed(engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s."""
-    outputs, room, place = [], engine.room, f"in the forward of layer {layer}"
+    outputs, retry, place = [], engine.retry, f"in the forward of layer {layer}"
     with (
-        room.at(place),
+        retry.at(place),
         engine.stream.lease(layer) as lease,
         engine.stream.trace.span("forward", f"layer {layer}"),
     ):
         for call, state in zip(calls, hidden, strict=True):
             engine.stop.poll()
-            run = partial(engine.split.run_layer, layer, lease.weights, call, state)
-            outputs.append(room.tried(place, run, engine.generator_state()))
+            for attempt in retry.forwards(engine.generator_state()):
+                with attempt, retry.at(place):
+                    outputs.append(engine.split.run_layer(layer, lease.weights, call, state))
     return tuple(outputs)
 
 
@@ -203,10 +203,10 @@ class _LayerVisit:
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
-        engine, layer, outputs = self._engine, self._layer, []
+        engine, layer, retry, outputs = self._engine, self._layer, self._engine.retry, []
         place = f"in the forward of layer {layer}"
         with (
-            engine.room.at(place),
+            retry.at(place),
             engine.stream.lease(layer) as lease,
             engine.stream.trace.span("forward", f"layer {layer}"),
         ):
@@ -215,8 +215,9 @@ class _LayerVisit:
                 engine.stop.poll()
                 given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
                 drawn = engine.generator_state()
-                run = partial(self._run, lease, index, given, needs=needs, state=drawn)
-                outputs.append(engine.room.tried(place, run, drawn))
+                for attempt in retry.forwards(drawn):
+                    with attempt, retry.at(place):
+                        outputs.append(self._run(lease, index, given, needs=needs, state=drawn))
         return tuple(outputs)
 
     def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class _LayerVisit:
         after = engine.backend.rng_state()
         engine.trained.begin(self._layer, self._leaves)
         with (
-            engine.room.at(f"in the backward of layer {self._layer}"),
+            engine.retry.at(f"in the backward of layer {self._layer}"),
             engine.stream.lease(self._layer) as lease,
             engine.stream.trace.span("backward", f"layer {self._layer}"),
         ):
@@ -330,19 +331,19 @@ class _Turn(torch.autograd.Function):
         anchor: Tensor,  # noqa: ARG004 - autograd looks at it
         *hidden: Tensor,
     ) -> Tensor:
-        top, room = engine.split.num_layers - 1, engine.room
+        top, retry = engine.split.num_layers - 1, engine.retry
         place = f"in the forward of layer {top}"
         ctx.ends, ctx.inputs, ctx.gradients, ctx.engine = ends, [], [], engine
-        with room.at(place), engine.stream.lease(top) as lease:
+        with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             ctx.leaves = engine.trained.leaves(top, lease)
             engine.trained.begin(top, ctx.leaves)
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
                 engine.stop.poll()
                 needs = ctx.needs_input_grad[4 + index]
-                run = partial(_turned, engine, lease, ctx.leaves, call, ends, index, state, needs=needs)
-                # What the head has summed cannot be taken out of the sum again.
-                value, given, others = room.tried(place, run, engine.generator_state(), lambda: not ends.summed)
+                for attempt in retry.forwards(engine.generator_state(), ends.sums):
+                    with attempt, retry.at(place):
+                        value, given, others = _turned(engine, lease, ctx.leaves, call, ends, index, state, needs=needs)
                 total = total + value
                 ctx.inputs.append(given)
                 ctx.gradients.append(others)
@@ -381,16 +382,16 @@ def _turned(
     Returns:
         The loss, the gradient of `state` if it is needed, and what else has a gradient, with that.
     """
-    top, room, trace = engine.split.num_layers - 1, engine.room, engine.stream.trace
+    top, retry, trace = engine.split.num_layers - 1, engine.retry, engine.stream.trace
     leaf = state.detach().requires_grad_(needs)
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):
         output = engine.split.run_layer(top, {**lease.weights, **leaves}, call, leaf)
-    with room.at("in the head and the loss"), trace.span("forward", "head and loss"):
+    with retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
         value, gradient = ends.turn(index, output.detach())
     engine.look(top + 1, [gradient])
     given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
     wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
-    with room.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
+    with retry.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
         found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
     pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, found, strict=True)
     others = list(pairs)[needs:]

@@ -251,7 +251,7 @@ def moves(model: StreamedModel) -> Moves:
             counters.bytes_uploaded,
             counters.bytes_gathered,
             counters.bytes_offloaded,
-            model.room.place,
+            model.retry.place,
         ),
     )
 
@@ -259,7 +259,7 @@ def moves(model: StreamedModel) -> Moves:
 def awaited(model: StreamedModel) -> str:
     """Return where a pass is, and which layers are on lease, wanted and being read."""
     held, wanted, reading = model.stream.under_way()
-    said = [model.room.place or "before the first layer"]
+    said = [model.retry.place or "before the first layer"]
     said += [f"on lease: layer {layer}" for layer in held]
     said += [] if wanted is None else [f"next: layer {wanted}"]
     said += [f"being read: layer {layer}" for layer in reading]

@@ -257,7 +257,7 @@ class LemaModel:
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
         )
-        adapter.room.advise = partial(
+        adapter.retry.advise = partial(
             advise, self.config, self.skeleton, self._layers, self.outside_bytes, self.allocation, self.backend
         )
         return adapter

@@ -243,18 +243,16 @@ class LemaTrainer:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
             with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
-                loss = self.model.room.fitted(
-                    micro_batches,
-                    lambda parts: self._pass(parts, divisor, more=more, following=following, logits=logits),
-                    parameters=self._parameters(),
-                    made=logits,
-                )
+                for attempt in self.model.retry.passes(micro_batches, parameters=self._parameters(), made=logits):
+                    with attempt:
+                        parts = attempt.micro_batches
+                        loss = self._pass(parts, divisor, more=more, following=following, logits=logits)
             self.accumulation_step += 1
             last = self.accumulation_step == num_passes
             norm = None
             if last:  # the step's tokens were not known when its first batch ran
                 factor = self._denominator / self._trained_tokens if trained else 1.0
-                with self.model.room.once("where the step's gradients are put together"):
+                with self.model.retry.once("where the step's gradients are put together"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm)
             mine = worst(replicas, mine)
@@ -502,7 +500,7 @@ class LemaTrainer:
 
     def _step(self, optimizer: Optimizer, norm: Tensor, length: float, on_event: Callable[[str], None]) -> None:
         """Step the optimizer and the schedule; `norm` is that of the gradients on the device, `length` on the host."""
-        with self.model.room.once("in the optimizer's step"):
+        with self.model.retry.once("in the optimizer's step"):
             stepped = self.update.step(optimizer, self._parameters(), norm, length, on_event)
         if self.schedule is not None and stepped:
             self.schedule.step()
@@ -548,11 +546,9 @@ class LemaTrainer:
             )
 
     def _again(self, one: Pass) -> None:
-        self.model.room.fitted(
-            one.micro_batches,
-            lambda parts: self._pass(parts, one.divisor, more=False, following=None, logits=None),
-            parameters=self._parameters(),
-        )
+        for attempt in self.model.retry.passes(one.micro_batches, parameters=self._parameters()):
+            with attempt:
+                self._pass(attempt.micro_batches, one.divisor, more=False, following=None, logits=None)
 
     def _forget(self) -> None:
         """Drop a step that failed: its gradients and what was announced for it."""

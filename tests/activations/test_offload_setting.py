@@ -145,7 +145,7 @@ def test_advice_names_the_setting_that_saves_most(base: Path, tmp_path: Path) ->
     for backend, setting in ((CpuBackend(), "disk"), (LateDevice(), "true")):
         with closing(LemaModel(settings(base, tmp_path, **changes), backend=backend)) as model:
             model.initialize_lora()
-            said = model.adapter.room.advise(Shortage("in the forward of layer 2", 4, 64, 3))
+            said = model.adapter.retry.advise(Shortage("in the forward of layer 2", 4, 64, 3))
         assert f"activation_offloading: {setting} (" in said
         assert "gradient_checkpointing: true (" in said
 
