@@ -26,7 +26,7 @@ from lema.config import LemaConfig, MemoryStrategy
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.machine import PROFILES
-from lema.plan.plan import planner_of
+from lema.plan.planner import planner_of
 
 TOKENS = 1024
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +143,17 @@ def _plan_and_train(config: Path, rounds: int) -> dict[str, Any]:
     """Plan, then measure and train by turns."""
     from lema.config import LemaConfig
     from lema.plan import make_plan
+    from lema.plan.measure import probe
 
     plan, planner = make_plan(LemaConfig.from_yaml(config))
     pairs: list[dict[str, float]] = []
     with _Training(config) as training:
         training.step()
         for clock in (time.perf_counter, time.thread_time) * rounds:
-            now = planner.measured_again(training.model.backend, clock)
+            assert planner.workload is not None
+            known = planner.blueprint, planner.workload, planner.config, planner.shape
+            machine, timings = probe(*known, training.model.backend, clock)
+            now = replace(planner, site=replace(planner.site, machine=machine), timings=timings)
             predicted = now.simulated(now.demand(), plan.allocation)
             wall, processor = training.step()
             if clock is time.perf_counter:
@@ -159,7 +163,7 @@ def _plan_and_train(config: Path, rounds: int) -> dict[str, Any]:
     parts = {**plan.memory.host, **plan.memory.device}
     return {
         "planned_peak": plan.host_peak,
-        "process": planner.process_bytes,
+        "process": planner.site.process_bytes,
         "parts": {name: size for name, size in parts.items() if size},
         "bottleneck": plan.step.bottleneck,
         "disk": plan.machine.speeds.disk,

@@ -27,7 +27,7 @@ from lema.config import LemaConfig
 from lema.plan import Allocation, Machine
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.machine import PROFILES
-from lema.plan.plan import Planner
+from lema.plan.planner import Planner, site_of
 from lema.plan.step import StepShape, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, measure
 
@@ -84,7 +84,7 @@ def _step(
 ) -> dict[str, Any]:
     shape = StepShape(MicroBatch(1, length), math.ceil(tokens / length))
     timings = by_arithmetic(work, blueprint.layers, machine, blueprint.model.dtype.itemsize)
-    planner = Planner(config, blueprint, machine, work, timings, shape, machine.host_memory)
+    planner = Planner(config, blueprint, site_of(config, machine), work, timings, shape)
     allocation = Allocation(config.prefetch_depth + 1, host_cached=held)
     step = planner.simulated(planner.demand(), allocation)
     spilled = step.device_peak > machine.device_memory

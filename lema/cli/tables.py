@@ -15,7 +15,8 @@ from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import ConfigError, DiskError
 from lema.plan import Plan
 from lema.plan.allocate import PARTS as DEVICE_PARTS
-from lema.plan.plan import Planner
+from lema.plan.plan import step_curve
+from lema.plan.planner import Planner
 
 __all__ = ["draw", "rows", "show"]
 
@@ -134,7 +135,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib", where="--plot", how="pip install lema[plot]") from error
-    points = list(planner.curve(plan.allocation, plan.room.crossover or plan.tokens))
+    points = list(step_curve(planner, plan.allocation, plan.room.crossover or plan.tokens))
     tokens = [count for count, _ in points]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(

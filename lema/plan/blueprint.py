@@ -20,7 +20,7 @@ from lema.model.outer_weights import StoredTensors, host_rows_name, layer_bytes,
 from lema.model.partition import held_records
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
-from lema.plan.trainable_bytes import TrainedBytes, trained_bytes
+from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, trained_bytes
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.stream.placement import LayerBytes
@@ -63,6 +63,11 @@ class Blueprint:
     def model_bytes(self) -> int:
         """Of all weights in the types they are used in: what the model takes when it is written."""
         return self.outside_bytes + sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint: of each parameter that trains its value and two moments, in fp32."""
+        return (MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters
 
     @property
     def vocabulary(self) -> int:

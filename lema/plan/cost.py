@@ -8,6 +8,7 @@ the end of the way up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -22,6 +23,7 @@ __all__ = [
     "Phase",
     "Speeds",
     "Tier",
+    "Traffic",
     "device_parts",
     "down_seconds",
     "fetches",
@@ -29,6 +31,7 @@ __all__ = [
     "phases",
     "saved_elsewhere",
     "seconds",
+    "traffic",
 ]
 
 
@@ -330,3 +333,45 @@ def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
     """Return how long a step takes when everything overlaps that can."""
     up, down = phases(demand, allocation, speeds)
     return up.seconds + down.seconds + demand.rest
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that move between disk, host memory and device.
+
+    Attributes:
+        read: of weights, from disk.
+        uploaded: to the device, of weights and of activations that come back.
+        downloaded: from the device, of gradients and of activations that wait elsewhere.
+    """
+
+    read: int
+    uploaded: int
+    downloaded: int
+
+
+def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bool) -> Traffic:
+    """Return the bytes that so many steps move, with what is read and uploaded once before the first of them.
+
+    Args:
+        demand: of a step.
+        allocation: what memory is spent on.
+        steps: at least one.
+        rewritten: whether each step writes to the layers, so that the next finds nothing of them on the device.
+    """
+    num_layers, slots = len(demand.layers), allocation.slots
+    kept = allocation.residents | allocation.host_cached
+
+    def weights(held: frozenset[int], size: Callable[[LayerCost], int]) -> int:
+        whole = fetched(training_order(num_layers, demand.lowest), slots, held)
+        later = whole if rewritten else sum(fetches(num_layers, slots, held, demand.lowest), ())
+        first, other = (sum(size(demand.layers[index]) for index in layers) for layers in (whole, later))
+        return sum(size(demand.layers[index]) for index in held) + first + (steps - 1) * other
+
+    read = demand.outside_bytes + weights(kept, lambda layer: layer.read_bytes)
+    if demand.shared:
+        return Traffic(read, 0, 0)
+    uploaded = demand.outside_bytes + weights(allocation.residents, lambda layer: layer.upload_bytes)
+    waiting = _away(demand, allocation) * demand.boundary_bytes + sum(saved_elsewhere(demand, allocation).values())
+    gradients = sum(layer.gradient_bytes for layer in demand.layers)
+    return Traffic(read, uploaded + steps * waiting, steps * (gradients + waiting))

@@ -161,11 +161,6 @@ class TrainedBytes:
         return self.outside.nbytes + self.outside.largest
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Of a checkpoint: every master with its moments."""
-        return (MASTER_BYTES + MOMENT_BYTES) * self.parameters
-
-    @property
     def lowest(self) -> int:
         """The lowest layer with something that trains; the top one where none has."""
         return next((index for index, layer in enumerate(self.layers) if layer.count), len(self.layers) - 1)

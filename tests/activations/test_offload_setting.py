@@ -17,7 +17,8 @@ from lema.engine.oom import Shortage
 from lema.errors import MemoryLimitError
 from lema.plan.cost import STAGING, host_parts, saved_elsewhere
 from lema.plan.machine import PROFILES
-from lema.plan.plan import plan_with, planner_of
+from lema.plan.plan import plan_with
+from lema.plan.planner import planner_of
 from lema.plan.step import step_shape
 from lema.train.metrics import read_metrics
 from lema_cpu import CpuBackend

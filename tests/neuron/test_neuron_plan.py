@@ -21,7 +21,7 @@ from lema.plan.allocate import allocate, allocated
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Demand, LayerCost, Speeds, device_parts
 from lema.plan.machine import profile
-from lema.plan.plan import planner_of
+from lema.plan.planner import planner_of
 from lema_neuron.standin import StandIn
 from lema_neuron.watch import Watch
 

@@ -19,7 +19,8 @@ from lema.cli.tables import rows, show
 from lema.errors import MemoryLimitError
 from lema.plan import Plan, make_plan
 from lema.plan.machine import PROFILES, profile
-from lema.plan.plan import Planner, plan_with, planner_of
+from lema.plan.plan import plan_with
+from lema.plan.planner import Planner, planner_of, site_of
 from lema.plan.step import by_arithmetic, step_shape
 from lema.stream.reader import LayerReader
 
@@ -40,9 +41,10 @@ def planned(model: Path, machine: str = "4090", **changes: Any) -> Plan:
     settings = {"batch_size": 8, "micro_batch_size": 1, "max_length": 1024, **changes}
     known, found = _known(model, settings["max_length"], settings["micro_batch_size"]), profile(machine)
     config = LemaConfig(**known.config.model_dump() | settings)
+    assert known.workload is not None
     timings = by_arithmetic(known.workload, known.blueprint.layers, found, known.blueprint.model.dtype.itemsize)
-    shape, here = step_shape(config, None), {"machine": found, "host_available": found.host_memory}
-    return plan_with(replace(known, config=config, timings=timings, shape=shape, **here))
+    shape, site = step_shape(config, None), site_of(config, found)
+    return plan_with(replace(known, config=config, timings=timings, shape=shape, site=site))
 
 
 @pytest.mark.slow

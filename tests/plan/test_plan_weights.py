@@ -20,7 +20,7 @@ from lema.plan.blueprint import draw_up
 from lema.plan.cost import Speeds
 from lema.plan.machine import profile
 from lema.plan.meter import Tally
-from lema.plan.phase import PhaseNeeds, Place, place_of, plan_phase
+from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.plan.workload import MicroBatch, measure
 from lema.train.full import FullTraining
 
@@ -44,8 +44,8 @@ def micro_batches() -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids, "attention_mask": mask}] * (ROWS // MICRO)
 
 
-def told(config: LemaConfig, chosen: Any = everything, **changes: Any) -> PhaseNeeds:
-    return plan_phase(config, place_of(config), chosen=chosen, **changes)
+def told(config: LemaConfig, chosen: Any = everything, site: Site | None = None, **changes: Any) -> StepNeeds:
+    return planner_of(config, site=site or site_of(config), chosen=chosen, strict=False, **changes).needs()
 
 
 SINGLE, HALF = torch.float32, torch.bfloat16
@@ -105,7 +105,7 @@ def test_the_device_peak_does_not_grow_with_depth(tmp_path: Path) -> None:
             real = peak_of_a_step(model, training)
         needs = told(config)
         assert needs.device["gradients"] == 2 * 4 * needs.blueprint.trained.layers[0].count  # type: ignore[union-attr]
-        away = plan_phase(config_of(directory, tmp_path, boundary_activations="host"), apart(), chosen=everything)
+        away = told(config_of(directory, tmp_path, boundary_activations="host"), site=apart())
         assert away.device["slots"] == 3 * needs.blueprint.layers[0].nbytes
         found.append((real, needs.device["boundaries"], sum(away.device.values())))
     (few, waiting, told_of_8), (many, waiting_more, told_of_16) = found
@@ -113,9 +113,9 @@ def test_the_device_peak_does_not_grow_with_depth(tmp_path: Path) -> None:
     assert many - few == pytest.approx(waiting_more - waiting, rel=0.05)
 
 
-def apart() -> Place:
+def apart() -> Site:
     """A device with memory of its own."""
-    return Place(Machine("there", 10**10, 10**10, Speeds(1.0, 10.0), 0.0, 0.0), 10**10)
+    return Site(Machine("there", 10**10, 10**10, Speeds(1.0, 10.0), 0.0, 0.0), 10**10)
 
 
 @pytest.mark.slow
@@ -123,13 +123,13 @@ def apart() -> Place:
 def test_bytes_that_move_are_those_of_a_run(tmp_path: Path, clipped: float | None) -> None:
     short = {"batch_size": 2, "max_length": 16}
     config = config_of(write_model(tmp_path / "model"), tmp_path, max_grad_norm=clipped, **short)
-    needs = plan_phase(config, apart(), chosen=everything)
+    needs = told(config, site=apart())
     device = Downloads()
     with trains(config, backend=device) as (model, training):
         for _ in range(3):
             training.step([[{key: tensor[:, :16] for key, tensor in micro_batches()[0].items()}]])
         counters = model.memory.counters
-    moved = needs.moved(3)
+    moved = needs.traffic(3)
     assert moved.uploaded == counters.bytes_uploaded + needs.blueprint.outside_bytes
     assert moved.downloaded == device.downloaded > 0
     assert moved.read == sum(layer.read_bytes for layer in needs.blueprint.layers) + needs.blueprint.outside_bytes
@@ -203,9 +203,9 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
 def test_speeds_give_seconds_and_without_them_there_are_none(tmp_path: Path) -> None:
     config = config_of(write_model(tmp_path / "model"), tmp_path)
     assert told(config).seconds is None
-    told_of = plan_phase(config, place_of(config, profile("4090")), chosen=everything)
+    told_of = told(config, site=site_of(config, profile("4090")))
     assert told_of.seconds is not None and 0 < told_of.seconds < 1
-    measured = plan_phase(config, place_of(config, measured=True), chosen=everything)
+    measured = told(config, site=site_of(config, measured=True))
     assert measured.seconds is not None and measured.seconds > 0
 
 

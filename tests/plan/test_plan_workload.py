@@ -18,7 +18,7 @@ from lema.plan.allocate import allocate
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import STAGED, device_parts
 from lema.plan.meter import Tally
-from lema.plan.plan import planner_of
+from lema.plan.planner import planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.reader import LayerReader

@@ -15,13 +15,14 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from lema.backend import Backend
 from lema.config import LemaConfig
-from lema.config.units import human_bytes, human_count, human_duration, parse_memory
+from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.mixture import Mixture, Source
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
-from lema.plan.phase import Moved, PhaseNeeds, Place, place_of, plan_phase
-from lema.plan.plan import CHECKPOINTED
+from lema.plan.cost import Traffic
+from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.train.phases.kinds import chosen_by, of_kind
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -88,7 +89,7 @@ class PhaseEntry:
     leftover: int
     tokens_per_source: dict[str, int]
     rates: Rates
-    moved: Moved
+    moved: Traffic
     memory: PhaseMemory
     hours: float | None
 
@@ -155,6 +156,7 @@ def phase_report(
     sources: Mapping[str, Source] | None = None,
     *,
     machine: Machine | None = None,
+    backend: Backend | None = None,
     measure: bool = False,
     price: float | None = None,
     processes: int = 1,
@@ -167,6 +169,7 @@ def phase_report(
         plan: its phases.
         sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
         machine: to plan for; None: this one.
+        backend: of this machine, where one is open already.
         measure: this machine, which takes seconds for each kind of phase; else hours are not known here.
         price: of an hour, in any currency.
         processes: that share each batch, all on one machine.
@@ -176,8 +179,8 @@ def phase_report(
         MemoryLimitError: a phase does not fit; names it.
         ConfigError: a phase selects nothing, its rows are longer than the model's positions, or data sets do not fit.
     """
-    place = place_of(config, machine, measured=measure and machine is None)
-    known: dict[str, PhaseNeeds] = {}
+    site = site_of(config, machine, backend=backend, measured=measure)
+    known: dict[str, StepNeeds] = {}
     entries = []
     for index in range(len(plan.phases)) if sources is not None else ():
         _look_at(plan, index, sources or {})
@@ -185,27 +188,26 @@ def phase_report(
         kind = repr([phase.trains, phase.trainable, phase.layers, phase.adapters])
         if kind not in known:
             try:
-                known[kind] = _needs(config, plan, phase, place, processes, trust_remote_code)
+                known[kind] = _needs(config, plan, phase, site, processes, trust_remote_code)
             except MemoryLimitError as error:
                 error.where = f"phase {phase.name}: {error.where}"
                 raise
         entries.append(_entry(config, plan, index, known[kind]))
-    on_device, in_host = _limits(config, place)
+    on_device, in_host = site.limits(config.device_memory, config.host_memory)
+    notes = {one.planner.note for one in known.values()} - {""}
     return PhaseReport(
         phases=tuple(entries),
-        warnings=(*map(str, plan.warnings(processes)), *sorted({one.note for one in known.values() if one.note})),
-        machine=place.machine.name,
+        warnings=(*map(str, plan.warnings(processes)), *sorted(notes)),
+        machine=site.machine.name,
         device_memory=on_device,
         host_memory=in_host,
-        speeds="profile" if place.told else "measured" if place.measured else "unknown",
-        shared=place.machine.shared,
+        speeds=site.speeds,
+        shared=site.machine.shared,
         price=price,
     )
 
 
-def _needs(
-    config: LemaConfig, plan: PhasePlan, phase: Phase, place: Place, processes: int, trusted: bool
-) -> PhaseNeeds:
+def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, processes: int, trusted: bool) -> StepNeeds:
     settings = {
         **config.to_dict(),
         **of_kind(phase),
@@ -216,14 +218,16 @@ def _needs(
         "max_length": plan.block_size,
         "gradient_accumulation_steps": 1,
     }
-    return plan_phase(
+    planner = planner_of(
         LemaConfig(**settings),
-        place,
+        site=site,
         chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
         device_memory=config.device_memory,
         processes=processes,
+        strict=False,
         trust_remote_code=trusted,
     )
+    return planner.needs()
 
 
 def _look_at(plan: PhasePlan, index: int, sources: Mapping[str, Source]) -> None:
@@ -232,11 +236,11 @@ def _look_at(plan: PhasePlan, index: int, sources: Mapping[str, Source]) -> None
     Mixture(plan.phases[index].mixture, sources, plan.seed, plan.block_size, **options)
 
 
-def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: PhaseNeeds) -> PhaseEntry:
+def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> PhaseEntry:
     phase, boundary, size = plan.phases[index], plan.boundaries()[index], plan.steps(index)
     risen = min(max(0, phase.spans(size.steps).warmup - phase.schedule_start), size.steps - 1)
     rates = [plan.learning_rate(index, step) for step in (0, risen, size.steps - 1)]
-    disk = _disk(config, plan, index, needs)
+    disk, seconds = _disk(config, plan, index, needs), needs.seconds
     return PhaseEntry(
         name=boundary.name,
         trains=phase.trains,
@@ -248,33 +252,25 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: PhaseNeeds) -
         leftover=size.leftover,
         tokens_per_source={name: count * plan.block_size for name, count in plan.counts(index).items()},
         rates=Rates(rates[0], max(rates), rates[-1]),
-        moved=needs.moved(size.steps),
+        moved=needs.traffic(size.steps),
         memory=PhaseMemory(
             device=sum(needs.device.values()),
-            host=sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.shared,
+            host=sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared,
             mapped=needs.mapped,
             disk=sum(disk.values()),
             parts={"device": needs.device, "host": needs.host, "disk": disk},
         ),
-        hours=None if needs.seconds is None else size.steps * needs.seconds / 3600,
+        hours=None if seconds is None else size.steps * seconds / 3600,
     )
 
 
-def _disk(config: LemaConfig, plan: PhasePlan, index: int, needs: PhaseNeeds) -> dict[str, int]:
+def _disk(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> dict[str, int]:
     """Return the bytes of what a phase leaves: checkpoints, and the model that the next phase begins with."""
     steps, blueprint = plan.steps(index).steps, needs.blueprint
     count = math.ceil(steps / config.save_steps) if config.save_steps else 1
     kept = min(count, config.save_total_limit or count)
-    trained = blueprint.trained
-    each = CHECKPOINTED * blueprint.adapter_parameters if trained is None else trained.checkpoint_bytes
     leaves = Places(Path(config.output_dir), plan).leaves_model(index)
-    return {"checkpoints": kept * each, "model": leaves * blueprint.model_bytes}
-
-
-def _limits(config: LemaConfig, place: Place) -> tuple[int, int]:
-    machine, allowed = place.machine, (config.device_memory, config.host_memory)
-    on_device = machine.device_memory if allowed[0] is None else parse_memory(allowed[0], machine.device_memory)
-    return on_device, place.host_available if allowed[1] is None else parse_memory(allowed[1], machine.host_memory)
+    return {"checkpoints": kept * blueprint.checkpoint_bytes, "model": leaves * blueprint.model_bytes}
 
 
 Row = tuple[str, str, str]

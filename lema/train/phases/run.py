@@ -356,7 +356,9 @@ def train_phases(
         sources = read_sources(config, plan, file.datasets, "train", **reading)
         held_out = read_sources(config, plan, file.held_out, "val", **reading) or None
         size = backend.replicas.size
-        report = phase_report(config, plan, sources, processes=size, trust_remote_code=trust_remote_code)
+        report = phase_report(
+            config, plan, sources, backend=backend, processes=size, trust_remote_code=trust_remote_code
+        )
         show_report(report, shown)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             end = run_phases(

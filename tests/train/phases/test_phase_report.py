@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from lema import LemaConfig
 from lema.data.mixture import Mixture
 from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
-from lema.plan import phase as planned
+from lema.plan import planner as planned
 from lema.plan.machine import profile
 from lema.stream.reader import LayerReader
 from lema.train.phases import LoRATrainerConfig, PhasePlan, run_phases
@@ -173,7 +173,7 @@ def test_processes_share_rows_and_each_has_its_optimizer(config_of: Callable[...
 def test_a_model_whose_costs_depend_on_values_is_reported_without_them(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def depends(*_: Any) -> None:
+    def depends(*_: Any, **__: Any) -> None:
         raise ModelError("what this model computes depends on values")
 
     monkeypatch.setattr(planned, "measure", depends)
