@@ -2,7 +2,8 @@
 
     from lema import LemaConfig, LemaModel
 
-Names are imported when they are first used, so `import lema` costs nothing. The import is quiet: `lema.config.quiet` says of what.
+Names are imported when they are first used, so `import lema` costs nothing. `lema.config.quiet` says why these imports
+print nothing.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,8 @@
-"""LEMA started from Python says nothing for torchao and bitsandbytes, and imports neither for a model that is not quantised.
+"""LEMA started from Python prints nothing of torchao's and bitsandbytes', and imports neither on its own.
 
-Each case is a fresh process, because a library prints its warnings once, when it is imported. PEFT and transformers import
-both libraries where they are installed; the tests hold that this is silent, and that no module of LEMA is the importer.
+Each case is a fresh process, because a library prints its warnings once, when it is imported. PEFT and transformers
+import both libraries where they are installed; the tests hold that this is silent, and that no module of LEMA is the
+importer.
 """
 
 import os
@@ -50,10 +51,8 @@ def assert_silent(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_importing_lema_imports_neither_library() -> None:
-    code = (
-        f"import sys, lema\nloaded = [name for name in {LIBRARIES} if name in sys.modules]\nassert not loaded, loaded"
-    )
-    assert_silent(python("-c", code))
+    loaded = f"[name for name in {LIBRARIES} if name in sys.modules]"
+    assert_silent(python("-c", f"import sys, lema\nassert not {loaded}, {loaded}"))
 
 
 def test_a_model_with_an_adapter_is_built_in_silence(tmp_path: Path) -> None:
