@@ -37,6 +37,7 @@ __all__ = [
     "non_finite_gradient",
     "non_finite_loss",
     "watched",
+    "where_began",
     "worst",
 ]
 
@@ -125,6 +126,26 @@ def place_of(split: Split, handed_down: int | None) -> str | None:
     if handed_down is None:
         return None
     return "the head and the loss" if handed_down == split.num_layers else f"{split.layers_name}.{handed_down}"
+
+
+def where_began(split: Split, name: str, handed_down: int | None) -> str:
+    """Return where the gradients of a pass begin not to be finite: at a weight, or in a layer above it.
+
+    Args:
+        split: the model.
+        name: of a weight whose gradient is not finite.
+        handed_down: the highest layer that hands down a gradient which is not finite; None: none does.
+    """
+    prefix = f"{split.layers_name}."
+    if name.startswith(prefix):
+        layer = int(name.removeprefix(prefix).partition(".")[0])
+    else:
+        names = [one for one, _ in split.model.named_parameters()]
+        above = any(one.startswith(prefix) for one in names[: names.index(name)])
+        layer = split.num_layers if above else -1
+    if handed_down is None or handed_down <= layer:
+        return name
+    return "the head and the loss" if handed_down == split.num_layers else f"{prefix}{handed_down}"
 
 
 def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:

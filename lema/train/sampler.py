@@ -1,4 +1,4 @@
-"""The course of a run through its data: which batches each optimizer step takes, and where it ends."""
+"""Which batches of a data set each optimizer step of a plain run takes, and where the run ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lema.config import LemaConfig
 from lema.data import Batch, Batches
 from lema.engine.loss import split_batch
 
-__all__ = ["Course"]
+__all__ = ["StepSampler"]
 
 
-class Course:
+class StepSampler:
     """The optimizer steps of a run. Where in the data a step ends follows from its number alone.
 
     Args:

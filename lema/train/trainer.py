@@ -1,15 +1,10 @@
-"""A batch as a user hands it in: one mapping of tensors, checked before any layer is read.
-
-One training step after the other: micro-batches, accumulation, guards, clipping, optimizer, checkpoints.
-"""
+"""Trains adapters, one step after the other: micro-batches, accumulation, guards, clipping, optimizer, checkpoints."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,113 +14,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lema.backend.collectives import first_alone
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.loss import IGNORED, attended_tokens, split_batch, trained_tokens
-from lema.engine.optim import check_optimizer, make_optimizer, set_rates, set_update
-from lema.errors import AdapterError, ConfigError, DataError, NonFiniteError
-from lema.lora import save_adapter
-from lema.lora.base import check_base, write_base
-from lema.lora.files import check_same_adapter, load_weights
-from lema.model.partition import whole_adapter
+from lema.engine.loss import attended_tokens, split_batch, trained_tokens
+from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, set_rates, set_update
+from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.storage import GlobalBinaryIndex
-from lema.storage.diskspace import check_room
 from lema.storage.locks import one_run
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
+from lema.train.batch import as_batch
 from lema.train.checkpoint import checkpoints
+from lema.train.checkpoint.adapters import read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import (
-    about_run,
-    forget_old_checkpoints,
-    nbytes_of,
-    optimizer_state,
-    read_state,
-    restore_optimizer,
-    write_checkpoint,
-)
+from lema.train.checkpoint.format import nbytes_of
 from lema.train.checkpoint.resume import check_sound
-from lema.train.checkpoint.rng import restore_own, states_of_all
-from lema.train.evaluate import evaluate
+from lema.train.checkpoint.rng import restore_own
+from lema.train.evaluate import evaluate, passes_of_rows
+from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Pass, Passes, watched, worst
+from lema.train.steps import StepResult, check_room_for, may_drop, no_event, warn_dropped
 from lema.train.update import Update, read_numbers
 
-__all__ = ["LemaTrainer", "StepResult", "as_batch"]
-
-
-NAMES = ("input_ids", "labels", "attention_mask")
-
-
-def as_batch(
-    inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None, vocab_size: int | None = None
-) -> dict[str, Tensor]:
-    """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`.
-
-    Raises:
-        DataError: a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a token is
-            outside the vocabulary.
-    """
-    if isinstance(inputs, Tensor):
-        given: Mapping[str, Any] = {"input_ids": inputs}
-    elif isinstance(inputs, Mapping) and "input_ids" in inputs:
-        given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
-    else:
-        raise DataError("a batch is a tensor of token ids, or a mapping with input_ids", where="train_step")
-    batch = {**given}
-    if labels is not None:
-        batch["labels"] = labels
-    if attention_mask is not None:
-        batch["attention_mask"] = attention_mask
-    if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
-        raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
-    if "labels" not in batch:
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
-        batch["labels"] = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
-    _check_shapes(batch)
-    if vocab_size is not None:
-        _check_range("input_ids", batch["input_ids"], vocab_size)
-        _check_range("labels", batch["labels"][batch["labels"] != IGNORED], vocab_size)
-    return batch
-
-
-def _check_shapes(batch: Mapping[str, Tensor]) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-    if len(set(shapes.values())) != 1 or batch["input_ids"].ndim != 2 or batch["input_ids"].numel() == 0:
-        raise DataError(f"a batch is [batch, sequence] throughout and not empty, not {shapes}", where="train_step")
-    for name in ("input_ids", "labels"):
-        if batch[name].dtype not in (torch.int64, torch.int32):
-            raise DataError(f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step")
-
-
-def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
-    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
-        raise DataError(
-            f"{name} holds {int(tokens.min() if tokens.min() < 0 else tokens.max())}, "
-            f"which is outside the vocabulary of {vocab_size} tokens",
-            where="train_step",
-            how="use the tokenizer of the model being trained; label -100 is what is not learnt",
-        )
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one pass did, in all processes together.
-
-    Attributes:
-        loss: the mean over its trained tokens.
-        trained_tokens: how many these are.
-        tokens: all that are not padding.
-        grad_norm: of the gradients before clipping, where the optimizer stepped.
-        dropped: why the step was dropped that ended with this pass; None: it was not.
-    """
-
-    loss: float
-    trained_tokens: int
-    tokens: int
-    grad_norm: float | None
-    dropped: NonFiniteError | None = None
+__all__ = ["LemaTrainer"]
 
 
 class LemaTrainer:
@@ -203,7 +115,7 @@ class LemaTrainer:
         result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
         if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
             with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
-                self.save_step()
+                save_step(self)
         return torch.cat(logits), result.loss
 
     def accumulate(
@@ -215,20 +127,16 @@ class LemaTrainer:
         following: Sequence[Mapping[str, Tensor]] | None = None,
         logits: list[Tensor] | None = None,
         where: str = "",
-        on_event: Callable[[str], None] | None = None,
+        on_event: Callable[[str], None] = no_event,
     ) -> StepResult:
         """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
 
         The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm.
 
         Args:
-            micro_batches: with `labels`; every layer is leased once for all of them. Of several processes each gives
-                its share, and one at least has some.
+            micro_batches: as `Steps.accumulate` takes them, and so are `more`, `following` and `where`.
             num_passes: passes of this optimizer step.
-            more: another pass follows at once, and its first layers may be read while this one ends.
-            following: the micro-batches of that pass, where some of its layers may be left out.
             logits: a list that receives each micro-batch's logits.
-            where: which rows these are, for an error.
             on_event: called with `"on_pre_optimizer_step"` once the gradients are whole, and with
                 `"on_optimizer_step"` before they are dropped.
         """
@@ -243,35 +151,59 @@ class LemaTrainer:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
             with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
-                for attempt in self.model.retry.passes(micro_batches, parameters=self._parameters(), made=logits):
-                    with attempt:
-                        parts = attempt.micro_batches
-                        loss = self._pass(parts, divisor, more=more, following=following, logits=logits)
+                loss = self._fitted_pass(micro_batches, divisor, more=more, following=following, logits=logits)
             self.accumulation_step += 1
-            last = self.accumulation_step == num_passes
             norm = None
-            if last:  # the step's tokens were not known when its first batch ran
+            if self.accumulation_step == num_passes:  # the step's tokens were not known when its first batch ran
                 factor = self._denominator / self._trained_tokens if trained else 1.0
                 with self.model.retry.once("where the step's gradients are put together"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm)
-            mine = worst(replicas, mine)
-            value = sum(replicas.exchange(mine)) * (self._denominator / trained)
-            if not math.isfinite(value):
-                said = f"{place}; the optimizer was not stepped"
-                self._refuse(lambda: self._passes.non_finite_loss(value, mine, said))
+            value = self._checked_loss(worst(replicas, mine), trained, place)
             if norm is not None and length is not None:
-                if self.update.fails(length):
-                    self._refuse(lambda: self._passes.non_finite_gradient(place, self._again, self._drop_gradients))
-                if (dropped := self._fault) is not None:
-                    self._drop(dropped)
+                dropped = self._step_or_drop(optimizer, norm, length, place, on_event)
+                if dropped is not None:
                     return StepResult(value, trained, tokens, None, dropped)
-                with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
-                    self._step(optimizer, norm, length, on_event or (lambda _: None))
         except BaseException:
             self._forget()
             raise
         return StepResult(value, trained, tokens, length)
+
+    def _checked_loss(self, mine: float, trained: int, place: str) -> float:
+        """Return the mean loss of all processes, of which `mine` is a part; one that is not finite drops the step."""
+        value: float = sum(self.backend.replicas.exchange(mine)) * (self._denominator / trained)
+        if not math.isfinite(value):
+            said = f"{place}; the optimizer was not stepped"
+            self._refuse(lambda: self._passes.non_finite_loss(value, mine, said))
+        return value
+
+    def _step_or_drop(
+        self, optimizer: Optimizer, norm: Tensor, length: float, place: str, on_event: Callable[[str], None]
+    ) -> NonFiniteError | None:
+        """End a step; return why the optimizer does not take it, None: it has. `norm` and `length` as `_step`."""
+        if self.update.fails(length):
+            self._refuse(lambda: self._passes.non_finite_gradient(place, self._again, self._drop_gradients))
+        if (dropped := self._fault) is not None:
+            self._drop(dropped)
+            return dropped
+        with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
+            self._step(optimizer, norm, length, on_event)
+        return None
+
+    def _fitted_pass(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        num_tokens: int,
+        *,
+        more: bool = False,
+        following: Sequence[Mapping[str, Tensor]] | None = None,
+        logits: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Run `_pass`; where the device's memory runs out, make room and run it again from its beginning."""
+        for attempt in self.model.retry.passes(micro_batches, parameters=self._parameters(), made=logits):
+            with attempt:
+                loss = self._pass(attempt.micro_batches, num_tokens, more=more, following=following, logits=logits)
+        return loss
 
     def _pass(
         self,
@@ -326,10 +258,21 @@ class LemaTrainer:
             ConfigError: another run writes to `output_dir`.
             DiskFull: there is no room for two checkpoints, or, when the run ends, for the last.
         """
-        from lema.train.loop import Run
-
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
-            return Run(self, dataset, eval_dataset, stop).train(resume=resume, weights_only=weights_only, say=say)
+            run, optimizer = PlainRun(self, dataset, eval_dataset), self.ready()
+            if self.global_step == 0:  # each process draws its own dropout
+                torch.manual_seed(self.config.seed + self.backend.replicas.rank)
+            if resume:
+                run.resume(partial(self.restore, weights_only=weights_only), say, weights_only=weights_only)
+            else:
+                run.begin(weights_only=weights_only)
+            if self.config.save_steps:
+                self.require_room(1 if resume else 2)
+            if self.schedule is None:
+                taken = self.global_step - self.skipped_steps
+                self.follow(make_schedule(optimizer, self.config, run.num_steps, taken))
+            assert self.schedule is not None
+            return run.train(self.schedule, self.callbacks, stop)
 
     def require_room(self, count: int) -> None:
         """Make sure that `output_dir` has room for so many checkpoints.
@@ -341,9 +284,7 @@ class LemaTrainer:
         moments = nbytes_of(one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
         if not moments and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             moments = 2 * nbytes_of(parameters)
-        nbytes, place = count * (nbytes_of(parameters) + moments), Path(self.config.output_dir)
-        what = "a checkpoint" if count == 1 else f"{count} checkpoints"
-        first_alone(self.backend.replicas, lambda: check_room(place, nbytes, what))
+        check_room_for(count, nbytes_of(parameters) + moments, Path(self.config.output_dir), self.backend.replicas)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Return `eval_loss` (mean over trained tokens), `eval_perplexity`, `eval_tokens` of a data set.
@@ -352,17 +293,7 @@ class LemaTrainer:
             NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
         """
         with watched(self.model, self.config):
-            return evaluate(self.model, dataset, self.config)
-
-    def save_step(
-        self, extra: Mapping[str, Any] | None = None, write_more: Callable[[Path], None] | None = None
-    ) -> None:
-        """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old."""
-        output_dir = Path(self.config.output_dir)
-        directory = output_dir / f"checkpoint-{self.global_step}"
-        self.save_checkpoint(directory, extra, write_more)
-        keep = self.config.save_total_limit
-        first_alone(self.backend.replicas, lambda: forget_old_checkpoints(output_dir, directory, keep))
+            return evaluate(self.model, passes_of_rows(dataset, self.config, self.backend.replicas))
 
     def save_checkpoint(
         self,
@@ -385,31 +316,15 @@ class LemaTrainer:
             DiskError: it could not be written, or does not read back as it was written; likewise.
             NonFiniteError: an adapter or the optimizer's state is not finite; likewise.
         """
-        peft_model, parallel = self._adapters(), self.backend.parallel
-        optimizer, whole = optimizer_state(self.ready(), parallel), whole_adapter(peft_model, parallel)
-
-        def write_files(part: Path) -> None:
-            save_adapter(peft_model, part, self.config.model_name_or_path, self.config.revision, whole)
-            self.config.save_pretrained(part)
-            write_base(part, self._base)
-            if write_more is not None:
-                write_more(part)
-
-        state = {
+        about = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": self.update.state_dict(),
             "skipped_steps": self.skipped_steps,
-            **states_of_all(self.backend),
             "extra": dict(extra or {}),
         }
-        nbytes = nbytes_of(self._parameters() if whole is None else whole.values())
-
-        def write() -> None:
-            about = about_run(self.config, "adapters", self._base)
-            write_checkpoint(Path(directory), optimizer, {**about, **state}, write_files, nbytes)
-
-        first_alone(self.backend.replicas, write)
+        adapters, optimizer = self._adapters(), self.ready()
+        write_adapters(Path(directory), self.backend, adapters, optimizer, about, self.config, self._base, write_more)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
@@ -427,13 +342,9 @@ class LemaTrainer:
 
     def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Do what `load_checkpoint` does with a checkpoint whose files were compared with its manifest already."""
-        path, optimizer = Path(directory), self.ready()
-        state = read_state(path)
-        check_same_adapter(self._adapters(), path)
-        check_base(path, self.gbi)
-        load_weights(self._adapters(), path, self.model.split.layers_name, self.backend.parallel)
-        if not weights_only:
-            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
+        path, adapters, optimizer = Path(directory), self._adapters(), self.ready()
+        kept = None if weights_only else optimizer
+        state = read_adapters(path, self.backend, adapters, kept, self.gbi, self.model.split.layers_name)
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -442,7 +353,7 @@ class LemaTrainer:
             restore_own(self.backend, state, self.config.seed)
             self._forget()
             self.global_step = int(state["global_step"])
-            self.skipped_steps = int(state.get("skipped_steps", 0))  # earlier versions dropped none
+            self.skipped_steps = int(state["skipped_steps"])
             return dict(state["extra"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
@@ -469,6 +380,11 @@ class LemaTrainer:
             schedule.load_state_dict(self._saved_schedule)
             self._saved_schedule = None
             set_rates(self.ready(), schedule.get_last_lr())
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What callbacks see as the model: PEFT's."""
+        return self.peft_model
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -526,10 +442,8 @@ class LemaTrainer:
         """
         if self._fault is not None:
             return
-        found, limit = error(), self.config.max_skipped_steps
-        if self.skipped_steps >= limit:
-            if limit:
-                found.how = f"{limit} steps were dropped before this one (max_skipped_steps); {found.how}"
+        found = error()
+        if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):
             raise found
         self._fault = found
 
@@ -538,17 +452,10 @@ class LemaTrainer:
         self.update.drop()
         self._end_step()
         self.skipped_steps += 1
-        if self.backend.replicas.first:
-            warnings.warn(
-                f"step {self.global_step} was dropped, {self.skipped_steps} of at most "
-                f"{self.config.max_skipped_steps}: {why.what} ({why.where})",
-                stacklevel=4,
-            )
+        warn_dropped(why, self.global_step, self.skipped_steps, self.config.max_skipped_steps, self.backend.replicas)
 
     def _again(self, one: Pass) -> None:
-        for attempt in self.model.retry.passes(one.micro_batches, parameters=self._parameters()):
-            with attempt:
-                self._pass(attempt.micro_batches, one.divisor, more=False, following=None, logits=None)
+        self._fitted_pass(one.micro_batches, one.divisor)
 
     def _forget(self) -> None:
         """Drop a step that failed: its gradients and what was announced for it."""

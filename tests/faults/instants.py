@@ -100,7 +100,7 @@ def _case(made: ShortRun, straight: Path, before: Path, instant: int, *, flushed
 def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: bool) -> int:
     """Resume, and be killed at the instant of that number of the save, or note all of them."""
     from faults.diskseam import DiskSeam
-    from lema.train import LemaTrainer
+    from lema.train.fit import PlainRun
 
     watched, seen = False, []
     note = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # before the seam is there
@@ -116,15 +116,15 @@ def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: b
             write(note, "\n".join(map(str, seam.unflushed)).encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
-    save = LemaTrainer.save_step
+    save = PlainRun.save
 
-    def saving(trainer: LemaTrainer, *arguments: object, **options: object) -> None:
+    def saving(run: PlainRun, *arguments: object, **options: object) -> None:
         nonlocal watched
-        watched = trainer.global_step == STEP
-        save(trainer, *arguments, **options)  # type: ignore[arg-type]
+        watched = run.done == STEP
+        save(run, *arguments, **options)  # type: ignore[arg-type]
         watched = False
 
-    LemaTrainer.save_step = saving  # type: ignore[method-assign, assignment]
+    PlainRun.save = saving  # type: ignore[method-assign, assignment]
     seam = DiskSeam(made.out(name), look)
     seam.install()
     code = made.train(name, resume=True, **LIMITS)

@@ -98,16 +98,16 @@ class ShortRun:
             return self.out(name)
 
         def work() -> int:
-            from lema.train import LemaTrainer
+            from lema.train.fit import PlainRun
 
-            save = LemaTrainer.save_step
+            save = PlainRun.save
 
-            def and_die(trainer: LemaTrainer, *arguments: Any, **options: Any) -> None:
-                save(trainer, *arguments, **options)
-                if trainer.global_step == step:
+            def and_die(run: PlainRun, *arguments: Any, **options: Any) -> None:
+                save(run, *arguments, **options)
+                if run.done == step:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            LemaTrainer.save_step = and_die  # type: ignore[method-assign, assignment]
+            PlainRun.save = and_die  # type: ignore[method-assign, assignment]
             return self.train(name, **changes)
 
         ended = run(work, self.log(name))

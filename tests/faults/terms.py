@@ -68,7 +68,8 @@ def _case(made: ShortRun, straight: Path, kind: str, draw: random.Random, whole:
 def _marked(made: ShortRun, name: str, options: dict[str, Any]) -> int:
     """Train, and mark what is under way and how many steps have been taken."""
     from lema.train import LemaTrainer
-    from lema.train.loop import Run
+    from lema.train.fit import PlainRun
+    from lema.train.loop import RunLoop
 
     marks = made.marks
 
@@ -81,9 +82,9 @@ def _marked(made: ShortRun, name: str, options: dict[str, Any]) -> int:
 
         setattr(owner, method, call)
 
-    counted(Run, "_loop", BEGUN)
-    counted(LemaTrainer, "evaluate", EVALUATING)
-    counted(LemaTrainer, "save_step", SAVING)
+    counted(RunLoop, "_loop", BEGUN)
+    counted(PlainRun, "evaluate", EVALUATING)
+    counted(PlainRun, "save", SAVING)
     step = LemaTrainer._step
 
     def stepped(self: LemaTrainer, *arguments: Any) -> None:

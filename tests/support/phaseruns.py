@@ -9,20 +9,22 @@ import torch
 from safetensors.torch import load_file
 from tiny import VOCABULARY
 
+from lema.train import LemaTrainer
+from lema.train.events import RunEvents
+from lema.train.full import FullTraining
 from lema.train.metrics import read_metrics
-from lema.train.phases import PhasePlan
-from lema.train.phases.kinds import Adapters, Weights
-from lema.train.phases.loop import PhaseLog
+from lema.train.phases import PhasePlan, run
 from lema.train.phases.places import Places
 
 BLOCK, ROWS = 12, 4
 STEP = BLOCK * ROWS
 # Whatever changes what a run has on disk, but for lines of measurements.
-WRITERS: dict[type, tuple[str, ...]] = {
-    Weights: ("save", "save_model"),
-    Adapters: ("save", "save_model"),
+WRITERS: dict[Any, tuple[str, ...]] = {
+    FullTraining: ("save_checkpoint",),
+    LemaTrainer: ("save_checkpoint",),
+    run: ("leave_model",),
     Places: ("note_latest", "note_best", "forget_old"),
-    PhaseLog: ("event",),
+    RunEvents: ("event",),
 }
 
 

@@ -187,7 +187,7 @@ def test_weights_go_on_as_if_the_step_had_not_been(
                 assert training.dropped is not None and "step 2, rows 1 and 2" in training.dropped.where
                 training.save_checkpoint(tmp_path / "saved")
                 training.skipped_steps = training.global_step = 0
-                training.load_checkpoint(tmp_path / "saved")
+                training.restore(tmp_path / "saved")
                 assert (training.skipped_steps, training.global_step) == (1, 2)
             training.step([micro_batches(3)])
             assert training.dropped is None

@@ -19,12 +19,13 @@ from lema.backend import Backend
 from lema.backend.collectives import first_alone
 from lema.config import LemaConfig
 from lema.errors import AdapterError
+from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import check_finite
 from lema.train.checkpoint.format import about_run, nbytes_of, read_state, restore_optimizer, write_checkpoint
 from lema.train.checkpoint.rng import restore_own, states_of_all
 from lema.train.full.masters import MOMENTS, Masters, settings_of
 
-__all__ = ["carry_moments", "read_full", "write_full"]
+__all__ = ["carry_moments", "check_full", "read_full", "write_full"]
 
 
 KIND = "full"  # of training, as a checkpoint says it
@@ -75,6 +76,21 @@ def write_full(
         write_checkpoint(directory, settings_of(optimizer), {**run, **state}, write_files, nbytes)
 
     first_alone(backend.replicas, write)
+
+
+def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None) -> None:
+    """Refuse a checkpoint of weights of another model; `base` is this one's fingerprint, `gbi` where it lies.
+
+    Raises:
+        AdapterError: the model has changed since it was trained.
+    """
+    then = read_state(directory).get("base")
+    if gbi is not None and then not in (None, base):
+        raise AdapterError(
+            f"the model has changed since it was trained: its fingerprint is {base}, and it was {then}",
+            where=f"{directory}, on {gbi.path}",
+            how="give the model as it was, or begin a new run in another output_dir",
+        )
 
 
 def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lema.errors import ConfigError
 from lema.plan.trainable_bytes import WEIGHT_BYTES, full_bytes, place_masters
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
-__all__ = ["MOMENTS", "Behind", "Masters", "settings_of", "step_part"]
+__all__ = ["MOMENTS", "BackgroundStep", "Masters", "settings_of", "step_part"]
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW calls them
@@ -272,7 +272,7 @@ def settings_of(optimizer: Optimizer) -> Optimizer:
     return bare
 
 
-class Behind:
+class BackgroundStep:
     """One piece of work at a time, in a thread of its own, behind what its caller does meanwhile."""
 
     def __init__(self, name: str) -> None:

@@ -1,6 +1,4 @@
-"""Gradients of streamed layers on their way to host memory, one layer after the other.
-
-Training a model's own weights while its layers stream: masters and optimizer state in host memory.
+"""Training a model's own weights while its layers stream: masters and optimizer state in host memory.
 
 The weights of the layers stay in host memory, from where they stream. Each layer's gradients are complete after its one
 visit in the backward (`lema.engine.visit`). They leave the device, and in a thread of its own the layer is stepped
@@ -15,79 +13,34 @@ these masters rounded to the nearest.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
 
 from lema.backend import Download
 from lema.backend.collectives import sum_gradients
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.loss import trained_tokens
-from lema.engine.optim import make_optimizer
+from lema.engine.loss import attended_tokens, trained_tokens
+from lema.engine.optim import make_optimizer, set_update
 from lema.engine.visit import Leaves, TrainedWeights
 from lema.errors import NonFiniteError
-from lema.train.full.checkpoint import carry_moments, read_full, write_full
-from lema.train.full.masters import Behind, Masters, step_part
-from lema.train.guards import HiddenGradients, non_finite_loss
+from lema.storage import GlobalBinaryIndex
+from lema.storage.verify import base_fingerprint
+from lema.train.checkpoint.changes import UPDATE
+from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
+from lema.train.full.gradients import GradientOffload
+from lema.train.full.masters import BackgroundStep, Masters, step_part
+from lema.train.guards import HiddenGradients, Passes, where_began
+from lema.train.steps import StepResult, check_room_for, may_drop, no_event, warn_dropped
 
-__all__ = ["FullTraining", "Landing"]
-
-
-class Landing:
-    """Brings the gradients of one layer at a time to host memory.
-
-    Args:
-        model: the streamed model.
-        places: where gradients wait that are kept.
-    """
-
-    def __init__(self, model: StreamedModel, places: Masters) -> None:
-        self._backend, self._places = model.backend, places
-        self._in_host = model.backend.memory().shared  # a gradient is, where it is formed
-        self._passing: Tensor | None = None
-        self._downloads: list[Download] = []  # under way
-
-    def begin(
-        self, layer: int, found: dict[str, Tensor], *, kept: bool
-    ) -> tuple[dict[str, Tensor], Sequence[Download]]:
-        """Return where gradients of a layer are in host memory, by name, once the downloads have landed.
-
-        Args:
-            layer: its number; the one before has been stepped.
-            found: the gradients, on the device.
-            kept: have them wait where they have their place; else they are gone when the next layer comes.
-        """
-        self.let_go()
-        if self._in_host and not kept:
-            return found, ()
-        targets = self._places.waiting(layer) if kept else self._one_layer(found)
-        for name, gradient in found.items():
-            self._downloads.append(self._backend.download(gradient.contiguous(), targets[name]))
-        return {name: targets[name] for name in found}, tuple(self._downloads)
-
-    def let_go(self) -> None:
-        """Let the device have the memory of gradients that leave it, once they have."""
-        for one in self._downloads:
-            one.release()
-        self._downloads = []
-
-    def _one_layer(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return memory for gradients of one layer at a time."""
-        if self._passing is None:
-            sizes = (sum(self._places.weight(one).nbytes for one in names) for names in self._places.by_layer.values())
-            self._passing = self._backend.host_buffer(max(sizes))
-        targets, start = {}, 0
-        for name, gradient in sorted(found.items(), key=lambda item: -item[1].itemsize):
-            piece = self._passing[start : start + gradient.nbytes]
-            targets[name], start = piece.view(gradient.dtype).view(gradient.shape), start + gradient.nbytes
-        return targets
+__all__ = ["FullTraining"]
 
 
 class FullTraining:
@@ -97,6 +50,7 @@ class FullTraining:
         model: the streamed model; its layers that train are kept in host memory.
         config: the optimizer's settings, `max_grad_norm`, `host_memory` and where files may lie.
         chosen: says of a parameter's name in the model whether it trains.
+        gbi: where the weights lay at first, whose fingerprint checkpoints keep; None: they do not.
 
     Attributes:
         masters: what trains, by its name in the model: fp32, in host memory.
@@ -113,9 +67,13 @@ class FullTraining:
     """
 
     def __init__(
-        self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool] = lambda _: True
+        self,
+        model: StreamedModel,
+        config: LemaConfig,
+        chosen: Callable[[str], bool] = lambda _: True,
+        gbi: GlobalBinaryIndex | None = None,
     ) -> None:
-        self._model, self._config = model, config
+        self.model, self.config, self._gbi = model, config, gbi
         self._places = Masters(model, config, chosen)
         self.masters = self._places.by_name
         self.optimizer = make_optimizer(self.masters.values(), config)
@@ -130,12 +88,13 @@ class FullTraining:
         self._where = ""
         self._stepped = False  # whether some weights were, in this step
         self._hidden = HiddenGradients()
-        self._behind = Behind("lema-optimizer")
+        self._passes = Passes(model)
+        self._behind = BackgroundStep("lema-optimizer")
         self._last = True  # of the passes of a step
         self._begun_with: dict[str, Tensor] = {}  # gradients of the passes before
         self._norms: dict[str, Tensor] = {}
         self._clipped = config.max_grad_norm is not None
-        self._landing = Landing(model, self._places)
+        self._offload = GradientOffload(model, self._places)
 
     @property
     def host_bytes(self) -> int:
@@ -157,6 +116,40 @@ class FullTraining:
         """The layers that have these in the file."""
         return self._places.mapped
 
+    @property
+    def module(self) -> nn.Module:
+        """What callbacks see as the model."""
+        return self.model.split.model
+
+    def ready(self) -> Optimizer:
+        """Return the optimizer."""
+        return self.optimizer
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        *,
+        more: bool = False,  # noqa: ARG002 - the first layers may not be read before they are stepped
+        following: Sequence[Mapping[str, Tensor]] | None = None,  # noqa: ARG002
+        where: str = "",
+        on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
+    ) -> StepResult:
+        """Take one optimizer step of one pass, as `lema.train.steps.Steps` says."""
+        counted = self.model.backend.replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
+        trained, tokens = (sum(column) for column in zip(*counted, strict=True))
+        loss = float(self.step([micro_batches], trained, where=where))
+        return StepResult(loss, trained, tokens, self.grad_norm, self.dropped)
+
+    def require_room(self, count: int) -> None:
+        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
+        place, replicas = Path(self.config.output_dir), self.model.backend.replicas
+        check_room_for(count, self.checkpoint_bytes, place, replicas)
+
+    def take_settings(self, changed: Collection[str]) -> None:
+        """Let the settings of these names hold from the next step on, as `config` has them now."""
+        if not UPDATE.isdisjoint(changed):
+            set_update(self.optimizer, self.config)
+
     def step(
         self, passes: Sequence[Sequence[Mapping[str, Tensor]]], num_tokens: int | None = None, *, where: str = ""
     ) -> Tensor:
@@ -175,14 +168,15 @@ class FullTraining:
             NonFiniteError: the loss is NaN or infinite, or the norm of a gradient, and the step is not dropped. Without
                 clipping layers may have been stepped by then, as the error says.
         """
-        replicas = self._model.backend.replicas
+        replicas = self.model.backend.replicas
         if num_tokens is None and (len(passes) > 1 or replicas.size > 1):
             num_tokens = sum(replicas.exchange(sum(trained_tokens(one) for one in passes)))
-        total = torch.zeros((), dtype=torch.float32, device=self._model.backend.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.model.backend.device)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
         self._hidden.forget()
+        self._passes.clear()
         try:
-            with self._model.seen_by(self._hidden.look):
+            with self.model.seen_by(self._hidden.look):
                 for number, micro_batches in enumerate(passes):
                     self._last = number == len(passes) - 1
                     total = total + self._pass(micro_batches, num_tokens)
@@ -193,7 +187,7 @@ class FullTraining:
             if not self._drops(error):
                 raise
             total = torch.full_like(total, math.nan)
-        self._model.backend.end_step()
+        self.model.backend.end_step()
         self.global_step += 1
         return total
 
@@ -202,8 +196,6 @@ class FullTraining:
         directory: str | Path,
         extra: Mapping[str, Any] | None = None,
         write_more: Callable[[Path], None] | None = None,
-        *,
-        base: str | None = None,
     ) -> None:
         """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
@@ -211,7 +203,6 @@ class FullTraining:
             directory: its name; replaced if it is there.
             extra: further JSON state, for the caller's own use.
             write_more: writes further files into the directory it is given, before the checkpoint gets its name.
-            base: fingerprint of the model that the weights were of at first; None: it is not known.
 
         Raises:
             DiskError: it could not be written, or does not read back as it was written; what was there before is
@@ -223,58 +214,58 @@ class FullTraining:
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
-        backend, places = self._model.backend, self._places
-        write_full(Path(directory), backend, places, self.optimizer, about, self._config, base, write_more)
+        backend, places = self.model.backend, self._places
+        write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, write_more)
 
-    def load_checkpoint(self, directory: str | Path, *, carry: bool = False) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote; return its `extra`.
-
-        Args:
-            directory: its name.
-            carry: it is of another selection of weights of the same model, of which only the optimizer's moments are
-                taken: of what trained there, too; those of others are empty. Masters are what the model began with.
+    def restore(self, directory: str | Path) -> dict[str, Any]:
+        """Go on from what `save_checkpoint` wrote; return its `extra`.
 
         Raises:
-            AdapterError: it is damaged, of another kind of training, or of other weights.
+            AdapterError: it is damaged, of another kind of training, of other weights, or of another model.
         """
         path = Path(directory)
-        if carry:
-            return carry_moments(path, self._places, self.optimizer)
+        check_full(path, self._base, self._gbi)
         for layer in self._places.by_layer:
-            self._model.stream.rewrite(layer, lambda: None)
+            self.model.stream.rewrite(layer, lambda: None)
         try:
-            state = read_full(path, self._model.backend, self._places, self.optimizer, self._config.seed)
+            state = read_full(path, self.model.backend, self._places, self.optimizer, self.config.seed)
         finally:
-            self._model.stream.settle()
-        self.global_step = int(state["global_step"])
-        self.skipped_steps = int(state.get("skipped_steps", 0))  # earlier versions dropped none
+            self.model.stream.settle()
+        self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
         return dict(state["extra"])
+
+    def carry_moments(self, directory: str | Path) -> dict[str, Any]:
+        """Begin with the moments in a checkpoint of another selection of weights of the same model; return its `extra`.
+
+        Moments of what trained there, too, are taken; those of other weights are empty. Masters stay what they are.
+
+        Raises:
+            AdapterError: it is damaged, of another kind of training, or of other shapes.
+        """
+        return carry_moments(Path(directory), self._places, self.optimizer)
+
+    @cached_property
+    def _base(self) -> str | None:
+        return None if self._gbi is None else base_fingerprint(self._gbi)
 
     def close(self) -> None:
         """End the optimizer's thread and let the file go; the model trains its own weights no more."""
         self._behind.close()
-        self._model.train_weights(TrainedWeights({}, lambda *_: None))
+        self.model.train_weights(TrainedWeights({}, lambda *_: None))
         self._places.close()
 
     def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int | None) -> Tensor:
         """Run one pass over the layers, forward and backward; return its loss."""
-        model, replicas = self._model, self._model.backend.replicas
-        place, before = f"{self._place}; no weight was stepped", model.backend.rng_state()
+        model, replicas = self.model, self.model.backend.replicas
         alone = bool(micro_batches) or replicas.size == 1
+        self._passes.begin(micro_batches, num_tokens or 0)
         with model.stop.opened():
             loss = model.loss(micro_batches, num_tokens=num_tokens) if alone else None
             mine = 0.0 if loss is None else float(loss.detach())
         value = sum(replicas.exchange(mine))
-        if not math.isfinite(value):  # asked first: the backward steps layers already
-            if math.isfinite(mine):
-                raise self._faulty(
-                    NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
-                )
-            after = model.backend.rng_state()
-            model.backend.set_rng_state(before)  # what dropout drew is drawn again
-            error = non_finite_loss(model, micro_batches, value, place)
-            model.backend.set_rng_state(after)
-            raise self._faulty(error)
+        if not math.isfinite(value):  # asked first, because the backward steps layers already
+            place = f"{self._place}; no weight was stepped"
+            raise self._faulty(self._passes.non_finite_loss(value, mine, place))
         if loss is not None and replicas.size == 1:
             with model.stop.opened():  # until a layer is stepped
                 loss.backward()
@@ -292,27 +283,27 @@ class FullTraining:
         names = {name: self._places.own(name) for name in self._places.by_layer[layer]}
         found = {name: gradients[own].detach() for name, own in names.items() if own in gradients}
         if not self._last:
-            arrived, downloads = self._landing.begin(layer, found, kept=True)
+            arrived, downloads = self._offload.begin(layer, found, kept=True)
             for one in downloads:
                 one.landed()
             self._begun_with.update(arrived)
             return
         self._behind.wait()  # in every process before what these tell each other, so that what fails fails in all
-        arrived, downloads = self._landing.begin(layer, self._summed(layer, found), kept=self._clipped)
+        arrived, downloads = self._offload.begin(layer, self._summed(layer, found), kept=self._clipped)
         if self._clipped:
             self._begun_with.update(arrived)
         else:
-            self._model.stop.close()  # a step is taken whole
-            self._model.stream.rewrite(layer, self._behind.wait)
+            self.model.stop.close()  # a step is taken whole
+            self.model.stream.rewrite(layer, self._behind.wait)
         self._behind.begin(partial(self._take, layer, arrived, downloads))
 
     def _begun(self, layer: int, own: str) -> Tensor | None:
         gradient = self._begun_with.get(f"{self._layers_name}{layer}.{own}")
-        return None if gradient is None else gradient.to(self._model.backend.device)
+        return None if gradient is None else gradient.to(self.model.backend.device)
 
     def _summed(self, layer: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a layer's gradients, added up over all processes."""
-        backend = self._model.backend
+        backend = self.model.backend
         if backend.replicas.size == 1:
             return found
         parameters = {}
@@ -375,43 +366,24 @@ class FullTraining:
             return False
         found, name = self._fault
         if name is not None:
-            found.where += f"; first non-finite gradient: {self._began(name)}"
-        limit = self._config.max_skipped_steps
-        if self._stepped or self.skipped_steps >= limit:
-            if limit and not self._stepped:
-                found.how = f"{limit} steps were dropped before this one (max_skipped_steps); {found.how}"
+            began = where_began(self.model.split, name, self._hidden.highest())
+            found.where += f"; first non-finite gradient: {began}"
+        limit = self.config.max_skipped_steps
+        if self._stepped or not may_drop(found, self.skipped_steps, limit):
             return False
         self.skipped_steps += 1
         self.dropped, self.grad_norm = found, None
-        if self._model.backend.replicas.first:
-            warnings.warn(
-                f"step {self.global_step + 1} was dropped, {self.skipped_steps} of at most {limit}: "
-                f"{found.what} ({found.where})",
-                stacklevel=3,
-            )
+        warn_dropped(found, self.global_step + 1, self.skipped_steps, limit, self.model.backend.replicas)
         return True
-
-    def _began(self, name: str) -> str:
-        """Return where gradients began not to be finite: at a weight, or in a layer above that handed such down."""
-        handed_down, layers = self._hidden.highest(), self._model.split.num_layers
-        names = [one for one, _ in self._model.split.model.named_parameters()]
-        if name.startswith(self._layers_name):
-            layer = int(name.removeprefix(self._layers_name).partition(".")[0])
-        else:
-            above = any(one.startswith(self._layers_name) for one in names[: names.index(name)])
-            layer = layers if above else -1
-        if handed_down is None or handed_down <= layer:
-            return name
-        return "the head and the loss" if handed_down == layers else f"{self._layers_name}{handed_down}"
 
     def _step_layer(self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None) -> None:
         """Step one layer and let what streams be what it has become."""
         masters = [self.masters[name] for name in gradients]
-        with self._model.stream.trace.span("optimizer", f"layer {layer}"):
+        with self.model.stream.trace.span("optimizer", f"layer {layer}"):
             for master, gradient in zip(masters, gradients.values(), strict=True):
                 master.grad = gradient.float()
-            if norm is not None and self._config.max_grad_norm is not None:
-                clip_grads_with_norm_(masters, self._config.max_grad_norm, norm)
+            if norm is not None and self.config.max_grad_norm is not None:
+                clip_grads_with_norm_(masters, self.config.max_grad_norm, norm)
             step_part(self.optimizer, masters)
             for master in masters:
                 master.grad = None
@@ -419,10 +391,10 @@ class FullTraining:
 
     def _finish(self) -> None:
         """Step what has not been stepped: all layers where gradients are clipped, and what lies outside them."""
-        self._landing.let_go()
-        stream, outside = self._model.stream, self._places.outside
-        parameters = {name: self._model.split.model.get_parameter(name) for name in outside}
-        sum_gradients(self._model.backend.replicas, list(parameters.values()))
+        self._offload.let_go()
+        stream, outside = self.model.stream, self._places.outside
+        parameters = {name: self.model.split.model.get_parameter(name) for name in outside}
+        sum_gradients(self.model.backend.replicas, list(parameters.values()))
         begun = None if self._clipped or not self._places.by_layer else "the layers were stepped already"
         for name, parameter in parameters.items():
             if parameter.grad is not None:
@@ -441,12 +413,12 @@ class FullTraining:
                 )
             )
         self._stepped = True
-        if self._config.max_grad_norm is not None:
+        if self.config.max_grad_norm is not None:
             for layer, names in self._places.by_layer.items():
                 with stream.rewritten(layer):
                     found = {name: self._begun_with[name] for name in names if name in self._begun_with}
                     self._step_layer(layer, found, norm)
-            clip_grads_with_norm_([self.masters[name] for name in outside], self._config.max_grad_norm, norm)
+            clip_grads_with_norm_([self.masters[name] for name in outside], self.config.max_grad_norm, norm)
         self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
         self.optimizer.zero_grad()
         self._places.round(outside)
@@ -458,13 +430,13 @@ class FullTraining:
     def _forget(self) -> BaseException | None:
         """Drop a step that failed: its gradients, and what was announced for it. Return what failed meanwhile."""
         failure = self._behind.failure()
-        self._landing.let_go()
-        self._model.stream.cancel()
-        self._model.stream.settle()
+        self._offload.let_go()
+        self.model.stream.cancel()
+        self.model.stream.settle()
         self._begun_with.clear()
         self._norms.clear()
         for name, master in self.masters.items():
             master.grad = None
             if name in self._places.outside:
-                self._model.split.model.get_parameter(name).grad = None
+                self.model.split.model.get_parameter(name).grad = None
         return failure

@@ -11,7 +11,6 @@ anywhere goes on as the run that was not, and nothing of one phase is in memory 
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -27,30 +26,28 @@ from lema.backend.collectives import check_alike, first_alone
 from lema.backend.interrupt import Stop, agreed
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
-from lema.config.lemaconfig import CONFIG_NAME
 from lema.data.mixture import Mixture, Source
-from lema.engine.optim import set_update
-from lema.errors import DiskError, Stopped
+from lema.errors import Stopped
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
-from lema.train.checkpoint.changes import UPDATE
 from lema.train.checkpoint.format import read_state
 from lema.train.checkpoint.resume import check_same_run
-from lema.train.guards import watched
-from lema.train.metrics import METRICS_NAME, cut_metrics
+from lema.train.events import RunEvents
+from lema.train.full import FullTraining
+from lema.train.loop import RunLoop
+from lema.train.metrics import METRICS_NAME, cut_metrics, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, read_sources
-from lema.train.phases.kinds import Adapters, Weights, of_kind
-from lema.train.phases.loop import PhaseLog, Underway
-from lema.train.phases.phase import Phase
+from lema.train.phases.kinds import copy_adapter, leave_model, of_kind, trainer_of
+from lema.train.phases.loop import PhaseRun
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report
 from lema.train.phases.start import Start, agreed_point, begin_at, find_start
-from lema.train.phases.steps import follow
 from lema.train.stop import STOP_FILE, StopOnSignal
+from lema.train.trainer import LemaTrainer
 
-__all__ = ["PhaseRun", "run_phases", "train_phases"]
+__all__ = ["Phases", "run_phases", "train_phases"]
 
 
 Log = Callable[[dict[str, Any]], None]
@@ -102,8 +99,7 @@ def run_phases(
         AdapterError: a checkpoint is damaged.
         DiskFull: there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
     """
-    run = PhaseRun(config, plan, sources, held_out, eval_rows, trust_remote_code, trace, say)
-    evaluates = held_out is not None
+    run = Phases(config, plan, sources, held_out, eval_rows, trust_remote_code, trace, say)
     # The first backend that is opened holds the group of processes together until the last phase has ended.
     with ExitStack() as stack:
         backend = stack.enter_context(closing(open_backend(config)))
@@ -114,26 +110,21 @@ def run_phases(
             given = {"phases": plan.to_dict(), "start": start and str(start)}
             check_alike(replicas, config.to_dict() | given | _rows_of(sources))
         begin = run.prepare(replicas, resume=resume, start=start)
-        with PhaseLog(config, plan, replicas, callbacks, evaluates=evaluates, told=on_step) as log:
-            first = begin.index if begin else 0
-            if begin is not None and (below := begin.rebuilt) is not None:
-                run.train(below, log, stop, Start(below, run.places.end_of(below), {}, here=True), at_layer)
-                gc.collect()
-            for index in range(first, len(plan.phases)):
-                if not run.is_done(index, begin):
-                    if index > first and at_layer is not None and (why := agreed(replicas, at_layer())) is not None:
-                        log.end()
-                        raise _stopped_between(run.places, index, why)
-                    run.train(index, log, stop, begin, at_layer)
-                    gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
+        with run.events(replicas, callbacks, on_step) as events:
+            try:
+                run.train(events, begin, stop, at_layer, replicas)
+            except Stopped:
+                events.draw()
+                raise
+            events.draw()
         end = run.places.end_of(len(plan.phases) - 1)
         if plan.phases[-1].trains == "lora":
-            first_alone(replicas, lambda: _copy_adapter(end, run.places.directory))
+            first_alone(replicas, lambda: copy_adapter(end, run.places.directory))
     return end
 
 
 @dataclass(frozen=True)
-class PhaseRun:
+class Phases:
     """A plan and what its phases run on; see `run_phases`."""
 
     config: LemaConfig
@@ -149,6 +140,14 @@ class PhaseRun:
     def places(self) -> Places:
         """Where the phases are on disk."""
         return Places(Path(self.config.output_dir), self.plan)
+
+    def events(self, replicas: Replicas, callbacks: Sequence[Any], told: Log) -> RunEvents:
+        """Return metrics and callbacks of the whole run; `told` is called with each line of metrics."""
+        plan = self.plan
+        steps: dict[str, Any] = {"batch_size": plan.batch_size, "max_steps": plan.num_steps, "seed": plan.seed}
+        steps["learning_rate"] = max(phase.learning_rate for phase in plan.phases)
+        seen = LemaConfig(**{**self.config.to_dict(), **steps})
+        return RunEvents(seen, plan.num_steps, replicas, callbacks, evaluates=self.held_out is not None, told=told)
 
     def prepare(self, replicas: Replicas, *, resume: bool, start: str | Path | None) -> Start | None:
         """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning.
@@ -197,17 +196,53 @@ class PhaseRun:
         return self.places.is_done(index)
 
     def train(
-        self,
-        index: int,
-        log: PhaseLog,
-        stop: Stop = lambda: None,
-        start: Start | None = None,
-        at_layer: Stop | None = None,
+        self, events: RunEvents, begin: Start | None, stop: Stop, at_layer: Stop | None, replicas: Replicas
+    ) -> None:
+        """Run every phase that has not ended, from where `begin` says; None: from the first one that has not."""
+        first, places = begin.index if begin else 0, self.places
+        if begin is not None and (below := begin.rebuilt) is not None:
+            self._train(below, events, stop, Start(below, places.end_of(below), {}, here=True), at_layer)
+            gc.collect()
+        for index in range(first, len(self.plan.phases)):
+            if self.is_done(index, begin):
+                continue
+            if index > first and at_layer is not None and (why := agreed(replicas, at_layer())) is not None:
+                events.end()
+                raise _stopped_between(places, index, why)
+            self._train(index, events, stop, begin, at_layer)
+            gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
+
+    def _train(
+        self, index: int, events: RunEvents, stop: Stop, start: Start | None, at_layer: Stop | None = None
     ) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
         phase, places, config = self.plan.phases[index], self.places, self._config(index)
-        mixture = Mixture(
-            phase.mixture,
+        mixture = self._mixture(index)
+        with ExitStack() as stack:
+            model = LemaModel(config, trust_remote_code=self.trust_remote_code, trace=self.trace)
+            stack.callback(model.close)
+            trainer = trainer_of(model, phase)
+            if isinstance(trainer, FullTraining):
+                stack.callback(trainer.close)
+            stack.callback(events.release)
+            rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
+            run = PhaseRun(places, index, trainer, mixture, rows, self._data(index))
+            self._begin(index, run, trainer, start)
+            if run.done < run.num_steps or run.pending is not None:
+                if not events.begun:
+                    events.state.log_history = self._past(run.position(run.done).step)
+                trainer.require_room(2 if config.save_steps and not run.done else 1)
+                RunLoop(run, events, at_layer=at_layer, after_step=stop).run()
+            if places.leaves_model(index) and not places.model_of(index).exists():
+                after = self.plan.phases[index + 1] if index + 1 < len(self.plan.phases) else None
+                leave_model(model, trainer, phase, places.end_of(index), places.model_of(index), after)
+            if index == len(self.plan.phases) - 1:
+                events.end()
+
+    def _mixture(self, index: int) -> Mixture:
+        """Return the rows of a phase."""
+        return Mixture(
+            self.plan.phases[index].mixture,
             self.sources,
             self.plan.seed,
             self.plan.block_size,
@@ -216,26 +251,12 @@ class PhaseRun:
             fade=self.plan.fade(index),
             starts=self.plan.starts(index),
         )
-        with ExitStack() as stack:
-            model = LemaModel(config, trust_remote_code=self.trust_remote_code, trace=self.trace)
-            stack.callback(model.close)
-            trains = _made(model, phase, trust_remote_code=self.trust_remote_code)
-            stack.callback(trains.close)
-            stack.callback(log.release)
-            rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
-            underway = Underway(places, index, model, trains, mixture, rows, config.save_total_limit, self._data(index))
-            self._begin(underway, start)
-            schedule = follow(trains.optimizer, self.plan.factor(index), phase.learning_rate, underway.done)
-            if underway.done < underway.steps or underway.left is not None:
-                seen = model.adapter, trains.module, trains.optimizer, schedule
-                log.begin(index, underway.done, *seen, underway.best, underway.unlogged)
-                with watched(model.adapter, config):
-                    underway.run(log, schedule, stop, at_layer)
-            if places.leaves_model(index) and not places.model_of(index).exists():
-                after = self.plan.phases[index + 1] if index + 1 < len(self.plan.phases) else None
-                trains.save_model(places.end_of(index), places.model_of(index), after)
-            if index == len(self.plan.phases) - 1:
-                log.end()
+
+    def _past(self, step: int) -> list[dict[str, Any]]:
+        """Return the lines of metrics that an earlier process wrote, up to a step of the run."""
+        file = self.places.directory / METRICS_NAME
+        past = read_metrics(file) if step and file.is_file() else []
+        return [row for row in past if row.get("step", 0) <= step]
 
     def _config(self, index: int) -> LemaConfig:
         """Return the settings of a phase: the run's, but for what the plan says and where the phase begins."""
@@ -251,23 +272,22 @@ class PhaseRun:
             settings |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
         return LemaConfig(**{**self.config.to_dict(), **settings})
 
-    def _begin(self, underway: Underway, start: Start | None) -> None:
+    def _begin(self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None) -> None:
         """Put a phase where it stopped, or where the one before has left it."""
-        index, trains, places = underway.index, underway.trains, underway.places
-        torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * underway.model.backend.replicas.rank)
+        places, replicas = self.places, trainer.model.backend.replicas
+        torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
-            changed = check_same_run(start.checkpoint, underway.model.config, None, underway.data)
-            if changed and underway.model.backend.replicas.first:
+            changed = check_same_run(start.checkpoint, trainer.config, None, run.data)
+            if changed and replicas.first:
                 self.say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
-            underway.load(start.checkpoint)
-            if not UPDATE.isdisjoint(one.name for one in changed):
-                set_update(trains.optimizer, underway.model.config)  # the learning rate is the plan's
-        elif places.carries_moments(index):
-            trains.carry(places.end_of(index - 1))
+            run.load(start.checkpoint)
+            trainer.take_settings({one.name for one in changed})  # the learning rate is the plan's
+        elif isinstance(trainer, FullTraining) and places.carries_moments(index):
+            trainer.carry_moments(places.end_of(index - 1))
         elif index and not places.begins_anew(index):
-            trains.load(places.end_of(index - 1))
-            if self.plan.phases[index].optimizer == "reset":
-                trains.reset_optimizer()
+            trainer.restore(places.end_of(index - 1))
+            if isinstance(trainer, LemaTrainer) and self.plan.phases[index].optimizer == "reset":
+                trainer.optimizer = None
 
     def _data(self, index: int) -> dict[str, Any]:
         """Return what tells the rows of a phase, and of those before it, apart from others, as JSON types."""
@@ -277,12 +297,6 @@ class PhaseRun:
     @cached_property
     def _rows(self) -> dict[str, Any]:
         return _rows_of(self.sources)
-
-
-def _made(model: LemaModel, phase: Phase, *, trust_remote_code: bool) -> Adapters | Weights:
-    if phase.trains == "lora":
-        return Adapters(model, trust_remote_code=trust_remote_code)
-    return Weights(model, phase)
 
 
 def _rows_of(sources: Mapping[str, Source]) -> dict[str, Any]:
@@ -300,17 +314,6 @@ def _stopped_between(places: Places, index: int, why: str) -> Stopped:
         where=str(places.place(index - 1)),
         how="go on from there with --resume",
     )
-
-
-def _copy_adapter(end: Path, out: Path) -> None:
-    """Have the adapter that a run ends with where every run has it."""
-    try:
-        for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
-            part = out / f".{file.name}.partial"
-            shutil.copyfile(file, part)
-            part.replace(out / file.name)
-    except OSError as error:
-        raise DiskError(f"the adapter cannot be copied: {error.strerror}", where=str(out)) from error
 
 
 Say = Callable[[str], None]

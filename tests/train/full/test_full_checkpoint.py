@@ -26,7 +26,7 @@ def test_moments_are_carried_to_another_selection_by_name(
 
     with opened(checkpoint, wider) as (_, training):
         masters = {name: master.detach().clone() for name, master in training.masters.items()}
-        assert training.load_checkpoint(tmp_path / "there", carry=True) == {"phase": 1}
+        assert training.carry_moments(tmp_path / "there") == {"phase": 1}
         both = masters.keys() & before.keys()
         assert 0 < len(both) < len(masters) and len(both) < len(before)
         for name, master in training.masters.items():
@@ -52,7 +52,7 @@ def test_moments_of_a_shape_that_is_another_are_not_carried(
         training.optimizer.state[training.masters[name]] = training.optimizer.state[master]
         training.save_checkpoint(tmp_path / "there")
     with opened(checkpoint) as (_, training), pytest.raises(AdapterError, match=r"is \[3\] there"):
-        training.load_checkpoint(tmp_path / "there", carry=True)
+        training.carry_moments(tmp_path / "there")
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
     with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
         taken = resumed.host_bytes, resumed.mapped_bytes
         places = [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
-        resumed.load_checkpoint(tmp_path / "there")
+        resumed.restore(tmp_path / "there")
         assert places == [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
         assert resumed.mapped_layers and taken == (resumed.host_bytes, resumed.mapped_bytes)
         assert torch.equal(resumed.step([micro_batches(2)]), expected)
@@ -83,7 +83,7 @@ def test_settings_of_the_optimizer_come_back(tmp_path: Path, checkpoint_of: Call
         training.save_checkpoint(tmp_path / "there")
         training.optimizer.param_groups[0]["lr"] = 0.5
         groups = training.optimizer.param_groups
-        training.load_checkpoint(tmp_path / "there")
+        training.restore(tmp_path / "there")
         assert training.optimizer.param_groups is groups, "a schedule that holds them would set nothing any more"
         assert groups[0]["lr"] == 0.125
 
@@ -95,12 +95,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, checkpoint_of: Callable
         assert len(files) == 1 + len({name.split(".")[2] for name in training.masters if ".layers." in name})
         whole = files[0].read_bytes()
         files[0].write_bytes(whole[: len(whole) // 2])
-        for carry in (False, True):
+        for read in (training.restore, training.carry_moments):
             with pytest.raises(AdapterError, match="cannot be read"):
-                training.load_checkpoint(tmp_path / "there", carry=carry)
+                read(tmp_path / "there")
         files[0].unlink()
         with pytest.raises(AdapterError, match="other weights"):
-            training.load_checkpoint(tmp_path / "there")
+            training.restore(tmp_path / "there")
 
 
 @pytest.mark.parametrize("key", ["master", "exp_avg", "exp_avg_sq"])

@@ -51,7 +51,7 @@ def train(model, selection):
     alike(training)
     training.save_checkpoint(out / selection / "checkpoint", {"size": size})
     found = {name: master.detach().clone() for name, master in training.masters.items()}
-    assert training.load_checkpoint(out / selection / "checkpoint") == {"size": size}
+    assert training.restore(out / selection / "checkpoint") == {"size": size}
     assert all(torch.equal(master, found[name]) for name, master in training.masters.items())
 
     # What is not finite in one process is refused in all.
@@ -71,7 +71,7 @@ def train(model, selection):
     else:
         raise AssertionError("a gradient was NaN")
     trained._done = done
-    training.load_checkpoint(out / selection / "checkpoint")
+    training.restore(out / selection / "checkpoint")
     losses.append(float(training.step([batches[rank::size]])))
     alike(training)
     if rank == 0:

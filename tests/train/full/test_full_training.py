@@ -89,7 +89,7 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(
     expected = [training.step([micro_batches(2)]) for _ in range(2)]
     model.close()
     again, resumed = opened()
-    assert resumed.load_checkpoint(tmp_path / "there") == {"phase": 1}
+    assert resumed.restore(tmp_path / "there") == {"phase": 1}
     assert resumed.global_step == 2
     found = [resumed.step([micro_batches(2)]) for _ in range(2)]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -103,11 +103,11 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path, checkpoint_of
     FullTraining(model.adapter, config, one_in_the_middle).save_checkpoint(tmp_path / "part")
     training = FullTraining(model.adapter, config)
     with pytest.raises(AdapterError, match="other weights"):
-        training.load_checkpoint(tmp_path / "part")
+        training.restore(tmp_path / "part")
     state = json.loads((tmp_path / "part" / "state.json").read_text())
     (tmp_path / "part" / "state.json").write_text(json.dumps({**state, "kind": "adapters"}))
     with pytest.raises(AdapterError, match="checkpoint of adapters"):
-        training.load_checkpoint(tmp_path / "part")
+        training.restore(tmp_path / "part")
     model.close()
 
 

@@ -8,8 +8,8 @@ import pytest
 from phaseruns import FULL, HALF, SOURCES, STEP, Killed, assert_same, count_writes, plan_of
 
 from lema import LemaConfig
+from lema.train.full import FullTraining
 from lema.train.phases import run_phases
-from lema.train.phases.kinds import Weights
 
 PART = {"trainable": ["q_proj", "k_proj"], "tokens": STEP, "mixture": HALF, "learning_rate": 3e-3, "name": "part"}
 
@@ -17,22 +17,20 @@ PART = {"trainable": ["q_proj", "k_proj"], "tokens": STEP, "mixture": HALF, "lea
 def moments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """Note the size of the first moments that each phase of weights begins with, by name."""
     found: list[dict[str, float]] = []
-    step = Weights.step
+    step = FullTraining.accumulate
 
-    def noting(self: Weights, *given: Any) -> Any:
-        if self.global_step_of_phase == 0:  # type: ignore[attr-defined] # set below
+    def noting(self: FullTraining, *given: Any, **options: Any) -> Any:
+        if self.global_step == 0:
             state = self.optimizer.state
             found.append(
                 {
                     name: float(state[master]["exp_avg"].abs().sum()) if "exp_avg" in state.get(master, {}) else 0.0
-                    for name, master in self._training.masters.items()
+                    for name, master in self.masters.items()
                 }
             )
-        self.global_step_of_phase += 1  # type: ignore[attr-defined]
-        return step(self, *given)
+        return step(self, *given, **options)
 
-    monkeypatch.setattr(Weights, "global_step_of_phase", 0, raising=False)
-    monkeypatch.setattr(Weights, "step", noting)
+    monkeypatch.setattr(FullTraining, "accumulate", noting)
     return found
 
 

@@ -51,7 +51,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
     expected = run_phases(config_of("straight", save_steps=0), plan, SOURCES)
     losses = iter([3.0, 2.0, 2.5])
     found = {"eval_perplexity": 1.0, "eval_tokens": 1}
-    monkeypatch.setattr(phaseloop, "validate", lambda *_, **__: {"eval_loss": next(losses), **found})
+    monkeypatch.setattr(phaseloop, "evaluate", lambda *_, **__: {"eval_loss": next(losses), **found})
     monkeypatch.setattr(freespace, "free_bytes", disk.free)
     with pytest.warns(UserWarning, match="no checkpoint after step 2 of phase one: the disk is too full"):
         end = run_phases(config_of(eval_steps=1), plan, SOURCES, held_out=SOURCES, callbacks=[disk])

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from lema import LemaConfig
 from lema.errors import Stopped
+from lema.train import events as runevents
 from lema.train.metrics import plot_loss, read_metrics
-from lema.train.phases import loop as phaselog
 from lema.train.phases import run_phases
 
 BEGIN, END = "on_train_begin", "on_train_end"
@@ -41,7 +41,7 @@ def test_lines_of_metrics_say_where_in_the_run_they_are(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(phaselog, "plot_loss", lambda *given: drawn.append(plot_loss(*given)))
+    monkeypatch.setattr(runevents, "plot_loss", lambda *given: drawn.append(plot_loss(*given)))
     config, told = config_of(save_steps=0, max_grad_norm=None), []
     run_phases(config, two(), SOURCES, on_step=told.append)
     rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
@@ -110,6 +110,6 @@ class Reports(TrainerCallback):
 @pytest.mark.slow
 def test_reports_are_made(config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     Reports.made = []
-    monkeypatch.setattr("lema.train.loop.get_reporting_integration_callbacks", lambda names: [Reports] * len(names))
+    monkeypatch.setattr("lema.train.events.get_reporting_integration_callbacks", lambda names: [Reports] * len(names))
     run_phases(config_of(save_steps=0, report_to=["tensorboard"]), two(1), SOURCES)
     assert [report.steps for report in Reports.made] == [[1, 2]]

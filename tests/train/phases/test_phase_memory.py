@@ -10,9 +10,9 @@ import torch
 from phaseruns import SOURCES, two
 
 from lema import LemaConfig, LemaModel
+from lema.train.full import FullTraining
 from lema.train.phases import run as phases
 from lema.train.phases import run_phases
-from lema.train.phases.kinds import Weights
 
 Living = Callable[[], dict[str, int]]
 
@@ -21,10 +21,10 @@ Living = Callable[[], dict[str, int]]
 def living(monkeypatch: pytest.MonkeyPatch) -> Living:
     """Count what lives of the phase of weights, by kind; watching begins when its optimizer has stepped."""
     watched: dict[str, list[weakref.ref[Any]]] = {"masters": [], "moments": [], "streams": []}
-    step = Weights.step
+    step = FullTraining.accumulate
 
-    def watching(self: Weights, *given: Any) -> Any:
-        result = step(self, *given)
+    def watching(self: FullTraining, *given: Any, **options: Any) -> Any:
+        result = step(self, *given, **options)
         groups, state = self.optimizer.param_groups, self.optimizer.state
         masters = [parameter for group in groups for parameter in group["params"]]
         watched["masters"] = [weakref.ref(master) for master in masters]
@@ -34,28 +34,28 @@ def living(monkeypatch: pytest.MonkeyPatch) -> Living:
             for tensor in state[master].values()
             if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
         ]
-        watched["streams"] = [weakref.ref(self._model.memory)]
+        watched["streams"] = [weakref.ref(self.model.stream)]
         return result
 
-    monkeypatch.setattr(Weights, "step", watching)
+    monkeypatch.setattr(FullTraining, "accumulate", watching)
     return lambda: {kind: sum(one() is not None for one in found) for kind, found in watched.items()}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, living: Living) -> list[dict[str, int]]:
     """Note what lives when adapters are about to be made, and right after the last step of weights."""
     found: list[dict[str, int]] = []
-    attach, save = LemaModel.initialize_lora, Weights.save
+    attach, save = LemaModel.initialize_lora, FullTraining.save_checkpoint
 
     def attaching(self: LemaModel) -> None:
         found.append(living())
         attach(self)
 
-    def saving(self: Weights, *given: Any) -> None:
+    def saving(self: FullTraining, *given: Any, **options: Any) -> None:
         found.append(living())
-        save(self, *given)
+        save(self, *given, **options)
 
     monkeypatch.setattr(LemaModel, "initialize_lora", attaching)
-    monkeypatch.setattr(Weights, "save", saving)
+    monkeypatch.setattr(FullTraining, "save_checkpoint", saving)
     return found
 
 

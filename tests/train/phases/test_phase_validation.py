@@ -72,7 +72,7 @@ def losses_of(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     def found(*_: Any, **__: Any) -> dict[str, float]:
         return {"eval_loss": next(given), "eval_perplexity": 1.0, "eval_tokens": 1}
 
-    monkeypatch.setattr(phaseloop, "validate", found)
+    monkeypatch.setattr(phaseloop, "evaluate", found)
 
 
 def kept(place: Path) -> list[str]:

@@ -1,0 +1,97 @@
+"""Checkpoints of adapters that train: PEFT's files, the optimizer, generators and the state of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch.optim import Optimizer
+
+from lema.backend import Backend
+from lema.backend.collectives import first_alone
+from lema.config import LemaConfig
+from lema.lora import save_adapter
+from lema.lora.base import check_base, write_base
+from lema.lora.files import check_same_adapter, load_weights
+from lema.model.partition import whole_adapter
+from lema.storage import GlobalBinaryIndex
+from lema.train.checkpoint.format import (
+    about_run,
+    nbytes_of,
+    optimizer_state,
+    read_state,
+    restore_optimizer,
+    write_checkpoint,
+)
+from lema.train.checkpoint.rng import states_of_all
+
+__all__ = ["read_adapters", "write_adapters"]
+
+
+def write_adapters(
+    directory: Path,
+    backend: Backend,
+    adapters: PeftModel,
+    optimizer: Optimizer,
+    about: Mapping[str, Any],
+    config: LemaConfig,
+    base: str,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
+
+    Args:
+        directory: its name; replaced if it is there.
+        backend: the device, and the processes.
+        adapters: PEFT's model.
+        optimizer: over its trainable parameters.
+        about: `global_step`, `schedule`, `scaler` and `extra`, as JSON types.
+        config: of the run, saved with it.
+        base: fingerprint of the model below the adapters.
+        write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+
+    Raises:
+        DiskFull, DiskError: it could not be written; in every process.
+        NonFiniteError: something of it is not finite; in every process.
+    """
+    kept, whole = optimizer_state(optimizer, backend.parallel), whole_adapter(adapters, backend.parallel)
+    state = {**states_of_all(backend), **about}
+    trained = [parameter for parameter in adapters.parameters() if parameter.requires_grad]
+    nbytes = nbytes_of(trained if whole is None else whole.values())
+
+    def write_files(part: Path) -> None:
+        save_adapter(adapters, part, config.model_name_or_path, config.revision, whole)
+        config.save_pretrained(part)
+        write_base(part, base)
+        if write_more is not None:
+            write_more(part)
+
+    def write() -> None:
+        write_checkpoint(directory, kept, {**about_run(config, "adapters", base), **state}, write_files, nbytes)
+
+    first_alone(backend.replicas, write)
+
+
+def read_adapters(
+    directory: Path,
+    backend: Backend,
+    adapters: PeftModel,
+    optimizer: Optimizer | None,
+    gbi: GlobalBinaryIndex,
+    layers_name: str,
+) -> dict[str, Any]:
+    """Load adapters, and the optimizer unless it is None; return the checkpoint's state.
+
+    Raises:
+        AdapterError: it is damaged, of another optimizer, or of a model whose files have changed since.
+        ConfigError: the settings of the adapters have changed since it was saved.
+    """
+    state = read_state(directory)
+    check_same_adapter(adapters, directory)
+    check_base(directory, gbi)
+    load_weights(adapters, directory, layers_name, backend.parallel)
+    if optimizer is not None:
+        restore_optimizer(optimizer, directory, state["optimizer"], backend.parallel)
+    return state

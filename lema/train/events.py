@@ -1,0 +1,287 @@
+"""What a run tells while it runs: lines of metrics, and the events of `transformers`' callbacks.
+
+Steps are those of the whole run, so that every curve and bar goes on over the boundaries of phases.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
+
+from lema.backend import Replicas
+from lema.config import LemaConfig
+from lema.errors import ConfigError, DiskError
+from lema.train.checkpoint.format import TRAINER_STATE
+from lema.train.metrics import METRICS_NAME, PICTURE, MetricsLog, Window, plot_loss, since
+from lema.train.steps import StepResult, Steps
+
+__all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments"]
+
+
+def report_callbacks(config: LemaConfig) -> list[Any]:
+    """Return a callback for each name in `report_to`.
+
+    Raises:
+        ConfigError: a name is unknown, or what it needs is not installed.
+    """
+    try:
+        return [kind() for kind in get_reporting_integration_callbacks(_names(config))]
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"this report cannot be made: {error}",
+            where=f"report_to: {', '.join(_names(config))}",
+            how="install what it needs, or leave it out of report_to",
+        ) from error
+
+
+def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
+    """Return the settings as callbacks read them.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
+    try:
+        return TrainingArguments(
+            output_dir=config.output_dir,
+            run_name=config.run_name,
+            per_device_train_batch_size=config.batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            lr_scheduler_type=config.lr_scheduler_type,
+            max_grad_norm=config.max_grad_norm or 0.0,
+            num_train_epochs=config.num_train_epochs,
+            max_steps=config.max_steps or -1,
+            logging_steps=config.logging_steps,
+            eval_strategy=evaluation,
+            eval_steps=config.eval_steps,
+            metric_for_best_model="eval_loss" if evaluates else None,  # what early stopping asks for
+            greater_is_better=False,
+            save_strategy="steps" if config.save_steps else "no",
+            save_steps=config.save_steps or 1,
+            save_total_limit=config.save_total_limit,
+            report_to=_names(config) or "none",
+            seed=config.seed,
+            use_cpu=True,  # the device is the backend's business; nothing here may open another
+            disable_tqdm=True,
+        )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"these settings do not go together: {error}", how="see the message") from error
+
+
+def _names(config: LemaConfig) -> list[str]:
+    return [config.report_to] if isinstance(config.report_to, str) else list(config.report_to)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is after a step.
+
+    Attributes:
+        step: optimizer steps of the whole run.
+        epoch: passes over the data; None: the run does not count them.
+        row: what a line of metrics begins with.
+    """
+
+    step: int
+    epoch: float | None
+    row: Mapping[str, Any]
+
+
+class RunEvents:
+    """Metrics and callbacks of one run; use it in a `with` block. Of several processes the first writes and reports.
+
+    Args:
+        config: of the run: `output_dir`, the intervals, `report_to`.
+        num_steps: of the whole run.
+        replicas: the processes.
+        callbacks: `transformers.TrainerCallback`s.
+        num_epochs: of the whole run; None: it does not count them.
+        evaluates: whether there is anything to evaluate on.
+        told: called with each line of metrics.
+
+    Attributes:
+        control: what callbacks have asked for.
+        state: what callbacks know of the run.
+    """
+
+    def __init__(
+        self,
+        config: LemaConfig,
+        num_steps: int,
+        replicas: Replicas,
+        callbacks: Sequence[Any] = (),
+        *,
+        num_epochs: int | None = None,
+        evaluates: bool = False,
+        told: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        self._replicas, self._told, self._directory = replicas, told, Path(config.output_dir)
+        self._args = training_arguments(config, evaluates=evaluates)
+        self.state = TrainerState(
+            max_steps=num_steps,
+            num_train_epochs=num_epochs or 1,
+            train_batch_size=config.batch_size,
+            is_local_process_zero=replicas.local_rank == 0,
+            is_world_process_zero=replicas.first,
+        )
+        self.state.compute_steps(self._args, num_steps)
+        self.control = TrainerControl()
+        reports = report_callbacks(config) if replicas.first else []
+        self._callbacks = [DefaultFlowCallback, *reports, *callbacks]
+        self._handler: CallbackHandler | None = None
+        self._metrics: MetricsLog | None = None
+        self._steps: Steps | None = None
+
+    def __enter__(self) -> Self:
+        self._metrics = MetricsLog(self._directory / METRICS_NAME) if self._replicas.first else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+    @property
+    def begun(self) -> bool:
+        """Whether any step was about to be taken."""
+        return self._handler is not None
+
+    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: tuple[float, int] = (0.0, 0)) -> None:
+        """Begin to train something, or go on with it.
+
+        Args:
+            steps: what trains; callbacks see its module and its optimizer.
+            schedule: of the learning rate.
+            at: where the run is.
+            unlogged: what `unlogged` was when it was there before.
+        """
+        self._steps = steps
+        self.move(at)
+        optimizer = steps.ready()
+        if self._handler is None:
+            self._handler = CallbackHandler(self._callbacks, steps.module, None, optimizer, schedule)
+            self.fire("on_init_end")
+            self.fire("on_train_begin")
+        self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = steps.module, optimizer, schedule
+        self._window, self._whole = self._opened(), self._opened()
+        self._window.loss, self._window.trained_tokens = unlogged
+
+    def move(self, at: Position) -> None:
+        """Be somewhere else in the run."""
+        self._at = at
+        self.state.global_step, self.state.epoch = at.step, at.epoch  # type: ignore[assignment] # None is left out
+
+    @property
+    def unlogged(self) -> tuple[float, int]:
+        """Of the steps since the last line of metrics: the sum of their losses by token, and their trained tokens."""
+        return self._window.loss, self._window.trained_tokens
+
+    def save_state(self, directory: Path) -> None:
+        """Write what callbacks know of the run as `transformers` does: `trainer_state.json`."""
+        self.state.save_to_json(str(directory / TRAINER_STATE))
+
+    def fire(self, event: str, *details: Any) -> None:
+        """Call every callback."""
+        assert self._handler is not None, "nothing was begun"
+        self.control = getattr(self._handler, event)(self._args, self.state, self.control, *details)
+
+    def agree(self) -> None:
+        """Do in every process what a callback has asked for in any: a signal may have come to one of them first."""
+        if self._replicas.num_processes == 1:
+            return
+        asked = self._replicas.everyone([name for name, value in self.asked().items() if value])
+        for name in {name for names in asked for name in names}:
+            setattr(self.control, name, True)
+
+    def asked(self) -> dict[str, bool]:
+        """Return what callbacks may ask for, and whether they have."""
+        return {name: value for name, value in vars(self.control).items() if isinstance(value, bool)}
+
+    def counted(self, result: StepResult) -> None:
+        """Count a step that was taken for the next line of metrics."""
+        for window in (self._window, self._whole):
+            window.add(result.loss, result.trained_tokens, result.tokens)
+
+    def measured(self, numbers: Mapping[str, Any]) -> None:
+        """Write the mean loss since the last time, if a step was taken, beside `numbers` of the last step."""
+        window = self._window
+        if not window.trained_tokens:
+            return
+        assert self._steps is not None
+        seconds, model = time.perf_counter() - window.began, self._steps.model
+        self.log(
+            {
+                "loss": window.mean_loss,
+                **numbers,
+                "tokens_per_second": window.tokens / seconds,
+                **since(window.counters, model.counters),
+                "memory": model.backend.memory().used,
+            }
+        )
+        self._window = self._opened()
+
+    def summary(self) -> dict[str, Any]:
+        """Return loss and speed over all steps since `begin`; nothing, where none was taken."""
+        whole = self._whole
+        if not whole.trained_tokens:
+            return {}
+        seconds = time.perf_counter() - whole.began
+        return {
+            "train_loss": whole.mean_loss,
+            "train_runtime": seconds,
+            "train_tokens_per_second": whole.tokens / seconds,
+        }
+
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """Write a line of metrics, and have callbacks see it."""
+        self.state.log_history.append(self._write(logs))
+        epoch = {} if self._at.epoch is None else {"epoch": self._at.epoch}
+        self.fire("on_log", {**logs, **epoch})
+
+    def event(self, name: str, **details: Any) -> None:
+        """Write that something happened between two steps; no loss is in such a line."""
+        self._write({"event": name, **details})
+
+    def end(self) -> None:
+        """Have callbacks know that no further step is taken in this run."""
+        if self._handler is not None:
+            self.fire("on_train_end")
+
+    def draw(self) -> None:
+        """Draw the curve of the loss, if anything was trained; a picture is not worth a run, and is only warned of."""
+        if not self._replicas.first or self._handler is None:
+            return
+        try:
+            plot_loss(self._directory / METRICS_NAME, self._directory / PICTURE)
+        except DiskError as error:
+            warnings.warn(f"{error.what} ({error.where})", stacklevel=3)
+
+    def release(self) -> None:
+        """Forget the model and the optimizer, so that nothing of them is in memory in the next phase."""
+        self._steps = None
+        if self._handler is not None:
+            self._handler.model = self._handler.optimizer = self._handler.lr_scheduler = None
+
+    def _write(self, what: Mapping[str, Any]) -> dict[str, Any]:
+        row = {**self._at.row, **what}
+        if self._metrics is not None:
+            self._metrics.note(row)
+        self._told(row)
+        return row
+
+    def _opened(self) -> Window:
+        assert self._steps is not None
+        return Window(time.perf_counter(), self._steps.model.counters)

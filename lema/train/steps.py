@@ -1,0 +1,140 @@
+"""What the run loop drives: something that takes optimizer steps, saves itself and is restored.
+
+`lema.train.trainer.LemaTrainer` does so for adapters, `lema.train.full.FullTraining` for a model's own weights. The
+loop knows only the protocol `Steps`. What both do alike when a step is dropped or a checkpoint needs room is here, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lema.backend import Replicas
+from lema.backend.collectives import first_alone
+from lema.config import LemaConfig
+from lema.engine import StreamedModel
+from lema.errors import NonFiniteError
+from lema.storage.diskspace import check_room
+
+__all__ = ["StepResult", "Steps", "check_room_for", "may_drop", "no_event", "warn_dropped"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one pass did, in all processes together.
+
+    Attributes:
+        loss: the mean over its trained tokens.
+        trained_tokens: how many these are.
+        tokens: all that are not padding.
+        grad_norm: of the gradients before clipping, where the optimizer stepped.
+        dropped: why the step was dropped that ended with this pass; None: it was not.
+    """
+
+    loss: float
+    trained_tokens: int
+    tokens: int
+    grad_norm: float | None
+    dropped: NonFiniteError | None = None
+
+
+def no_event(_: str) -> None:
+    """Is called where no callback listens."""
+
+
+class Steps(Protocol):
+    """Optimizer steps over one selection of parameters of a streamed model."""
+
+    config: LemaConfig
+    model: StreamedModel
+    global_step: int
+    """Optimizer steps taken or dropped, as this object and its checkpoints count them."""
+    skipped_steps: int
+    """How many of these were dropped, for a loss or a gradient that was not finite."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What callbacks see as the model."""
+
+    def ready(self) -> Optimizer:
+        """Return the optimizer, made if need be, with the model in training mode."""
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        *,
+        more: bool = False,
+        following: Sequence[Mapping[str, Tensor]] | None = None,
+        where: str = "",
+        on_event: Callable[[str], None] = no_event,
+    ) -> StepResult:
+        """Take one optimizer step; of several processes each gives its share of the rows, which may be none.
+
+        Args:
+            micro_batches: with `labels`; every layer is leased once for all of them.
+            more: another step follows at once, and its first layers may be read while this one ends.
+            following: the micro-batches of that step, where some of its layers may be left out.
+            where: which rows these are, for an error.
+            on_event: called with the names of the events around the optimizer's step, where such moments exist.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite, and the step may not be dropped.
+        """
+
+    def require_room(self, count: int) -> None:
+        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
+
+    def save_checkpoint(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        write_more: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write a checkpoint with `extra` in its state, and with the files that `write_more` adds; all or nothing."""
+
+    def restore(self, directory: Path) -> dict[str, Any]:
+        """Go on from a checkpoint whose files were compared with its manifest; return its `extra`."""
+
+    def take_settings(self, changed: Collection[str]) -> None:
+        """Let the settings of these names hold from the next step on, as `config` has them now."""
+
+
+def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
+    """Whether a step may be dropped after `skipped` others, of at most `limit`; if not, `error` says how many were."""
+    if skipped < limit:
+        return True
+    if limit:
+        error.how = f"{limit} steps were dropped before this one (max_skipped_steps); {error.how}"
+    return False
+
+
+def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas) -> None:
+    """Have the first process warn that a step was dropped.
+
+    Args:
+        error: why it was.
+        step: its number, counted from 1.
+        skipped: how many steps were dropped by now.
+        limit: how many may be.
+        replicas: the processes.
+    """
+    if replicas.first:
+        warnings.warn(
+            f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})", stacklevel=4
+        )
+
+
+def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
+    """Make sure that a directory has room for `count` checkpoints of `nbytes` each; all processes call this.
+
+    Raises:
+        DiskFull: it has not; in every process.
+    """
+    what = "a checkpoint" if count == 1 else f"{count} checkpoints"
+    first_alone(replicas, lambda: check_room(directory, count * nbytes, what))
