@@ -202,7 +202,7 @@ class Run:
             stack.enter_context(self._prefix_kept())
             stack.enter_context(watched(trainer.model, config))
             if self._stop is not None:
-                stack.enter_context(trainer.model.polled(self._stop))
+                stack.enter_context(trainer.model.interruptible(self._stop))
             self._fire("on_init_end")
             self._fire("on_train_begin")
             self._window, whole = self._open_window(), self._open_window()

@@ -328,7 +328,7 @@ class Underway:
         self.trains.require_room(2 if self.model.config.save_steps and not self.done else 1)
         with ExitStack() as stack:
             if at_layer is not None:
-                stack.enter_context(self.model.adapter.polled(at_layer))
+                stack.enter_context(self.model.adapter.interruptible(at_layer))
             try:
                 self._steps(log, schedule, stop)
                 return
