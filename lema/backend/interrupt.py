@@ -16,7 +16,7 @@ from typing import Literal
 from lema.backend.protocols import Replicas
 from lema.backend.single import Alone
 
-__all__ = ["NEVER", "Leaving", "Polled", "Stop", "StopRequested", "agreed"]
+__all__ = ["NEVER", "Interrupt", "Leaving", "Stop", "StopRequested", "agreed"]
 
 
 Stop = Callable[[], str | None]
@@ -46,13 +46,13 @@ class StopRequested(BaseException):
         self.why = why
 
 
-class Polled:
-    """Asks, within `opened` blocks, whether a run is to stop.
+class Interrupt:
+    """The question whether a run is to stop, which is asked within `opened` blocks before each layer and micro-batch.
 
     Args:
-        stop: whom to ask; None: nobody.
-        replicas: the processes, all of which have made one of these, or none.
-        leaving: who leaves a pass at once.
+        stop: returns why the run is to stop, if it is; None: nobody is asked.
+        replicas: the processes of the run. Either all of them make an `Interrupt` or none does.
+        leaving: which processes leave a pass at once.
     """
 
     def __init__(self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "alone") -> None:
@@ -105,7 +105,7 @@ class Polled:
             raise StopRequested(why)
 
     def close(self) -> None:
-        """Have what is left of an `opened` block done to its end."""
+        """Do the rest of an `opened` block to its end without asking."""
         self._open = self._polls = False
 
 
@@ -120,7 +120,4 @@ def _first(given: Iterable[str | None]) -> str | None:
     return next((one for one in given if one is not None), None)
 
 
-NEVER = Polled(None)
-
-
-"""Of a run that nobody stops."""
+NEVER = Interrupt(None)  # of a run that nobody stops

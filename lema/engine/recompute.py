@@ -1,19 +1,19 @@
 """A graph without its tensors: what a layer's backward needs is dropped in the forward, and computed again when needed.
 
 The graph is built once, in the forward. In the backward, its first look at a dropped tensor runs the layer again, only
-as far as the last tensor that was dropped, and without the matrix products that reach none of them
+as far as the last tensor that was dropped, and without a matrix product that none of them needs
 (`lema.model.skip_matmuls`). This is the non-reentrant checkpoint of `torch.utils.checkpoint` (Chen et al. 2016,
 https://arxiv.org/abs/1604.06174), with one promise more: weights are packed as references, and found in the lease under
 which the backward runs.
 
-A compiled layer is run again as a whole, and that run is differentiated: which of its graphs a compiler takes for a
-shape can change from one run to the next, and each saves tensors of its own.
+A compiled layer is run again as a whole, and that run is differentiated, because which of its graphs a compiler takes
+for a shape can change from one run to the next, and each saves tensors of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from lema.activations.offload import Packed
-from lema.model.skip_matmuls import Needless, Reach
+from lema.model.skip_matmuls import AdaptedLinears, LastLinear
 from lema.stream import Lease
 from lema.stream.lease import WeightReference
 
@@ -30,7 +30,7 @@ __all__ = ["Graph"]
 
 
 class _Dropped:
-    """Stands in the graph for a tensor that was dropped; gone when autograd needs it no more."""
+    """What stands in the graph for a tensor that was dropped. Autograd frees it when the backward is done with it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -47,24 +47,24 @@ class Graph:
 
     Args:
         again: runs the layer once more, from the generator state of the first run; None: tensors are kept.
-        needless: what to leave out then; None: nothing.
-        anew: differentiate what `again` returns, instead of what it is to bring tensors back to.
-        keep: of a graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are.
+        linears: the layer's adapted linears, of which one may skip a product then; None: everything is computed.
+        anew: differentiate what `again` returns, instead of the graph of the first run.
+        keep: for a graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are.
     """
 
     def __init__(
         self,
         again: Callable[[Lease], Any] | None = None,
-        needless: Needless | None = None,
+        linears: AdaptedLinears | None = None,
         *,
         anew: bool = False,
         keep: Callable[[Tensor], Packed] | None = None,
     ) -> None:
-        self._again, self._needless, self._anew = again, needless, anew and again is not None
-        self._keep = keep
+        self._again, self._anew, self._keep = again, anew and again is not None, keep
+        self._linears = None if again is None or anew else linears
+        self._last = LastLinear()
         self._dropped: list[ref[_Dropped]] = []
-        self._kinds = bytearray()  # of what was dropped
-        self._count = 0  # of these, how many the recomputation under way has come to
+        self._count = 0  # how many of these the recomputation has come to
         self._lease: Lease | None = None
 
     @contextmanager
@@ -83,13 +83,15 @@ class Graph:
                 return tensor.detach() if self._keep is None else self._keep(tensor)
             dropped = _Dropped()
             self._dropped.append(ref(dropped))
-            if self._needless is not None:
-                self._kinds.append(self._needless.kinds.of(tensor))
             return dropped
 
         self._lease = lease
         try:
-            with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
+            with ExitStack() as stack:
+                if self._linears is not None:
+                    self._last = stack.enter_context(self._linears.watched(lambda: len(self._dropped)))
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(saved_tensors_hooks(pack, self._unpack))
                 yield
         finally:
             self._lease = None
@@ -131,73 +133,28 @@ class Graph:
         return packed.tensor
 
     def _recompute(self, lease: Lease) -> None:
-        """Bring back what was dropped."""
-        needless = self._needless
-        if needless is None:
-            self._run(lease, self._bring_back)
-        elif not needless.learnt:
-            self._recompute_and_learn(lease, needless)
-        else:
-            with needless.left_out(self._kinds, self._to_come):
-                self._run(lease, self._bring_back)
-
-    def _recompute_and_learn(self, lease: Lease, needless: Needless) -> None:
-        """Recompute everything; see what was needless for that; then try to leave it out."""
-        reach, spoilt = Reach(needless.layer), False
-
-        def follow(dropped: _Dropped | None, tensor: Tensor) -> None:
-            reach.save(tensor)
-            self._bring_back(dropped, tensor)
-
-        def compare(dropped: _Dropped | None, tensor: Tensor) -> None:
-            nonlocal spoilt
-            if dropped is not None and dropped.tensor is not None:
-                spoilt |= not torch.equal(tensor.isnan(), dropped.tensor.isnan())
-
-        with reach.followed():
-            self._run(lease, follow)
-        needless.learn(reach.needless(), self._kinds)
-        try:
-            with needless.left_out(self._kinds, self._to_come) as any_left_out:
-                if any_left_out:
-                    self._run(lease, compare)
-        except BaseException:
-            needless.forget()  # a trial that did not end, as where memory runs out, proves nothing
-            raise
-        if spoilt:
-            needless.learn((), self._kinds)
-
-    def _bring_back(self, dropped: _Dropped | None, tensor: Tensor) -> None:
-        if dropped is not None:
-            dropped.tensor = tensor.detach()
-
-    def _to_come(self) -> int:
-        """Return how many dropped tensors the recomputation under way has still to bring back."""
-        return len(self._dropped) - self._count
-
-    def _run(self, lease: Lease, take: Callable[[_Dropped | None, Tensor], None]) -> None:
-        """Run the layer again, as far as the last dropped tensor.
-
-        Args:
-            lease: of the layer's weights.
-            take: what is done with each tensor, given what stands for it if autograd still wants it.
-        """
+        """Run the layer again, as far as the last dropped tensor, and bring back those that autograd still wants."""
         assert self._again is not None
         self._count = 0
 
         def pack(tensor: Tensor) -> None:
             if lease.refer(tensor) is not None:
                 return
-            take(self._dropped[self._count](), tensor)
+            if (dropped := self._dropped[self._count]()) is not None:
+                dropped.tensor = tensor.detach()
             self._count += 1
             if self._count == len(self._dropped):
-                raise _Enough
+                raise _Enough  # because nothing after this reaches the backward
 
         def unpack(_: None) -> Tensor:
             raise AssertionError("a recomputation is not differentiated")
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            with (
+                self._last.skipped(len(self._dropped), lambda: self._count),
+                torch.enable_grad(),
+                saved_tensors_hooks(pack, unpack),
+            ):
                 self._again(lease)
         except _Enough:
             return

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lema.activations.boundaries import TierName
 from lema.activations.kept import BoundaryArena, GraphsAway, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
-from lema.backend.interrupt import Leaving, Polled, Stop
+from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import AtOnce
 from lema.backend.watchdog import Watchdog
 from lema.engine.embed_head import Ends
@@ -121,21 +121,21 @@ class StreamedModel:
         self._engine.trained = trained
 
     @property
-    def stop(self) -> Polled:
+    def stop(self) -> Interrupt:
         """What asks, before each layer, whether the run is to stop."""
         return self._engine.stop
 
     @contextmanager
-    def polled(self, stop: Stop) -> Iterator[None]:
+    def interruptible(self, stop: Stop) -> Iterator[None]:
         """Let a run be stopped before each layer and micro-batch, in a `with` block; all processes do this, or none.
 
         Args:
-            stop: asked where passes are `Polled.opened`.
+            stop: asked while a pass is within `Interrupt.opened`.
         """
         leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
-        asked = Polled(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
+        interrupt = Interrupt(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
         before = self._engine.stop, self.stream.before_lease
-        self._engine.stop, self.stream.before_lease = asked, asked.at_lease
+        self._engine.stop, self.stream.before_lease = interrupt, interrupt.at_lease
         try:
             yield
         finally:

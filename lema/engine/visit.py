@@ -30,6 +30,7 @@ from lema.engine.recompute import Graph
 from lema.errors import ModelError
 from lema.model import Split
 from lema.model.capture import LayerCall, tensors_in
+from lema.model.skip_matmuls import AdaptedLinears
 from lema.stream import LayerStream, Lease
 
 __all__ = ["Engine", "Leaves", "TrainedWeights", "add", "passed", "turn", "visit"]
@@ -200,6 +201,7 @@ class _LayerVisit:
         self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
         self._found: dict[int, Tensor] = {}  # gradients of the inputs
         self._leaves: Leaves = {}  # for the weights that train
+        self._linears = None if boundaries is None else AdaptedLinears(engine.split.layers[layer])
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
@@ -229,7 +231,7 @@ class _LayerVisit:
         if self._boundaries is not None:
             again = self._runner(index, state, needs=needs, compiled=compiled, anew=anew)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.others()))
-        graph = Graph(again, engine.split.needless[self._layer], anew=anew, keep=keep)
+        graph = Graph(again, self._linears, anew=anew, keep=keep)
         with graph.built(lease):
             if again is not None and not lease.has_address:
                 given = given.detach().requires_grad_(needs)  # so that a layer's graph is that of an evaluation too

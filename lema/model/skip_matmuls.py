@@ -1,353 +1,157 @@
-"""Which matrix products of a layer reach nothing that its backward needs: found by following values, op by op.
+"""The matrix product that the recomputation of a layer skips: the frozen one of the adapted linear called last.
 
-While a layer runs, every operation is seen below autograd, and what it writes is marked with the products it was made
-of. A product is needed if a tensor that is saved carries its mark, or if Python, a buffer or a shape could see its
-value. What is not seen is taken for the worst: memory that no operation was seen to fill may hold anything.
+A LoRA linear returns `base(x) + B(A(dropout(x))) * scaling`, and PEFT computes `base(x)` first. The backward needs
+tensors that the adapter's path saves, and never the values of `base(x)`, because those are only added. Recomputation
+stops at the last tensor that the layer's forward saved. If that was saved by an adapted linear, the recomputation ends
+within it, in its adapter's path, and the product before that path would be computed to be thrown away. NaN stands for
+it, so that a value that was read after all could not pass unseen. A dropout of what that linear returned changes none
+of this, because what it saves is its mask.
 
-What a recomputation of one layer leaves out: matrix products whose values reach no tensor that was dropped.
-
-An adapter saves its inputs after the module it wraps has been called, so the last product of a layer would be computed
-again only to be added to what is thrown away. Which products those are is found out at a layer's first recomputation
-(`lema.model.skip_matmuls`), and tried once: left out, they give NaN, and no NaN may come back. They give NaN ever
-after, so that a product left out in error cannot pass unseen.
+The forward of each micro-batch notes which linear that is, because layers with experts go different ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
+from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
-from lema.model.capture import tensors_in
-
-__all__ = ["Kinds", "Needless", "Product", "Reach"]
+__all__ = ["AdaptedLinears", "LastLinear"]
 
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "matmul"})
-COPIES = frozenset({"_to_copy", "clone", "_unsafe_view", "contiguous"})
-
-# What reads shapes of its tensors, and no values.
-LIKE = frozenset({"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"})
-NEW = frozenset({"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"})
-
-# What makes a tensor for its values, not as memory for others'.
-CONSTANTS = frozenset({"eye", "arange", "scalar_tensor"})
-
-# What fills the tensor it is called on, whatever that held.
-FILLS = frozenset({"copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"})
-
-# How Python gets at values, or at their address, without an operation.
-LOOKS = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "data_ptr"})
-SHAPED_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-UNSEEN = -1  # in place of marks: what this memory holds was made by nothing that was seen
+PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
 
 
-@dataclass(frozen=True)
-class Product:
-    """A call of a module that multiplied its one argument by a matrix, and did nothing else.
+class LastLinear:
+    """The adapted linear that one forward of a layer called last.
 
     Attributes:
-        saved: how many tensors had been saved before it.
-        given: dtype of its argument, `[..., in]`.
-        made: dtype of its result, `[..., out]`.
-        features: `out`.
-    """
-
-    module: nn.Module
-    saved: int
-    given: torch.dtype
-    made: torch.dtype
-    features: int
-
-
-class Reach:
-    """Follows the products of one run of a layer.
-
-    Args:
-        layer: its modules without parts are those whose calls may be products.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        parts = [part for part in layer.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._leaves = [part for part in parts if next(part.children(), None) is None]
-        self._products: list[Product] = []
-        self._marks: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage; the reference keeps its number taken
-        self._needed = 0
-        self._saved = 0
-        self._called: list[Any] | None = None  # the operations of the leaf that runs
-
-    def needless(self) -> tuple[Product, ...]:
-        """Return the products seen that nothing needs, in their order."""
-        return tuple(one for number, one in enumerate(self._products) if not self._needed >> number & 1)
-
-    def save(self, tensor: Tensor) -> None:
-        """Take note that the backward needs `tensor`."""
-        self._saved += 1
-        self._needed |= self._read(tensor)
-
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow what runs in the `with` block."""
-        with ExitStack() as stack:
-            for leaf in self._leaves:
-                if "forward" not in vars(leaf):  # else somebody has put another in its place
-                    leaf.forward = partial(self._call, leaf, leaf.forward)
-                    stack.callback(delattr, leaf, "forward")
-            stack.enter_context(_Looks(self._look))
-            stack.enter_context(_Operations(self._operate))
-            yield
-
-    def _call(self, leaf: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        called: list[Any] = []
-        saved, around, self._called = self._saved, self._called, called
-        try:
-            out = forward(*args, **kwargs)
-        finally:
-            self._called = around
-            if around is not None:
-                around.extend(called)
-        if kwargs or len(args) != 1 or not (_plain(args[0]) and _plain(out)) or self._saved != saved:
-            return out
-        given, names = args[0], {_name(one) for one in called}
-        others = [one for one in called if _name(one) not in PRODUCTS | COPIES]
-        if not names & PRODUCTS or not all(map(_is_view, others)):
-            return out
-        whole = out.is_contiguous() and out.is_floating_point() and _fills(out)
-        if whole and out.dim() > 0 and out.shape[:-1] == given.shape[:-1] and self._made_here(out):
-            product = Product(leaf, saved, given.dtype, out.dtype, out.shape[-1])
-            self._mark(out, self._read(out) | 1 << len(self._products))
-            self._products.append(product)
-        return out
-
-    def _operate(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._called is not None:
-            self._called.append(operation)
-        name, schema = _name(operation), getattr(operation, "_schema", None)
-        given = list(tensors_in((args, kwargs)))
-        written = [] if schema is None else _written(schema, args, kwargs)
-        filled = [one for one in written if name in FILLS and _fills(one)]
-        sources = [] if name in LIKE | NEW else [one for one in given if not any(one is other for other in filled)]
-        marks = 0
-        for source in sources:
-            marks |= self._read(source)
-        shaping = list(tensors_in(args[1:])) if name == "index" else sources
-        if schema is None or any(tag in operation.tags for tag in SHAPED_BY_VALUES):
-            for source in shaping:
-                self._needed |= self._read(source)
-        out = operation(*args, **kwargs)
-        for one in written:
-            if not self._made_here(one):
-                self._needed |= marks  # it outlives this run
-            elif any(one is other for other in filled):
-                self._mark(one, marks)
-            else:
-                self._mark(one, self._raw(one) | marks)
-        made = list(tensors_in(out))
-        for place, one in enumerate(made):
-            if any(one is other for other in written) or (schema is not None and self._is_known(one, given)):
-                continue
-            drawn = name == "native_dropout" and place == 1  # its mask
-            known = drawn or name in CONSTANTS
-            self._mark(one, 0 if known else marks if sources else UNSEEN)
-        return out
-
-    def _look(self, tensor: Tensor) -> None:
-        self._needed |= self._read(tensor)
-
-    def _is_known(self, one: Tensor, given: Sequence[Tensor]) -> bool:
-        """Whether a result lies where an argument does."""
-        place = _place(one)
-        return any(_place(other) == place for other in given)
-
-    def _made_here(self, tensor: Tensor) -> bool:
-        return _place(tensor) in self._marks
-
-    def _raw(self, tensor: Tensor) -> int:
-        return self._marks.get(_place(tensor), (None, 0))[1]
-
-    def _read(self, tensor: Tensor) -> int:
-        """Return the marks of what `tensor` holds now."""
-        marks = self._raw(tensor) if _plain(tensor) else UNSEEN
-        return (1 << len(self._products)) - 1 if marks == UNSEEN else marks
-
-    def _mark(self, tensor: Tensor, marks: int) -> None:
-        if _plain(tensor):
-            storage = tensor.untyped_storage()
-            self._marks[storage._cdata] = (StorageWeakRef(storage), marks)
-
-
-class _Operations(TorchDispatchMode):
-    """Hands every operation to a function that runs it."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, operate: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._operate = operate
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._operate(func, args, kwargs or {})
-
-
-class _Looks(TorchFunctionMode):
-    """Tells a function of every tensor whose values, or address, Python asks for."""
-
-    def __init__(self, look: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._look = look
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in LOOKS:
-            for tensor in tensors_in(args):
-                self._look(tensor)
-        return func(*args, **(kwargs or {}))
-
-
-def _name(operation: Any) -> str:
-    packet = getattr(operation, "overloadpacket", operation)
-    name: str = packet.__name__
-    return name
-
-
-def _is_view(operation: Any) -> bool:
-    """Whether all an operation does is to look at its argument's memory in another way."""
-    returns = operation._schema.returns if hasattr(operation, "_schema") else ()
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-
-
-def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation writes into."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found.extend(tensors_in(value))
-    return found
-
-
-def _plain(value: Any) -> bool:
-    """Whether a value is a tensor whose elements lie in one memory of its own kind."""
-    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if _plain(tensor) else 0
-
-
-def _fills(tensor: Tensor) -> bool:
-    """Whether a tensor is all there is in its memory."""
-    return _plain(tensor) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-class Kinds:
-    """The kinds of the tensors that one run of a layer saves, in order: dtype and number of dimensions, a byte each.
-
-    They tell whether two runs, of micro-batches of any shapes, went the same way.
+        linear: it; None: none was called.
+        begun: how many tensors had been saved when it was called.
+        ended: how many had been saved when it returned, or when a dropout of what it returned did.
+        made: what it or the dropout returned, `[..., features]`, while somebody else holds that.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[torch.dtype, int], int] = {}
+        self.linear: Linear | None = None
+        self.begun = self.ended = self.features = 0
+        self.dtype = torch.float32
+        self.made: Callable[[], Tensor | None] = lambda: None
 
-    def of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's kind."""
-        return self._numbers.setdefault((tensor.dtype, tensor.dim()), len(self._numbers))
+    @contextmanager
+    def skipped(self, total: int, saved: Callable[[], int]) -> Iterator[None]:
+        """Skip its frozen product in the `with` block, if a recomputation can do without.
+
+        Args:
+            total: how many tensors the forward saved.
+            saved: returns how many of them the recomputation has come to.
+        """
+        if self.linear is None or self.ended != total:  # the layer saved more, of which the product may be a part
+            yield
+            return
+        linear = self.linear
+        vars(linear)["forward"] = partial(self._call, linear.forward, saved)
+        try:
+            yield
+        finally:
+            del vars(linear)["forward"]
+
+    def _call(self, forward: Callable[..., Tensor], saved: Callable[[], int], *args: Any, **kwargs: Any) -> Tensor:
+        assert self.linear is not None
+        if saved() != self.begun:  # a layer may call one linear more than once, and this is not the last call
+            return forward(*args, **kwargs)
+        base = self.linear.base_layer
+        vars(base)["forward"] = self._nothing
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            del vars(base)["forward"]
+
+    def _nothing(self, given: Tensor) -> Tensor:
+        """Return NaN in place of a product, as a view of one element, because nobody reads it."""
+        return given.new_full((), torch.nan, dtype=self.dtype).expand(*given.shape[:-1], self.features)
 
 
-@dataclass(frozen=True)
-class _LeftOut:
-    """A product to leave out of the runs that end as the one did in which it was found needless."""
-
-    product: Product
-    ending: bytes  # kinds of what is saved after it
-
-
-class Needless:
-    """The products that recomputations of one layer leave out.
+class AdaptedLinears:
+    """The modules of one layer that LoRA adapts, of those that multiply their input by a matrix.
 
     Args:
-        layer: the layer, in whose modules' place something else is called while it is recomputed.
+        layer: the layer, adapters attached.
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.kinds = Kinds()
-        self._learnt: dict[bool, tuple[_LeftOut, ...]] = {}
-
-    @property
-    def learnt(self) -> bool:
-        """Whether it is known, for the mode the layer is in, training or not, what to leave out."""
-        return self.layer.training in self._learnt
-
-    def learn(self, products: tuple[Product, ...], kinds: bytes | bytearray) -> None:
-        """Leave out `products`, seen in a run that saved tensors of `kinds`."""
-        self._learnt[self.layer.training] = tuple(_LeftOut(one, bytes(kinds[one.saved :])) for one in products)
-
-    def forget(self) -> None:
-        """Know nothing again of the mode the layer is in."""
-        self._learnt.pop(self.layer.training, None)
+        parts = list(layer.modules())
+        self._linears = [part for part in parts if isinstance(part, Linear)]
+        self._dropouts = [part for part in parts if type(part) is nn.Dropout] if self._linears else []
 
     @contextmanager
-    def left_out(self, kinds: bytes | bytearray, to_come: Callable[[], int]) -> Iterator[bool]:
-        """Leave products out in the `with` block, a run that saves tensors of `kinds`; yield whether there are any.
-
-        What is data-dependent, as which experts are called, may go another way than in the run that was followed. A
-        product is left out only where as much is saved after it as there was, of the same kinds; and only where nobody
-        else has put something in the module's place, or a hook on it.
+    def watched(self, saved: Callable[[], int]) -> Iterator[LastLinear]:
+        """Note which linear is called last in the `with` block, a forward of the layer.
 
         Args:
-            kinds: what the forward saved.
-            to_come: how much of that is still to come.
+            saved: returns how many tensors the forward has saved so far.
         """
-        found = [one for one in self._learnt[self.layer.training] if kinds.endswith(one.ending)]
-        stubs: dict[nn.Module, list[_LeftOut]] = {}
-        for one in found:
-            stubs.setdefault(one.product.module, []).append(one)
-        replaced = [module for module in stubs if _is_left_alone(module)]
-        for module in replaced:
-            module.forward = partial(_product, module, module.forward, stubs[module], to_come)
+        last = LastLinear()
+        watched: list[nn.Module] = []
         try:
-            yield bool(replaced)
+            # In place of `forward`, not as hooks, because the compiled layers refuse a module with hooks.
+            for linear in filter(_only_adds, self._linears):
+                vars(linear)["forward"] = partial(_linear, last, saved, linear, linear.forward)
+                watched.append(linear)
+            for dropout in filter(_is_left_alone, self._dropouts):
+                vars(dropout)["forward"] = partial(_dropout, last, saved, dropout.forward)
+                watched.append(dropout)
+            yield last
         finally:
-            for module in replaced:
-                del module.forward
+            for module in watched:
+                del vars(module)["forward"]
+
+
+def _linear(
+    last: LastLinear,
+    saved: Callable[[], int],
+    linear: Linear,
+    forward: Callable[..., Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Call a linear, and note that it was the last one."""
+    begun = saved()
+    out = forward(*args, **kwargs)
+    last.linear, last.begun, last.ended = linear, begun, saved()
+    # A weak reference, because the layer may need the output no longer than the next line of its forward.
+    last.dtype, last.features, last.made = out.dtype, out.shape[-1], ref(out)
+    return out
+
+
+def _dropout(last: LastLinear, saved: Callable[[], int], forward: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+    """Call a dropout; what it saves counts as the last linear's if it is given what that returned."""
+    follows = given is last.made() and saved() == last.ended
+    out = forward(given)
+    if follows:
+        last.ended, last.made = saved(), ref(out)
+    return out
+
+
+def _only_adds(linear: Linear) -> bool:
+    """Whether a linear uses the product of its frozen matrix for nothing but a sum, and nobody else looks at it."""
+    base = linear.base_layer
+    if type(base).forward not in PRODUCTS or base.weight.requires_grad:  # else the product itself saves its input
+        return False
+    for name, variant in linear.lora_variant.items():
+        dropped_out = linear.training and not isinstance(linear.lora_dropout[name], nn.Identity)
+        if not (type(variant) is DoraLinearVariant and dropped_out):  # without dropout it multiplies the product
+            return False
+    return _is_left_alone(linear) and _is_left_alone(base)
 
 
 def _is_left_alone(module: nn.Module) -> bool:
     return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
-
-
-def _product(
-    module: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    stubs: list[_LeftOut],
-    to_come: Callable[[], int],
-    given: Tensor,
-) -> Tensor:
-    """Stand for a module: return NaN where its product is needless, else the product."""
-    for stub in stubs:
-        product = stub.product
-        if to_come() == len(stub.ending) and given.dtype == product.given:
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            made: Tensor = _NotComputed.apply(product, given, *trained)  # type: ignore[no-untyped-call] # torch's is
-            return made
-    return forward(given)
-
-
-class _NotComputed(torch.autograd.Function):
-    """A tensor that requires grad where the product would, and is like it but for its values."""
-
-    @staticmethod
-    def forward(ctx: Any, product: Product, given: Tensor, *trained: Tensor) -> Tensor:  # noqa: ARG004 - autograd looks at them
-        return given.new_full((*given.shape[:-1], product.features), torch.nan, dtype=product.made)
-
-    @staticmethod
-    def backward(*_: Any) -> Any:
-        raise AssertionError("a recomputation is not differentiated")

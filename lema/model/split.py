@@ -46,7 +46,6 @@ from lema.model.capture import (
 from lema.model.compiled import CompiledLayers
 from lema.model.outer_weights import HostRows
 from lema.model.skeleton import find_layers
-from lema.model.skip_matmuls import Needless
 from lema.model.weight_names import LayerNames, stored_name
 
 __all__ = ["Prelude", "Split", "without_casts"]
@@ -94,7 +93,6 @@ class Split:
         lazy: whether the device compiles what is run on it, and has no addresses; what it would compile for the asking
             is not asked of it.
         host_rows: looks tokens up where the input embeddings are in host memory.
-        needless: what a recomputation of each layer leaves out.
     """
 
     def __init__(
@@ -369,10 +367,9 @@ class Split:
         return self._names[index].renamed(weights)
 
     def adapters_changed(self) -> None:
-        """Forget the layers' names, and what their recomputations leave out: adapters were attached or taken off."""
+        """Forget the layers' names and compiled forms, because adapters were attached or taken off."""
         self._names: dict[int, LayerNames] = {}
         self._compiled = None
-        self.needless: list[Needless] = [Needless(layer) for layer in self.layers]
         for layer in self.layers:
             without_casts(layer)
 

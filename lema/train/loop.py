@@ -193,7 +193,7 @@ class RunLoop:
         """Take the steps; return why somebody stopped them before a layer, None: they have come to their end."""
         with ExitStack() as stack:
             if self._at_layer is not None:
-                stack.enter_context(self._model.polled(self._at_layer))
+                stack.enter_context(self._model.interruptible(self._at_layer))
             try:
                 self._loop()
             except StopRequested as request:

@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lema import LemaModel, LemaTrainer
 from lema.errors import MemoryLimitError, is_out_of_memory
 from lema.model import Split
-from lema.model.skip_matmuls import Needless
 from lema.stream import LayerStream
 
 CheckpointOf = Callable[..., Checkpoint]
@@ -620,33 +619,6 @@ def test_an_optimizer_that_runs_out_of_memory_is_refused(checkpoint_of: Checkpoi
             trainer.train_step(wide_batch())
     assert caught.value.where == "in the optimizer's step"
     assert caught.value.how
-
-
-@pytest.mark.slow
-def test_what_a_recomputation_was_about_to_learn_is_forgotten(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    """A product is left out only after a trial in which no NaN came back; a trial that did not end proves nothing."""
-    with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
-        runs = 0
-
-        def second(layer: int, way: str, rows: int) -> bool:
-            nonlocal runs
-            runs += (layer, way) == (5, "recomputation")
-            return runs == 2 and (layer, way) == (5, "recomputation")
-
-        trainer, one = model.get_trainer(), model.split.needless[5]
-        learnt = list[bool]()
-        prelude, failing.short = model.split.prelude, second
-
-        def begin(*arguments: Any, **options: Any) -> Any:
-            learnt.append(one.learnt)
-            return prelude(*arguments, **options)
-
-        model.split.prelude = begin
-        with pytest.warns(UserWarning, match="ran out"):
-            Seen().step(trainer, in_rows(6)(wide_batch()))
-        assert isinstance(one, Needless)
-        assert learnt == [False, False]
-        assert one.learnt
 
 
 @pytest.fixture(scope="module")

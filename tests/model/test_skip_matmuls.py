@@ -1,44 +1,45 @@
-"""What a recomputation leaves out: products that reach nothing the backward needs, and never one that does."""
+"""What a recomputation skips: the product that a layer ends with and only adds, never one that the backward needs."""
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from lema.engine.recompute import Graph
-from lema.model.skip_matmuls import Needless, Product, Reach
+from lema.model.skip_matmuls import AdaptedLinears
 from lema.stream import Lease
 
 WIDTH = 6
 
 
-class Counted(nn.Linear):
-    """A frozen matrix that counts its products."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.requires_grad_(False)
-        self.runs = 0
-
-    def forward(self, given: Tensor) -> Tensor:
-        self.runs += 1
-        return super().forward(given)
+def adapted(**options: Any) -> Linear:
+    """Return a frozen matrix and its adapter, as PEFT makes them."""
+    base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return Linear(base, "default", LoraConfig(init_lora_weights=False, **options), r=2, lora_alpha=1)
 
 
-class Adapted(nn.Module):
-    """A frozen matrix and its adapter, called in the order in which PEFT calls them."""
+class Products(TorchFunctionMode):
+    """Counts the products of frozen matrices, by the matrix."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = Counted()
-        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.runs: Counter[int] = Counter()
 
-    def forward(self, given: Tensor) -> Tensor:
-        return self.base(given) + self.b(self.a(given)) * 0.5
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            self.runs[id(args[1])] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, linear: Linear) -> int:
+        return self.runs[id(linear.base_layer.weight)]
 
 
 class Layer(nn.Module):
@@ -46,12 +47,14 @@ class Layer(nn.Module):
 
     Args:
         after: makes the layer's output of its input, what the last adapted matrix made, and the layer.
+        options: of the adapters.
     """
 
-    def __init__(self, after: Callable[[Tensor, Tensor, "Layer"], Tensor]) -> None:
+    def __init__(self, after: Callable[[Tensor, Tensor, "Layer"], Tensor], **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = Adapted(), Adapted()
+        self.first, self.last = adapted(**options), adapted(**options)
+        self.dropout = nn.Dropout(0.5)
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("seen", torch.zeros(()))
         self.after, self.another_way = after, False
@@ -91,11 +94,16 @@ def gradients(layer: nn.Module, given: Tensor, differentiate: Callable[[Tensor],
     return found
 
 
-def recomputed(layer: nn.Module, given: Tensor, lease: Lease, needless: Needless) -> list[Tensor | None]:
+def recomputed(layer: nn.Module, given: Tensor, lease: Lease) -> list[Tensor | None]:
     """Return the gradients of a layer that is recomputed."""
+    state = torch.get_rng_state()
+
+    def again(leaf: Tensor) -> None:
+        torch.set_rng_state(state)
+        layer(leaf.detach().requires_grad_())
 
     def differentiate(leaf: Tensor) -> None:
-        graph = Graph(lambda _: layer(leaf.detach().requires_grad_()), needless)
+        graph = Graph(lambda _: again(leaf), AdaptedLinears(layer))
         with graph.built(lease):
             out = layer(leaf)
         with graph.differentiated(lease):
@@ -122,12 +130,15 @@ def assert_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None
 
 def products(layer: Layer, micro_batches: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Recompute a layer for each micro-batch and compare; return how often each matrix was used for it."""
-    lease, needless, counts = lease_of(layer), Needless(layer), []
+    lease, counts = lease_of(layer), []
     for given in micro_batches:
+        torch.manual_seed(3)
         expected = kept(layer, given)
-        layer.first.base.runs = layer.last.base.runs = 0
-        assert_same(recomputed(layer, given, lease, needless), expected)
-        counts.append((layer.first.base.runs, layer.last.base.runs))
+        torch.manual_seed(3)
+        with Products() as counted:
+            found = recomputed(layer, given, lease)
+        assert_same(found, expected)
+        counts.append((counted.of(layer.first), counted.of(layer.last)))
     assert not any("forward" in vars(module) for module in layer.modules())
     return counts
 
@@ -185,24 +196,36 @@ def written_in_place(given: Tensor, made: Tensor, layer: Layer) -> Tensor:
     return given + room * layer.scale
 
 
-def dropped_out(given: Tensor, made: Tensor, _: Layer) -> Tensor:
-    torch.manual_seed(3)
+def dropped_out(given: Tensor, made: Tensor, layer: Layer) -> Tensor:
+    return given + layer.dropout(made)
+
+
+def dropped_out_by_function(given: Tensor, made: Tensor, _: Layer) -> Tensor:
     return given + nn.functional.dropout(made, 0.5)
 
 
-# Of each matrix: a product in the forward and one in the recomputation; the first time also those of the trial.
+def another_dropped_out(given: Tensor, made: Tensor, layer: Layer) -> Tensor:
+    return layer.dropout(given + made)
+
+
+# Of each matrix: a product in the forward and one in the recomputation.
 
 
 def test_a_product_that_is_only_added_is_not_computed_again() -> None:
-    assert products(Layer(added), inputs(4)) == [(3, 2), (2, 1), (2, 1), (2, 1)]
+    assert products(Layer(added), inputs(4)) == [(2, 1)] * 4
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"lora_bias": True}, {"use_rslora": True}], ids=str)
+def test_with_adapters_that_only_add_to_it_as_well(options: dict[str, Any]) -> None:
+    assert products(Layer(added, **options), inputs(3)) == [(2, 1)] * 3
 
 
 def test_dropout_after_it_draws_what_it_drew_and_needs_no_values() -> None:
-    assert products(Layer(dropped_out), inputs(3)) == [(3, 2), (2, 1), (2, 1)]
+    assert products(Layer(dropped_out), inputs(3)) == [(2, 1)] * 3
 
 
-def test_so_is_any_other_whose_values_are_only_added() -> None:
-    assert products(Side(added), inputs(3)) == [(2, 2), (1, 1), (1, 1)]
+def test_the_last_of_two_given_one_input() -> None:
+    assert products(Side(added), inputs(3)) == [(2, 1)] * 3
 
 
 NEEDING = (
@@ -217,6 +240,8 @@ NEEDING = (
     remembered,
     moved_by_address,
     written_in_place,
+    dropped_out_by_function,
+    another_dropped_out,
 )
 
 
@@ -225,69 +250,56 @@ def test_a_product_whose_values_matter_is_computed_again(after: Any) -> None:
     assert products(Layer(after), inputs(3)) == [(2, 2)] * 3
 
 
-@pytest.mark.parametrize("after", [saved, scaled, written_in_place], ids=lambda after: after.__name__)
-def test_what_is_taken_for_needless_in_error_is_found_out_by_the_trial(
-    after: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[Product, ...]] = []
-
-    def all_of_them(reach: Reach) -> tuple[Product, ...]:
-        seen.append(tuple(reach._products))
-        return seen[-1]
-
-    monkeypatch.setattr(Reach, "needless", all_of_them)
-    assert products(Layer(after), inputs(3)) == [(2, 2)] * 3  # the trial leaves out every product
-    assert [len(found) for found in seen] == [2]
-
-
 def test_a_matrix_that_trains_is_no_product_to_leave_out() -> None:
     layer = Layer(added)
-    layer.last.base.weight.requires_grad_(True)
+    layer.last.base_layer.weight.requires_grad_(True)
     assert products(layer, inputs(3)) == [(2, 2)] * 3
 
 
 def test_a_bias_that_trains_gets_its_gradient_without_the_product() -> None:
     layer = Layer(added)
-    layer.last.base.bias.requires_grad_(True)
-    assert products(layer, inputs(3)) == [(3, 2), (2, 1), (2, 1)]
+    layer.last.base_layer.bias.requires_grad_(True)
+    assert products(layer, inputs(3)) == [(2, 1)] * 3
 
 
 def another_end(given: Tensor, made: Tensor, layer: Layer) -> Tensor:
     return given + (torch.tanh(made) if layer.another_way else made)
 
 
-def test_a_micro_batch_that_goes_another_way_is_recomputed_in_full() -> None:
+def test_each_micro_batch_skips_by_the_way_it_goes() -> None:
     layer = Layer(another_end)
-    lease, needless = lease_of(layer), Needless(layer)
-    for way, runs in ((False, 2), (True, 2), (False, 1), (True, 2)):
+    for way, runs in ((False, 1), (True, 2), (False, 1), (True, 2)):
         layer.another_way = way
-        expected, layer.last.base.runs = kept(layer, inputs(1)[0]), 0
-        assert_same(recomputed(layer, inputs(1)[0], lease, needless), expected)
-        assert layer.last.base.runs == runs
+        assert products(layer, inputs(1)) == [(2, runs)]
 
 
-def same_end(given: Tensor, made: Tensor, layer: Layer) -> Tensor:
-    return given + made + layer.scale * (made if layer.another_way else given)
+def test_a_value_that_is_read_after_all_gives_no_number_at_all() -> None:
+    """What a layer does in its recomputation and did not do in its forward, nothing can foresee."""
+    layer = Layer(dropped_out)
+    seen: list[Tensor] = []
+
+    def look(_: nn.Module, given: tuple[Tensor]) -> None:
+        seen.append(given[0].detach())
+
+    lease, given = lease_of(layer), inputs(1)[0]
+
+    def differentiate(leaf: Tensor) -> None:
+        graph = Graph(lambda _: layer(leaf.detach().requires_grad_()), AdaptedLinears(layer))
+        with graph.built(lease):
+            out = layer(leaf)
+        layer.dropout.register_forward_pre_hook(look)
+        with graph.differentiated(lease):
+            torch.autograd.backward(get_gradient_edge(out), torch.ones_like(out))
+
+    gradients(layer, given, differentiate)
+    assert bool(seen[0].isnan().all())
 
 
-def test_a_product_left_out_in_error_gives_no_number_at_all() -> None:
-    """Two ways that save tensors of the same kinds, by no value that was seen: nothing can tell them apart but this."""
-    layer = Layer(same_end)
-    lease, needless = lease_of(layer), Needless(layer)
-    recomputed(layer, inputs(1)[0], lease, needless)
-    layer.another_way = True
-    found = recomputed(layer, inputs(1)[0], lease, needless)
-    assert any(gradient is not None and bool(gradient.isnan().any()) for gradient in found)
-
-
-def test_training_and_evaluation_are_learnt_apart() -> None:
+def test_training_and_evaluation_go_their_own_ways() -> None:
     layer = Layer(lambda given, made, layer: given + (made if layer.training else torch.tanh(made)))
-    lease, needless = lease_of(layer), Needless(layer)
-    for training, runs in ((True, 2), (False, 2), (True, 1), (False, 2)):
+    for training, runs in ((True, 1), (False, 2), (True, 1), (False, 2)):
         layer.train(training)
-        expected, layer.last.base.runs = kept(layer, inputs(1)[0]), 0
-        assert_same(recomputed(layer, inputs(1)[0], lease, needless), expected)
-        assert layer.last.base.runs == runs
+        assert products(layer, inputs(1)) == [(2, runs)]
 
 
 def test_a_module_called_twice_is_left_out_where_it_ends_the_layer() -> None:
@@ -295,20 +307,20 @@ def test_a_module_called_twice_is_left_out_where_it_ends_the_layer() -> None:
         def forward(self, given: Tensor) -> Tensor:
             return given + self.last(torch.tanh(self.last(given)))
 
-    assert [last for _, last in products(Twice(added), inputs(3))] == [5, 3, 3]
+    assert [last for _, last in products(Twice(added), inputs(3))] == [3, 3, 3]
 
 
 def test_a_module_that_a_hook_looks_at_is_computed() -> None:
     layer = Layer(added)
     seen: list[Tensor] = []
-    layer.last.base.register_forward_hook(lambda module, given, made: seen.append(made.detach()))
+    layer.last.base_layer.register_forward_hook(lambda module, given, made: seen.append(made.detach()))
     assert products(layer, inputs(2)) == [(2, 2)] * 2
     assert not any(bool(made.isnan().any()) for made in seen)
 
 
 def test_half_precision_and_autocast() -> None:
     layer = Layer(added)
-    for adapted in (layer.first, layer.last):
-        adapted.base.to(torch.bfloat16)
+    for linear in (layer.first, layer.last):
+        linear.base_layer.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert products(layer, inputs(3)) == [(3, 2), (2, 1), (2, 1)]
+        assert products(layer, inputs(3)) == [(2, 1)] * 3

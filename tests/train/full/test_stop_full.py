@@ -44,7 +44,7 @@ def test_a_step_that_is_stopped_leaves_nothing(clipped: float | None, checkpoint
         while True:
             asked.count, asked.times = asked.count + stopped, 0
             try:
-                with model.adapter.polled(asked):
+                with model.adapter.interruptible(asked):
                     training.step([batches])
                 break
             except StopRequested:

@@ -1,0 +1,95 @@
+"""What a step saves where recomputations skip the last frozen product of each layer, beside stopping early.
+
+python benchmarks/recompute.py
+
+The arms alternate in one process. The arithmetic is that of all matrix products and attention of a step, as torch
+counts it; seconds are of a shared machine, so only their ratio within a round says something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
+
+from lema import LemaConfig, LemaModel
+from lema.engine.loss import split_batch
+
+SIZES = {"hidden_size": 512, "num_attention_heads": 8, "vocab_size": 2000, "num_hidden_layers": 6}
+SHAPES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, intermediate_size=1408),
+    "gpt_neox (parallel blocks)": GPTNeoXConfig(**SIZES, intermediate_size=2048, hidden_dropout=0.0),
+}
+
+
+class Flops(TorchDispatchMode):
+    """Counts the arithmetic of what runs in its `with` block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.count += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def arms() -> dict[str, AbstractContextManager[object]]:
+    """Return the contexts in which a step is taken."""
+    nothing_skipped = patch("lema.engine.visit.AdaptedLinears", lambda _: None)
+    return {"early stop alone": nothing_skipped, "last product skipped": nullcontext()}
+
+
+def measure(directory: Path, config: PreTrainedConfig, rounds: int) -> None:
+    """Print the arithmetic of one step of each arm, and the median of the rounds' ratios of seconds."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    ids = torch.randint(0, config.vocab_size, (4, 256))
+    model = LemaModel(LemaConfig(str(directory), device="cpu", gradient_checkpointing=True, save_steps=0))
+    model.initialize_lora()
+    trainer, micro_batches = model.get_trainer(), split_batch({"input_ids": ids, "labels": ids}, 1)
+    flops, seconds = dict[str, int](), dict[str, list[float]]()
+    for number in range(rounds + 1):
+        for name, arm in arms().items():
+            with arm:
+                trainer.accumulate(micro_batches)  # what an arm learns in its first step is not measured
+                if number == 0:
+                    with Flops() as counted:
+                        trainer.accumulate(micro_batches)
+                    flops[name] = counted.count
+                    continue
+                start = time.perf_counter()
+                trainer.accumulate(micro_batches)
+                seconds.setdefault(name, []).append(time.perf_counter() - start)
+    model.close()
+    (first, base), *_ = flops.items()
+    for name, count in flops.items():
+        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds[first], strict=True)]
+        low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+        print(
+            f"{name:28} {count / 1e9:8.2f} GFLOP {count / base:7.4f}    seconds x {middle:.3f} ({low:.3f}-{high:.3f})"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    for name, config in SHAPES.items():
+        print(name)
+        with tempfile.TemporaryDirectory() as directory:
+            measure(Path(directory), config, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
