@@ -1,24 +1,26 @@
-"""Boundary activations on their way from host memory to the device, some ahead of the one in use.
-
-Where boundary activations wait between the forward and the backward: on the device, in host memory, or on disk.
+"""Where boundary activations wait between the forward and the backward: on the device, in host memory, or on disk.
 
 A tier keeps its memory from step to step. It grows when a step needs more and never shrinks: batches of a run differ in
 length, and what the longest needed will be needed again.
+
+In host memory and on disk boundaries are pieces in a store, as everything else is that waits off the device. What is
+theirs is the order, which is known beforehand: so a few slots on the device serve all that come back.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from lema.activations.diskstore import DiskStore
+from lema.activations.hoststore import HostPiece, HostPool
+from lema.activations.protocols import WaitingPiece
 from lema.backend import DeviceSlots, Download, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
@@ -27,118 +29,12 @@ from lema.storage.spillfile import OffloadFile, whole_blocks
 if TYPE_CHECKING:
     from lema.backend import Carrier
 
-__all__ = ["NUM_BUFFERS", "FetchAhead", "Key", "Tier", "TierName", "as_bytes", "make_tier", "placed"]
+__all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "placed"]
 
 
 Key = tuple[int, int]  # layer, micro-batch
-NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use, two on their way
-
-
-@dataclass
-class _Fetch:
-    key: Key
-    like: Tensor
-    buffer: Tensor
-    read: Future[None] | None
-    slot: DeviceSlots | None = None
-    upload: Upload | None = None
-
-
-class FetchAhead:
-    """Fetches boundaries in an order that is known beforehand.
-
-    Args:
-        backend: the device.
-        source: given a key, the bytes it has and whether to wait, returns the memory it will be in and the read that
-            fills it, if any; None: there is no memory for it yet, and it is not waited for.
-        done: takes the memory back, with the upload that must drain before it is filled again.
-    """
-
-    def __init__(
-        self,
-        backend: Carrier,
-        source: Callable[[Key, int, bool], tuple[Tensor, Future[None] | None] | None],
-        done: Callable[[Tensor, Upload | None], None],
-    ) -> None:
-        self._backend, self._source, self._done = backend, source, done
-        self._order: deque[tuple[Key, Tensor]] = deque()
-        self._fetches: deque[_Fetch] = deque()
-        self._slots: deque[DeviceSlots] = deque()  # that are free
-        self._slot_bytes = self._num_held = 0
-
-    def start(self, order: Sequence[tuple[Key, Tensor]]) -> None:
-        """Begin; `order` says of each boundary what it looks like."""
-        largest = max((like.nbytes for _, like in order), default=0)
-        if largest > self._slot_bytes:
-            self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
-            self._slot_bytes = largest
-        self._order.extend(order)
-        self._pump()
-
-    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        """Yield the next boundary, on the device; what failed on its way is raised."""
-        self._pump(wait=not self._fetches)
-        fetch = self._fetches.popleft()
-        assert fetch.key == key, "boundaries were asked for in another order than the backward's"
-        self._num_held += 1
-        try:
-            if fetch.upload is None:
-                self._upload(fetch)
-            assert fetch.upload is not None
-            self._pump()
-            yield placed(fetch.upload.wait(), fetch.like)
-        finally:
-            self._num_held -= 1
-            self._give_back(fetch)
-        self._pump()
-
-    def stop(self) -> None:
-        """Forget what was to be fetched. Uploads given up may bring what is put there next: nobody looks at them."""
-        self._order.clear()
-        while self._fetches:
-            self._give_back(self._fetches.popleft())
-
-    def _pump(self, wait: bool = False) -> None:
-        """Start every read there is a buffer for, one at least where `wait` says so, and every upload whose bytes are
-        there."""
-        while self._order and len(self._fetches) + self._num_held < NUM_BUFFERS:
-            key, like = self._order[0]
-            if (taken := self._source(key, like.nbytes, wait)) is None:
-                break
-            self._order.popleft()
-            self._fetches.append(_Fetch(key, like, *taken))
-            wait = False
-        for fetch in self._fetches:
-            if fetch.read is not None and not fetch.read.done():
-                break
-            if fetch.upload is None:
-                self._upload(fetch)
-
-    def _upload(self, fetch: _Fetch) -> None:
-        if fetch.read is not None:
-            fetch.read.result()
-        fetch.slot = self._slots.popleft()
-        fetch.upload = fetch.slot.upload(fetch.buffer[: fetch.like.nbytes])
-
-    def _give_back(self, fetch: _Fetch) -> None:
-        if fetch.upload is not None and fetch.slot is not None:
-            fetch.upload.release()
-            self._slots.append(fetch.slot)
-        self._done(fetch.buffer, fetch.upload)
-
-
-def placed(memory: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor that looks like `like` in the first bytes of `memory`."""
-    flat = memory[: like.nbytes].view(like.dtype)
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
-
-
-def as_bytes(memory: Tensor) -> memoryview:
-    """Return host memory as files are read into it and written from it."""
-    return memoryview(memory.numpy())  # type: ignore[arg-type] # numpy's stubs lack the buffer protocol before 3.12
-
-
 TierName = Literal["device", "host", "disk"]
+NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use, two on their way
 ALIGNMENT = 64  # of a boundary in memory: torch's own
 
 
@@ -171,7 +67,7 @@ def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace 
     """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
     if name == "device":
         return _OnDevice(backend) if has_addresses(backend.device) else _AsTheyAre()
-    return _InHost(backend) if name == "host" else _OnDisk(backend, directory, trace)
+    return _Away(backend, _HostRoom(backend) if name == "host" else _DiskRoom(backend, directory, trace))
 
 
 class _Pool:
@@ -277,151 +173,192 @@ class _Leaving:
             self._held.popleft().release()
 
 
-class _InHost:
-    """Copies are queued behind the compute that makes the state, and those back behind them; nobody waits for one."""
+class _Room(Protocol):
+    """Where the boundaries of one step wait as pieces."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of host memory held."""
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Make room for pieces of so many bytes; those of the step before were dropped."""
+
+    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+        """Return room for a piece; where `begin` was not told of its like, there shall be room for those after it."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class _HostRoom:
+    """One piece of host memory, filled from the start in every step.
+
+    Buffers of their own, as `HostPool` has them, would be made anew, page-locked, whenever batches change in length.
+    """
 
     def __init__(self, backend: Carrier) -> None:
-        self._leaving = _Leaving(backend)
         self._pool = _Pool(backend.host_buffer)
-        self._places: dict[Key, Tensor] = {}
-        self._uploads = FetchAhead(backend, self._source, lambda *_: None)
 
     @property
     def memory_bytes(self) -> int:
         return self._pool.nbytes
 
-    def begin(self, likes: Sequence[Tensor]) -> None:
-        self._uploads.stop()
-        self._leaving.let_go()
-        self._places.clear()
-        self._pool.restart(sum(_aligned(like.nbytes) for like in likes))
+    def begin(self, sizes: Sequence[int]) -> None:
+        self._pool.restart(sum(map(_aligned, sizes)))
 
-    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        place = self._pool.take(like.nbytes, to_come)
-        self._leaving.begin(state, placed(place, like))
-        self._places[key] = place
-
-    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
-        self._leaving.let_go()
-        self._uploads.start(order)
-
-    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        return self._uploads.fetched(key)
+    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+        return HostPiece(self._pool.take(nbytes, to_come), lambda _: None)
 
     def close(self) -> None:
-        self._uploads.stop()
-        self._leaving.let_go()
-        self._places.clear()
-
-    def _source(self, key: Key, *_: Any) -> tuple[Tensor, Future[None] | None]:
-        return self._places.pop(key), None
+        """What was dropped has nothing any more, and the pool goes with this."""
 
 
-class _OnDisk:
-    """A few buffers in host memory, through which boundaries go to the disk and come back."""
+class _DiskRoom:
+    """A file, and a few buffers in host memory through which boundaries go there and come back."""
 
     def __init__(self, backend: Carrier, directory: Path, trace: NoTrace) -> None:
-        self._backend = backend
-        self._leaving = _Leaving(backend)
-        self._file = OffloadFile(
-            directory,
-            "boundary activations",
-            "free some space, set offload_dir to a directory on another disk, or use boundary_activations: host",
-            trace,
-        )
-        self._buffers: list[Tensor] = []
-        self._free: deque[tuple[Tensor, Upload | None]] = deque()  # with what must drain before it is filled again
-        self._writing: deque[tuple[Tensor, Future[None]]] = deque()
-        self._reading: list[Future[None]] = []
-        self._places: dict[Key, tuple[int, Future[None]]] = {}
-        self._end = 0
-        self._uploads = FetchAhead(backend, self._source, lambda buffer, upload: self._free.append((buffer, upload)))
+        how = "free some space, set offload_dir to a directory on another disk, or use boundary_activations: host"
+        file = OffloadFile(directory, "boundary activations", how, trace)
+        self._store = DiskStore(file, HostPool(backend.host_buffer, num_buffers=NUM_BUFFERS))
 
     @property
     def memory_bytes(self) -> int:
-        return sum(len(buffer) for buffer in self._buffers)
+        return self._store.staging.held_bytes
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        self._store.reserve(sum(map(whole_blocks, sizes)))
+
+    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+        self._store.reserve(whole_blocks(nbytes) * (to_come + 1))
+        return self._store.place(nbytes)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class _Away:
+    """Boundaries that leave the device, each as a piece in a store.
+
+    Copies are queued behind the compute that makes the state, and those back behind them; nobody waits for one.
+    """
+
+    def __init__(self, backend: Carrier, room: _Room) -> None:
+        self._leaving, self._fetches, self._room = _Leaving(backend), FetchAhead(backend), room
+        self._pieces: dict[Key, WaitingPiece] = {}
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._room.memory_bytes
 
     def begin(self, likes: Sequence[Tensor]) -> None:
-        self._settle()
-        self._file.reserve(sum(whole_blocks(like.nbytes) for like in likes))
+        self._forget()
+        self._room.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        nbytes = whole_blocks(like.nbytes)
-        self._file.reserve(self._end + nbytes * (to_come + 1))
-        buffer = self._buffer(nbytes)
-        landed = self._leaving.begin(state, placed(buffer, like)).landed
-        written = self._file.write(as_bytes(buffer[:nbytes]), self._end, landed)
-        self._writing.append((buffer, written))
-        self._places[key] = self._end, written
-        self._end += nbytes
+        piece = self._pieces[key] = self._room.place(like.nbytes, to_come)
+        piece.filled(self._leaving.begin(state, placed(piece.fill(), like)).landed)
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
         self._leaving.let_go()
-        self._uploads.start(order)
+        self._fetches.start([(key, like, self._pieces.pop(key)) for key, like in order])
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        return self._uploads.fetched(key)
+        return self._fetches.fetched(key)
 
     def close(self) -> None:
-        self._settle()
-        self._file.close()
-        self._buffers.clear()
-        self._free.clear()
+        self._forget()
+        self._room.close()
 
-    def _settle(self) -> None:
-        """Wait until nothing touches the buffers; of a step that was given up, what failed is nobody's any more."""
-        self._uploads.stop()
+    def _forget(self) -> None:
+        """Drop what a step left that was given up."""
+        self._fetches.stop()
         self._leaving.let_go()
-        wait_for(
-            [future for future in (*self._reading, *(future for _, future in self._writing)) if not future.cancel()]
-        )
-        self._reading.clear()
-        self._writing.clear()
-        self._places.clear()
-        self._free = deque((buffer, None) for buffer in self._buffers)
-        self._end = 0
+        while self._pieces:
+            self._pieces.popitem()[1].drop()
 
-    def _buffer(self, nbytes: int) -> Tensor:
-        """Return a buffer that the disk and the device are done with; what failed to be written is raised."""
-        for _, written in self._writing:
-            if written.done():
-                written.result()
-        if not self._free and len(self._buffers) == NUM_BUFFERS:
-            buffer, written = self._writing.popleft()
-            written.result()
-            self._free.append((buffer, None))
-        return self._taken(nbytes)[0]
 
-    def _taken(self, nbytes: int) -> tuple[Tensor, Upload | None]:
-        """Return the next free buffer, in place of one that is too small or of none a new one."""
-        if self._free:
-            buffer, draining = self._free.popleft()
-            if len(buffer) >= nbytes:
-                return buffer, draining
-            self._buffers = [one for one in self._buffers if one is not buffer]
-        self._buffers.append(self._backend.host_buffer(nbytes))
-        return self._buffers[-1], None
+@dataclass
+class _Fetch:
+    key: Key
+    like: Tensor
+    piece: WaitingPiece
+    slot: DeviceSlots | None = None
+    upload: Upload | None = None
 
-    def _source(self, key: Key, nbytes: int, wait: bool) -> tuple[Tensor, Future[None] | None] | None:
-        """Start reading a boundary, if there is a buffer for it, or will be once something is written."""
-        while self._writing and (self._writing[0][1].done() or (wait and not self._free)):
-            buffer, written = self._writing.popleft()
-            written.result()
-            self._free.append((buffer, None))
-        if not self._free:
-            return None
-        padded = whole_blocks(nbytes)
-        buffer, draining = self._taken(padded)
-        offset, kept = self._places.pop(key)
 
-        def before() -> None:
-            kept.result()
-            if draining is not None:
-                draining.drained()
+class FetchAhead:
+    """Brings pieces to the device in an order that is known beforehand, a few ahead of the one in use."""
 
-        read = self._file.read(as_bytes(buffer[:padded]), offset, before)
-        self._reading = [read, *(other for other in self._reading if not other.done())]
-        return buffer, read
+    def __init__(self, backend: Carrier) -> None:
+        self._backend = backend
+        self._order: deque[tuple[Key, Tensor, WaitingPiece]] = deque()
+        self._fetches: deque[_Fetch] = deque()
+        self._slots: deque[DeviceSlots] = deque()  # that are free
+        self._slot_bytes = self._num_held = 0
+
+    def start(self, order: Sequence[tuple[Key, Tensor, WaitingPiece]]) -> None:
+        """Begin; `order` says of each piece what the boundary in it looks like."""
+        largest = max((like.nbytes for _, like, _ in order), default=0)
+        if largest > self._slot_bytes:
+            self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
+            self._slot_bytes = largest
+        self._order.extend(order)
+        self._pump()
+
+    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
+        """Yield the next boundary, on the device; what failed on its way is raised."""
+        self._pump()
+        fetch = self._fetches.popleft()
+        assert fetch.key == key, "boundaries were asked for in another order than the backward's"
+        self._num_held += 1
+        try:
+            if fetch.upload is None:
+                self._upload(fetch)
+            assert fetch.upload is not None
+            self._pump()
+            yield placed(fetch.upload.wait(), fetch.like)
+        finally:
+            self._num_held -= 1
+            self._give_back(fetch)
+        self._pump()
+
+    def stop(self) -> None:
+        """Forget what was to be fetched. Uploads given up may bring what is put there next: nobody looks at them."""
+        while self._order:
+            self._order.popleft()[2].drop()
+        while self._fetches:
+            self._give_back(self._fetches.popleft())
+
+    def _pump(self) -> None:
+        """Have as many pieces read as there are slots, and begin every upload whose bytes are there."""
+        while self._order and len(self._fetches) + self._num_held < NUM_BUFFERS:
+            self._fetches.append(_Fetch(*self._order.popleft()))
+        waiting = [fetch for fetch in self._fetches if fetch.upload is None]
+        for fetch in waiting:
+            fetch.piece.expect()
+        for fetch in waiting:
+            if not fetch.piece.ready():
+                break  # because compute wants them in this order, and so must the queue of uploads have them
+            self._upload(fetch)
+
+    def _upload(self, fetch: _Fetch) -> None:
+        memory = fetch.piece.memory()
+        fetch.slot = self._slots.popleft()
+        fetch.upload = fetch.slot.upload(memory)
+
+    def _give_back(self, fetch: _Fetch) -> None:
+        if fetch.upload is not None and fetch.slot is not None:
+            fetch.upload.release()
+            self._slots.append(fetch.slot)
+            # Not before: on a device that computes in host memory the slot is the piece's own buffer.
+            fetch.piece.used(fetch.upload.drained)
+        fetch.piece.drop()
+
+
+def placed(memory: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor that looks like `like` in the first bytes of `memory`."""
+    flat = memory[: like.nbytes].view(like.dtype)
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
 def _aligned(nbytes: int) -> int:

@@ -22,7 +22,7 @@ from lema.activations.hoststore import HostPool, HostStore, TieredStore
 from lema.activations.layers import LayerInputs, OnlyLayerInputs, OnlyLayerValues
 from lema.activations.lazy import ByValue
 from lema.activations.offload import Offload, Packed
-from lema.activations.policy import Everything, Weights
+from lema.activations.policy import Everything, WeightStorages
 from lema.activations.protocols import Counters, Store
 from lema.backend.torchstreams import carrier_for
 from lema.errors import ConfigError
@@ -112,7 +112,7 @@ class OffloadActivations:
         _check(mode, max_fwd_stash_size, model, by_value=by_value)
         self.mode = mode
         carrier = partial(carrier_for, use_streams=use_streams and mode != "legacy", pin_memory=use_pin_memory)
-        self._scope, self._weights = Scope(), Weights(model)
+        self._scope, self._weights = Scope(), WeightStorages(model)
         self._sites = None if model is None else Sites(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
         self._layers = None if model is None else LayerInputs(model)
         self._devices = set(_device_types(model))
@@ -154,7 +154,7 @@ class OffloadActivations:
                 self._weights.refresh()
                 self._devices.clear()
                 self._devices |= _device_types(None if self._model is None else self._model())
-            self.offload.line()
+            self.offload.order()
         with ExitStack() as stack:
             stack.enter_context(entered(self._scope))
             if self._layers is not None:

@@ -1,6 +1,4 @@
-"""Where one piece waits on a disk, and in a buffer at times.
-
-Where activations wait on a disk: written behind the caller's back, read ahead of it, compared with what was written.
+"""Where activations wait on a disk: written behind the caller's back, read ahead of it, compared with what was written.
 
 Bytes pass through a few buffers in host memory. Such a buffer is kept with what is in it until another piece needs it,
 so what was written last is there when it is wanted first.
@@ -11,102 +9,144 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from enum import Enum, auto
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from lema.activations.boundaries import as_bytes
 from lema.activations.hoststore import HostPool
-from lema.activations.protocols import Place
 from lema.errors import DiskError, ReadError
-from lema.storage.spillfile import Extents, OffloadFile, whole_blocks
+from lema.storage.spillfile import Extents, OffloadFile, as_bytes, whole_blocks
 
-__all__ = ["DiskPlace", "DiskStore"]
+__all__ = ["DiskPiece", "DiskStore"]
 
 
-class DiskPlace:
-    """See `lema.activations.protocols.Place`.
+Kind = Literal["write", "read", "drain"]  # a drain waits until a device has copied from a buffer, or to it
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """What touches the buffer of a piece; `landed`, of a write, waits for the copy to the buffer that comes before."""
+
+    piece: DiskPiece
+    kind: Kind
+    future: Future[None]
+    landed: Callable[[], None] | None = None
+
+
+class DiskPiece:
+    """One piece on the disk, and at times in a buffer; see `lema.activations.protocols.WaitingPiece`.
 
     Attributes:
         start: where in the file its blocks are.
         nbytes: of the piece.
-        size: of its blocks.
-        buffer: of that size, with the bytes, if it has one.
+        buffer: uint8 `[size]` with the bytes, if it has one.
         lent: the buffer is the caller's.
         expected: the bytes will be wanted soon.
-        was_used: they have been wanted before.
-        num_under_way: transfers that touch the buffer.
-        transfer: the one of the file, if that is under way.
-        reading: that is a read.
-        landed: waits for the copy to the buffer.
-        checksum: of the bytes.
-        failure: why there are none.
-        lost: for ever.
+        transfers: those under way that touch the buffer.
+        checksum: of the bytes; None: they are not on the disk.
+        failure: why there are none; they may be read again if they are on the disk.
         dropped: nobody wants them.
         gone: it has nothing any more.
     """
 
     def __init__(self, store: DiskStore, start: int, nbytes: int, buffer: Tensor) -> None:
-        self._store, self.start, self.nbytes, self.size = store, start, nbytes, len(buffer)
+        self._store, self.start, self.nbytes = store, start, nbytes
         self.buffer: Tensor | None = buffer
-        self.lent, self.expected, self.was_used, self.reading = True, False, False, False
-        self.num_under_way = 0
-        self.transfer: Future[None] | None = None
-        self.landed: Callable[[], None] | None = None
+        self.lent, self.expected = True, False
+        self.transfers: list[_Transfer] = []
         self.checksum: int | None = None
         self.failure: BaseException | None = None
-        self.lost = self.dropped = self.gone = False
+        self.dropped = self.gone = False
+
+    @property
+    def size(self) -> int:
+        """The bytes of its blocks."""
+        return whole_blocks(self.nbytes)
 
     def fill(self) -> Tensor:
         """Return where the bytes are to be put."""
-        return self.whole()[: self.nbytes]
+        assert self.buffer is not None, "the buffer of a piece was wanted that has none"
+        return self.buffer[: self.nbytes]
 
     def filled(self, landed: Callable[[], None]) -> None:
         """Have them written once they have landed."""
-        self._store.write(self, landed)
+        assert self.buffer is not None, "a piece was filled that has no buffer"
+        memory, store = as_bytes(self.buffer), self._store
+
+        def before() -> None:
+            landed()
+            self.checksum = zlib.crc32(memory[: self.nbytes])
+
+        with store._lock:
+            self.lent = False
+            store._begin(_Transfer(self, "write", store._file.write(memory, self.start, before), landed))
 
     def expect(self) -> None:
-        """Start reading them, if there is room. Never blocks."""
-        self._store.expect(self)
+        """Start reading them, if there is a buffer, or one with what is not expected. Never blocks."""
+        store = self._store
+        if not store._lock.acquire(blocking=False):  # because another thread that waits for room may hold it long
+            return
+        try:
+            store._look()
+            self.expected = True
+            if self.buffer is not None or self.failure is not None or self.dropped or store._closed:
+                return
+            if (buffer := store._spare(self.size)) is not None:
+                store._start_read(self, *buffer)
+        finally:
+            store._lock.release()
 
     def ready(self) -> bool:
         """Say whether `memory` would return at once."""
-        reading = self.transfer if self.reading else None
-        return self.buffer is not None and (reading is None or reading.done())
+        reading = self.under_way("read")
+        return self.buffer is not None and (reading is None or reading.future.done())
 
     def memory(self) -> Tensor:
         """Return them, as soon as they have been read."""
-        return self._store.memory(self)
+        store = self._store
+        with store._lock:
+            store._check()
+            self.check()
+            assert not self.dropped, "a piece was used that had been dropped"
+            if self.buffer is None:
+                store._start_read(self, store._buffer(self.size), [])
+            store._idle.pop(self, None)
+            self.lent, self.expected = True, False
+            reading = self.under_way("read")
+        if reading is not None:
+            wait([reading.future])  # without the lock, because others may keep and drop pieces meanwhile
+            with store._lock:
+                store._look()
+                if self.failure is not None:
+                    self.lent = False
+                    store._rest(self)
+                    self.check()
+        return self.fill()
 
     def used(self, drained: Callable[[], None]) -> None:
         """Take back what `memory` returned, to be used again when it has drained."""
-        self._store.used(self, drained)
+        with self._store._lock:
+            assert self.lent, "a piece was given back that had not been asked for"
+            self.lent = False
+            self._store._begin(_Transfer(self, "drain", self._store._drains.submit(drained)))
 
     def drop(self) -> None:
         """Let everything of it be given back, as soon as nothing touches it."""
         self.dropped = True
-        self._store.drop(self)
+        self._store._dropped.append(self)
 
-    def whole(self) -> Tensor:
-        """Return its buffer, uint8 `[size]`."""
-        assert self.buffer is not None, "the buffer of a place was wanted that has none"
-        return self.buffer
+    def under_way(self, *kinds: Kind) -> _Transfer | None:
+        """Return the transfer under way that is of one of these kinds; None: there is none."""
+        return next((transfer for transfer in tuple(self.transfers) if transfer.kind in kinds), None)
 
     def check(self) -> None:
-        """Raise why there are no bytes; they may be read again, if they were written."""
-        failure = self.failure
-        if not self.lost:
-            self.failure = None
-        if failure is not None:
+        """Raise why there are no bytes; they may be read again, if they are on the disk."""
+        if (failure := self.failure) is not None:
+            self.failure = None if self.checksum is not None else failure
             raise failure
-
-
-class _Kind(Enum):
-    WRITE = auto()
-    READ = auto()
-    DRAIN = auto()  # waiting until a device has copied from a buffer, or to it
 
 
 class DiskStore:
@@ -116,54 +156,36 @@ class DiskStore:
         file: where the bytes go; closed with this.
         staging: buffers on the way, of nobody else, with a limit. One piece that is larger passes all the same.
         limit: bytes that the file may have; None: as many as the disk has.
-        setting: what a user sets `limit` with, for errors.
+
+    Attributes:
+        bytes_written: that went to the disk, in whole blocks, as far as calls have seen.
+        bytes_read: that came from there.
     """
 
-    def __init__(
-        self, file: OffloadFile, staging: HostPool, limit: int | None = None, *, setting: str = "disk_space"
-    ) -> None:
+    def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
         assert staging.limit is not None, "without a limit, staging would hold all that ever went to the disk"
         self.staging = staging
-        self._file, self._limit, self._setting = file, limit, setting
+        self._file, self._limit = file, limit
         self._lock = threading.Lock()
         # Threads of its own: a copy that has ended shall not keep device memory until some writes have, too.
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="lema-drain")
         self._extents = Extents()
-        self._under_way: deque[tuple[DiskPlace, Future[None], _Kind]] = deque()
-        self._idle: OrderedDict[DiskPlace, None] = OrderedDict()  # with buffers that nothing touches
+        self._under_way: deque[_Transfer] = deque()
+        self._idle: OrderedDict[DiskPiece, None] = OrderedDict()  # with buffers that nothing touches
         # A garbage collector drops in the middle of anything, in any thread: what it calls takes no lock.
-        self._dropped: deque[DiskPlace] = deque()
-        self._failed: BaseException | None = None
-        self._written = self._read = 0
+        self._dropped: deque[DiskPiece] = deque()
+        self._failed: tuple[DiskPiece, BaseException] | None = None
+        self.bytes_written = self.bytes_read = 0
         self._closed = False
 
     @property
-    def bytes_written(self) -> int:
-        """Bytes that went to the disk, in whole blocks."""
-        with self._lock:
-            self._look()
-            return self._written
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that came from there."""
-        with self._lock:
-            self._look()
-            return self._read
-
-    @property
-    def file_bytes(self) -> int:
-        """The bytes that the file has; it grows, and is given back as a whole."""
-        return self._file.size
-
-    @property
     def taken_bytes(self) -> int:
-        """Of these, the bytes in which something waits."""
+        """The bytes of the file in which something waits; the file itself never becomes smaller."""
         with self._lock:
             self._look()
             return self._extents.taken_bytes
 
-    def place(self, nbytes: int) -> Place | None:
+    def place(self, nbytes: int) -> DiskPiece:
         """Return room for `nbytes`. It waits for a write where no buffer is free.
 
         Raises:
@@ -174,11 +196,24 @@ class DiskStore:
             self._check()
             start = self._extent(size)
             try:
-                buffer = self._buffer(size)
+                return DiskPiece(self, start, nbytes, self._buffer(size))
             except BaseException:
                 self._extents.give(start, size)
                 raise
-            return DiskPlace(self, start, nbytes, buffer)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that the file has room for `nbytes` in whole blocks, beside those in which something waits.
+
+        It waits for what is under way of pieces that were dropped.
+
+        Raises:
+            DiskError: the disk has no room, or not as much as is allowed, or something before could not be written.
+        """
+        with self._lock:
+            while self._dropped:
+                self._await_dropped()
+            self._check()
+            self._grow(self._extents.taken_bytes + nbytes)
 
     def settle(self) -> None:
         """Wait for what is on its way to the disk.
@@ -187,7 +222,7 @@ class DiskStore:
             DiskError: something could not be written.
         """
         with self._lock:
-            wait([future for _, future, kind in self._under_way if kind is _Kind.WRITE])
+            wait([transfer.future for transfer in self._under_way if transfer.kind == "write"])
             self._check()
 
     def close(self) -> None:
@@ -203,69 +238,6 @@ class DiskStore:
                 self._put_back(next(iter(self._idle)))
             self.staging.clear()
 
-    def write(self, place: DiskPlace, landed: Callable[[], None]) -> None:
-        """Write what is in a place's buffer, once a copy to it has landed."""
-        memory = as_bytes(place.whole())
-
-        def before() -> None:
-            landed()
-            place.checksum = zlib.crc32(memory[: place.nbytes])
-
-        with self._lock:
-            place.lent, place.landed = False, landed
-            place.transfer = self._file.write(memory, place.start, before)
-            self._begun(place, place.transfer, _Kind.WRITE)
-
-    def expect(self, place: DiskPlace) -> None:
-        """Start reading, if there is a buffer, or one with what is not expected. Never blocks."""
-        if not self._lock.acquire(blocking=False):  # another thread waits for room: there is none
-            return
-        try:
-            self._look()
-            place.expected = True
-            if place.buffer is not None or place.failure is not None or place.dropped or self._closed:
-                return
-            while (buffer := self.staging.take(place.size)) is None:
-                unexpected = next((other for other in self._idle if not other.expected), None)
-                if unexpected is None:
-                    return
-                self._put_back(unexpected)
-            self._start_read(place, buffer)
-        finally:
-            self._lock.release()
-
-    def memory(self, place: DiskPlace) -> Tensor:
-        """Return what is, or was, in a place's buffer; see `lema.activations.protocols.Place.memory`."""
-        with self._lock:
-            self._check()
-            place.check()
-            assert not place.dropped, "a place was used that had been dropped"
-            if place.buffer is None:
-                self._start_read(place, self._buffer(place.size))
-            self._idle.pop(place, None)
-            place.lent, place.expected = True, False
-            reading = place.transfer if place.reading else None
-        if reading is not None:
-            wait([reading])
-            with self._lock:
-                self._look()
-                if place.failure is not None:
-                    place.lent = False
-                    self._rest(place)
-                    place.check()
-        return place.whole()[: place.nbytes]
-
-    def used(self, place: DiskPlace, drained: Callable[[], None]) -> None:
-        """Have a buffer back when a copy from there has ended."""
-        with self._lock:
-            assert place.lent, "a place was given back that had not been asked for"
-            place.lent, place.was_used = False, True
-            self._drain(place, drained)
-
-    def drop(self, place: DiskPlace) -> None:
-        """Give everything of a place back, now or later."""
-        self._dropped.append(place)
-
     def _check(self) -> None:
         """Raise what failed since the last time."""
         self._look()
@@ -276,141 +248,152 @@ class DiskStore:
                 how="close it after the backward",
             )
         failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        if failed is not None and not failed[0].dropped:  # else nobody wants to know any more
+            raise failed[1]
 
     def _look(self) -> None:
         """See what has ended, and what was dropped."""
-        self._under_way = deque([transfer for transfer in self._under_way if not self._ended(*transfer)])
+        self._under_way = deque([transfer for transfer in self._under_way if not self._ended(transfer)])
         for _ in range(len(self._dropped)):
-            place = self._dropped.popleft()
-            if not self._gone(place):
-                self._dropped.append(place)
+            piece = self._dropped.popleft()
+            if not self._gone(piece):
+                self._dropped.append(piece)
 
-    def _begun(self, place: DiskPlace, future: Future[None], kind: _Kind) -> None:
-        place.num_under_way += 1
-        self._under_way.append((place, future, kind))
+    def _begin(self, transfer: _Transfer) -> None:
+        transfer.piece.transfers.append(transfer)
+        self._under_way.append(transfer)
 
-    def _ended(self, place: DiskPlace, future: Future[None], kind: _Kind) -> bool:
+    def _ended(self, transfer: _Transfer) -> bool:
+        """Say whether a transfer has ended, and if so take its outcome down."""
+        piece, kind, future = transfer.piece, transfer.kind, transfer.future
         if not future.done():
             return False
-        place.num_under_way -= 1
-        if kind is not _Kind.DRAIN:
-            place.transfer, place.reading = None, False
-        if future.cancelled():  # it was dropped, or the file was closed
-            place.failure = DiskError("what waited on the disk was given up", where=self._file.where)
+        piece.transfers.remove(transfer)
+        if future.cancelled():  # because it was dropped, or the file was closed
+            piece.failure = DiskError("what waited on the disk was given up", where=self._file.where)
         elif (error := future.exception()) is not None:
-            if kind is not _Kind.DRAIN:
-                place.failure, place.lost = error, kind is _Kind.WRITE
-            if kind is not _Kind.READ and not place.dropped:  # else nobody would be told, or wants to know
-                self._failed = error
-        elif kind is _Kind.WRITE:
-            self._written += place.size
-            place.landed = None
-        elif kind is _Kind.READ:
-            self._read += place.size
-        self._rest(place)
+            if kind != "drain":
+                piece.failure = error
+            if kind == "write":
+                piece.checksum = None
+            if kind != "read" and not piece.dropped:  # because who reads is told by `memory`, and others by none
+                self._failed = piece, error
+        elif kind == "write":
+            self.bytes_written += piece.size
+        elif kind == "read":
+            self.bytes_read += piece.size
+        self._rest(piece, used=kind == "drain")
         return True
 
-    def _rest(self, place: DiskPlace) -> None:
-        """Let others have a place's buffer, if nobody uses it."""
-        if place.buffer is None or place.lent or place.num_under_way or place.dropped:
+    def _rest(self, piece: DiskPiece, *, used: bool = False) -> None:
+        """Let others have a piece's buffer, if nobody uses it; one that was used, perhaps for the last time, first."""
+        if piece.buffer is None or piece.lent or piece.transfers or piece.dropped:
             return
-        self._idle[place] = None
-        if place.failure is not None or self._crowded():
-            self._put_back(place)
-        elif place.was_used:  # perhaps for the last time
-            self._idle.move_to_end(place, last=False)
+        self._idle[piece] = None
+        crowded = self.staging.held_bytes > (self.staging.limit or 0)  # by one large piece, or many in use at once
+        if crowded or piece.failure is not None:
+            self._put_back(piece)
+        elif used:
+            self._idle.move_to_end(piece, last=False)
 
-    def _gone(self, place: DiskPlace) -> bool:
-        """Give back what a dropped place had; say whether that could be done, or had been before."""
-        if place.gone:
+    def _gone(self, piece: DiskPiece) -> bool:
+        """Give back what a dropped piece had; say whether that could be done, or had been before."""
+        if piece.gone:
             return True
-        if place.transfer is not None and not self._closed and place.transfer.cancel() and place.landed is not None:
-            self._drain(place, place.landed)  # the write would have waited for that copy
-            place.landed = None
-        if place.num_under_way:
+        transfer = None if self._closed else piece.under_way("write", "read")
+        if transfer is not None and transfer.future.cancel() and transfer.landed is not None:
+            # Because the write would have waited for that copy, and the buffer is not free before it has ended.
+            self._begin(_Transfer(piece, "drain", self._drains.submit(transfer.landed)))
+            transfer.landed = None
+        if piece.transfers:
             return False
-        place.gone = True
-        if place.buffer is not None and place.lent:
-            self.staging.forget(place.whole())  # a device may still copy, and nobody said until when
-            place.buffer = None
-        elif place.buffer is not None:
-            self._put_back(place)
-        self._extents.give(place.start, place.size)
+        piece.gone = True
+        # Where it is lent a device may still copy, and nobody said until when: then it is not used again.
+        self._put_back(piece, again=not piece.lent)
+        self._extents.give(piece.start, piece.size)
         return True
 
-    def _crowded(self) -> bool:
-        """Say whether a piece that is larger than the limit, or many in use at once, made staging larger."""
-        return self.staging.limit is not None and self.staging.held_bytes > self.staging.limit
+    def _put_back(self, piece: DiskPiece, *, again: bool = True) -> None:
+        if piece.buffer is not None:
+            (self.staging.give if again else self.staging.forget)(piece.buffer)
+            piece.buffer = None
+        self._idle.pop(piece, None)
 
-    def _put_back(self, place: DiskPlace) -> None:
-        self.staging.give(place.whole())
-        place.buffer = None
-        self._idle.pop(place, None)
-
-    def _start_read(self, place: DiskPlace, buffer: Tensor) -> None:
-        place.buffer, place.reading = buffer, True
+    def _start_read(self, piece: DiskPiece, buffer: Tensor, after: Sequence[Future[None]]) -> None:
+        """Fill a buffer from the disk, once other transfers that touch it have ended."""
+        piece.buffer = buffer
         memory = as_bytes(buffer)
 
+        def before() -> None:
+            wait(after)
+
         def compare() -> None:
-            if zlib.crc32(memory[: place.nbytes]) != place.checksum:
+            if zlib.crc32(memory[: piece.nbytes]) != piece.checksum:
                 raise ReadError(
-                    f"{place.nbytes:,} bytes of activations were read otherwise than they were written",
+                    f"{piece.nbytes:,} bytes of activations were read otherwise than they were written",
                     where=self._file.where,
                     how="check that disk and its cables, or set offload_dir to a directory on another disk",
                 )
 
-        place.transfer = self._file.read(memory, place.start, lambda: None, compare)
-        self._begun(place, place.transfer, _Kind.READ)
+        self._begin(_Transfer(piece, "read", self._file.read(memory, piece.start, before, compare)))
 
-    def _drain(self, place: DiskPlace, ended: Callable[[], None]) -> None:
-        self._begun(place, self._drains.submit(ended), _Kind.DRAIN)
+    def _grow(self, end: int) -> None:
+        """Let the file have `end` bytes at least."""
+        if self._limit is not None and end > self._limit:
+            raise DiskError(
+                f"{end:,} bytes are needed for activations on the disk, and {self._limit:,} are allowed",
+                where=self._file.where,
+                how="raise disk_space, or make batches smaller or shorter",
+            )
+        self._file.reserve(end)
 
     def _extent(self, size: int) -> int:
-        def reserve(end: int) -> None:
-            if self._limit is not None and end > self._limit:
-                raise DiskError(
-                    f"{end:,} bytes are needed for activations on the disk, and {self._limit:,} are allowed",
-                    where=self._file.where,
-                    how=f"raise {self._setting}, or make batches smaller or shorter",
-                )
-            self._file.reserve(end)
-
+        """Return where in the file `size` bytes are free; what was dropped is waited for where there are none."""
         while True:
             try:
-                return self._extents.take(size, reserve)
+                return self._extents.take(size, self._grow)
             except DiskError:
-                num_dropped = len(self._dropped)
-                self._await_dropped()
-                if len(self._dropped) == num_dropped == 0:
+                if not self._dropped:
                     raise
+                self._await_dropped()
 
     def _await_dropped(self) -> None:
         """Wait for what is under way for nobody any more: its room is free then."""
-        wait([future for place, future, _ in self._under_way if place.dropped])
+        wait([transfer.future for transfer in self._under_way if transfer.piece.dropped])
         self._look()
 
     def _buffer(self, size: int) -> Tensor:
         """Return a buffer that nothing touches, waiting for one if need be."""
-        while (buffer := self.staging.take(size)) is None:
-            if not self._make_room():
-                buffer = self.staging.take(size, must=True)
-                assert buffer is not None
-                break
+        must = False
+        while (buffer := self.staging.take(size, must=must)) is None:
+            if self._evict():
+                continue
+            if self._under_way:
+                wait([self._under_way[0].future])
+            elif self._idle:  # because what is expected can be read again, and who asks now cannot wait for it
+                self._put_back(next(reversed(self._idle)))
+            else:
+                must = True
             self._check()
         return buffer
 
-    def _make_room(self) -> bool:
-        """Take a buffer from the piece that needs it least; say whether there was one, or will be after all."""
-        for place in self._idle:
-            if not place.expected:
-                self._put_back(place)
-                return True
-        if self._under_way:
-            wait([self._under_way[0][1]])
-            return True
-        if self._idle:
-            self._put_back(next(reversed(self._idle)))
-            return True
-        return False
+    def _spare(self, size: int) -> tuple[Tensor, list[Future[None]]] | None:
+        """Return a buffer that none needs soon, with what must end before it is written into; None: there is none."""
+        while (buffer := self.staging.take(size)) is None and self._evict():
+            pass
+        if buffer is not None:
+            return buffer, []
+        # Because a copy to the device has mostly ended before this thread can see it, a read is queued behind that.
+        for piece in [transfer.piece for transfer in self._under_way if transfer.kind == "drain"]:
+            only = piece.under_way("read", "write") is None and not piece.lent and not piece.expected
+            if only and piece.buffer is not None and len(piece.buffer) == size:
+                buffer, piece.buffer = piece.buffer, None
+                return buffer, [transfer.future for transfer in piece.transfers]
+        return None
+
+    def _evict(self) -> bool:
+        """Take the buffer from the piece that needs it least and is not expected; say whether there was one."""
+        piece = next((piece for piece in self._idle if not piece.expected), None)
+        if piece is not None:
+            self._put_back(piece)
+        return piece is not None

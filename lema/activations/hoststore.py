@@ -10,11 +10,11 @@ from contextlib import suppress
 import psutil
 from torch import Tensor
 
-from lema.activations.protocols import Place, Store
+from lema.activations.protocols import Store, WaitingPiece
 from lema.backend.hostmemory import memory_left
 from lema.storage.spillfile import whole_blocks
 
-__all__ = ["HostPool", "HostStore", "TieredStore", "floor_bytes"]
+__all__ = ["HostPiece", "HostPool", "HostStore", "TieredStore", "floor_bytes"]
 
 
 FLOOR_PART, FLOOR_BYTES = 20, 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
@@ -35,6 +35,7 @@ class HostPool:
         allocate: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own.
         limit: bytes of all buffers, free and in use; None: as many as the machine has.
         available: returns the bytes of memory that can still be had; None: the machine and the control groups say it.
+        num_buffers: let there be so many, each as large as the largest ever asked for; this sets the limit.
 
     Attributes:
         allocated: how many buffers were made.
@@ -47,8 +48,11 @@ class HostPool:
         allocate: Callable[[int], Tensor],
         limit: int | None = None,
         available: Callable[[], int] | None = None,
+        *,
+        num_buffers: int | None = None,
     ) -> None:
-        self._allocate, self.limit = allocate, limit
+        self._allocate, self._num_buffers, self._smallest = allocate, num_buffers, 0
+        self.limit = limit if num_buffers is None else 0
         self._available = available or _available
         self._floor = floor_bytes()
         self._lock = threading.Lock()
@@ -84,6 +88,10 @@ class HostPool:
         size = whole_blocks(nbytes)
         with self._lock:
             self._sort()
+            if self._num_buffers is not None:
+                # Because pieces of changing sizes would otherwise have buffers made and let go of in every step.
+                size = self._smallest = max(size, self._smallest)
+                self.limit = self._num_buffers * size
             buffer = self._again(size)
             if buffer is None:
                 buffer = self._new(size)
@@ -182,10 +190,10 @@ class HostStore:
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
 
-    def place(self, nbytes: int) -> Place | None:
+    def place(self, nbytes: int) -> WaitingPiece | None:
         """Return room for `nbytes`; None: there is none."""
         buffer = self.pool.take(nbytes)
-        return None if buffer is None else _HostPlace(self.pool, buffer)
+        return None if buffer is None else HostPiece(buffer, self.pool.give)
 
     def settle(self) -> None:
         """Nothing goes to a disk."""
@@ -195,11 +203,19 @@ class HostStore:
         self.pool.clear()
 
 
-class _HostPlace:
-    def __init__(self, pool: HostPool, buffer: Tensor) -> None:
-        self._pool, self._buffer = pool, [buffer]
+class HostPiece:
+    """One piece in host memory; see `lema.activations.protocols.WaitingPiece`.
+
+    Args:
+        buffer: uint8 `[nbytes]`.
+        give: takes the buffer back; a garbage collector may call it.
+    """
+
+    def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
+        self._buffer, self._give = [buffer], give
 
     def fill(self) -> Tensor:
+        """Return where the bytes are to be put."""
         return self.memory()
 
     def filled(self, landed: Callable[[], None]) -> None:
@@ -209,18 +225,21 @@ class _HostPlace:
         """The bytes are in host memory."""
 
     def ready(self) -> bool:
+        """They always are."""
         return True
 
     def memory(self) -> Tensor:
-        assert self._buffer, "a place was used that had been dropped"
+        """Return them."""
+        assert self._buffer, "a piece was used that had been dropped"
         return self._buffer[0]
 
     def used(self, drained: Callable[[], None]) -> None:
         """The bytes stay here."""
 
     def drop(self) -> None:
-        with suppress(IndexError):  # it was dropped before, perhaps by another thread
-            self._pool.give(self._buffer.pop())
+        """Give the buffer back."""
+        with suppress(IndexError):  # because it was dropped before, perhaps by another thread
+            self._give(self._buffer.pop())
 
 
 class TieredStore:
@@ -234,7 +253,7 @@ class TieredStore:
     def __init__(self, host: HostStore, disk: Store) -> None:
         self.host, self.disk = host, disk
 
-    def place(self, nbytes: int) -> Place | None:
+    def place(self, nbytes: int) -> WaitingPiece | None:
         """Return room for `nbytes`; None: there is none anywhere.
 
         Raises:

@@ -25,21 +25,21 @@ from torch import Tensor, nn
 from lema.activations.boundaries import Key, Tier, TierName, make_tier
 from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPool, HostStore
-from lema.activations.offload import CastWeight, Line, Offload, Packed
-from lema.activations.policy import Everything, Weights
+from lema.activations.offload import CastWeight, Offload, Order, Packed
+from lema.activations.policy import Everything, WeightStorages
 from lema.activations.protocols import Counters, Kept, Store
 from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile
 
-__all__ = ["STAGING", "BoundaryArena", "GraphsAway", "StepBoundaries", "StepGraphs", "graph_input"]
+__all__ = ["STAGING", "BoundaryArena", "KeptGraphs", "StepBoundaries", "StepGraphs", "graph_input"]
 
 
 STASH = 5  # pieces that leave while compute goes on, and that come back ahead of it
 STAGING = 256 * 2**20  # bytes of host memory through which things go to the disk and come back
 
 
-class GraphsAway:
+class KeptGraphs:
     """Where what the graphs of a model's steps hold waits.
 
     Args:
@@ -65,7 +65,7 @@ class GraphsAway:
     ) -> None:
         assert tier in ("host", "disk"), f"graphs do not go away to the {tier}"
         self.tier = tier
-        self._weights, self._carrier, self._trace = Weights(model), carrier, trace
+        self._weights, self._carrier, self._trace = WeightStorages(model), carrier, trace
         self._directory = directory or Path(tempfile.gettempdir())
         self._at_once, self._staging = at_once, staging
         self._held: set[int] = set()  # storages that the graph now built may hold as they are
@@ -121,11 +121,11 @@ class GraphsAway:
 
 
 class StepGraphs:
-    """The graphs of one step; see `GraphsAway.step`."""
+    """The graphs of one step; see `KeptGraphs.step`."""
 
     def __init__(self, offload: Offload, held: set[int]) -> None:
         self._offload, self._held = offload, held
-        self._lines: dict[tuple[int, int], Line] = {}
+        self._orders: dict[tuple[int, int], Order] = {}
 
     def keep(self, layer: int, index: int, held: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
         """Return what packs tensors of the graph of micro-batch `index` through `layer`, which is built next.
@@ -137,12 +137,12 @@ class StepGraphs:
         """
         self._held.clear()
         self._held.update(tensor.untyped_storage()._cdata for tensor in held)
-        line = self._lines[layer, index] = self._offload.line()
-        return partial(self._pack, line=line)
+        order = self._orders[layer, index] = self._offload.order()
+        return partial(self._pack, order=order)
 
-    def _pack(self, tensor: Tensor, line: Line) -> Packed:
+    def _pack(self, tensor: Tensor, order: Order) -> Packed:
         if (cast := CastWeight.of(tensor)) is None:
-            return self._offload.pack(tensor, line)
+            return self._offload.pack(tensor, order)
         counters = self._offload.counters
         counters.seen += 1
         counters.kept[Kept.CAST] += 1
@@ -155,13 +155,13 @@ class StepGraphs:
 
     def expect(self, layer: int, index: int = 0) -> None:
         """Begin to bring back what a graph holds; one that there is not is the end."""
-        if (line := self._lines.get((layer, index))) is not None:
-            self._offload.expect(line)
+        if (order := self._orders.get((layer, index))) is not None:
+            self._offload.expect(order)
 
     def expect_after(self, layer: int, index: int) -> None:
         """Begin to bring back what the graph holds that is differentiated after this one."""
         following = (layer, index + 1)
-        self.expect(*(following if following in self._lines else (layer - 1, 0)))
+        self.expect(*(following if following in self._orders else (layer - 1, 0)))
 
 
 class BoundaryArena:

@@ -13,10 +13,10 @@ from weakref import WeakSet, ref
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lema.activations.offload import Packed, Stayed
+from lema.activations.offload import KeptTensor, Packed
 from lema.activations.protocols import Choice, Counters
 
-__all__ = ["ByValue", "ValueLine"]
+__all__ = ["ByValue", "ValueOrder"]
 
 
 class ByValue:
@@ -34,30 +34,30 @@ class ByValue:
         self.counters = Counters()
         self._values: WeakSet[_Value] = WeakSet()
         self._known: Any = WeakTensorKeyDictionary()  # by tensor: its version then, and a reference to the value
-        self._line = ValueLine()
+        self._order = ValueOrder()
 
     @property
     def live_bytes(self) -> int:
         """Bytes that wait for a backward."""
         return sum(value.nbytes for value in list(self._values))
 
-    def line(self) -> ValueLine:
+    def order(self) -> ValueOrder:
         """Return a new order; values that are packed without any go by the newest."""
-        self._line = ValueLine()
-        return self._line
+        self._order = ValueOrder()
+        return self._order
 
-    def pack(self, tensor: Tensor, line: ValueLine | None = None) -> Packed:
+    def pack(self, tensor: Tensor, order: ValueOrder | None = None) -> Packed:
         """Return what a graph is to keep in the place of `tensor`."""
         self.counters.seen += 1
         if (why := self._choice.why_kept(tensor)) is not None:
             self.counters.kept[why] += 1
-            return Stayed(tensor)
+            return KeptTensor(tensor)
         self.counters.moved += 1
-        return _Away(self, self._value_of(tensor), line or self._line)
+        return _Away(self, self._value_of(tensor), order or self._order)
 
-    def expect(self, line: ValueLine) -> None:
+    def expect(self, order: ValueOrder) -> None:
         """Begin to bring back what was packed last, as its backward comes soon."""
-        self.bring_ahead(line, len(line.values))
+        self.bring_ahead(order, len(order.values))
 
     def let_go(self) -> None:
         """Hold nothing on the device any more: a forward is over, or a backward was given up."""
@@ -75,9 +75,9 @@ class ByValue:
             value.reached = True
         return self._back(value)
 
-    def bring_ahead(self, line: ValueLine, position: int) -> None:
+    def bring_ahead(self, order: ValueOrder, position: int) -> None:
         """Begin to bring back what left before what stands at `position`."""
-        for found in reversed(line.values[max(0, position - self._ahead) : position]):
+        for found in reversed(order.values[max(0, position - self._ahead) : position]):
             value = found()
             if value is not None and value.waiting:
                 value.back = self._back(value)
@@ -103,7 +103,7 @@ class ByValue:
         return value
 
 
-class ValueLine:
+class ValueOrder:
     """The values of one graph in the order in which they left; they are wanted back last first."""
 
     def __init__(self) -> None:
@@ -136,9 +136,9 @@ class _Value:
 class _Away:
     """What a graph keeps in the place of a tensor that was moved."""
 
-    def __init__(self, offload: ByValue, value: _Value, line: ValueLine) -> None:
-        self._offload, self._value, self._line = offload, value, line
-        self._place = line.add(value)
+    def __init__(self, offload: ByValue, value: _Value, order: ValueOrder) -> None:
+        self._offload, self._value, self._order = offload, value, order
+        self._place = order.add(value)
         value.waiting.add(self)
 
     def unpack(self) -> Tensor:
@@ -149,5 +149,5 @@ class _Away:
         value.waiting.discard(self)
         value.reached = bool(value.waiting)
         value.back = tensor if value.reached else None
-        offload.bring_ahead(self._line, self._place)
+        offload.bring_ahead(self._order, self._place)
         return tensor

@@ -26,7 +26,7 @@ from lema.activations.protocols import Choice, Counters, Kept, Store
 from lema.backend import Carrier
 from lema.errors import ModelError
 
-__all__ = ["CastWeight", "Line", "Offload", "Packed"]
+__all__ = ["CastWeight", "Offload", "Order", "Packed"]
 
 
 NO_BACKWARD = -1  # the number of the backward where none runs
@@ -48,7 +48,7 @@ class Packed(Protocol):
         """
 
 
-class Stayed:
+class KeptTensor:
     """A tensor that stays where it is. Under hooks autograd does not look whether it was written into; this does."""
 
     __slots__ = ("_tensor", "_version")
@@ -63,7 +63,7 @@ class Stayed:
         return self._tensor
 
 
-class Line:
+class Order:
     """The pieces of one graph in the order in which they left; they are wanted back last first."""
 
     def __init__(self) -> None:
@@ -78,14 +78,14 @@ class Line:
         return len(self.pieces) - 1
 
 
-class Moved:
+class OffloadedTensor:
     """A tensor whose piece left the device."""
 
-    __slots__ = ("_dtype", "_first", "_line", "_offload", "_piece", "_place", "_round", "_shape", "_stride")
+    __slots__ = ("_dtype", "_first", "_offload", "_order", "_piece", "_place", "_round", "_shape", "_stride")
 
-    def __init__(self, offload: Offload, piece: Piece, line: Line, tensor: Tensor) -> None:
-        self._offload, self._piece, self._line = offload, piece, line
-        self._place, self._round = line.add(piece), piece.round
+    def __init__(self, offload: Offload, piece: Piece, order: Order, tensor: Tensor) -> None:
+        self._offload, self._piece, self._order = offload, piece, order
+        self._place, self._round = order.add(piece), piece.round
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._first = int(tensor.storage_offset()) * tensor.element_size()
         piece.alive += 1
@@ -107,7 +107,7 @@ class Moved:
             memory = piece.memory()
             tensor = self._view(memory, int(memory.storage_offset()) + self._first - piece.start)
             self._ask()
-        offload.fetch_ahead(self._line, self._place)
+        offload.fetch_ahead(self._order, self._place)
         return tensor
 
     def _view(self, within: Tensor, first: int) -> Tensor:
@@ -164,7 +164,7 @@ class Offload:
         self._pieces: dict[tuple[int, int], list[Piece]] = {}  # alive, by storage and version
         self._stash: deque[ref[Piece]] = deque()
         self._back: dict[int, WeakSet[Piece]] = {}  # pieces that came back, by backward
-        self._line = Line()
+        self._order = Order()
         self._full = False
 
     @property
@@ -179,17 +179,17 @@ class Offload:
         with self.alone():
             return sum(len(pieces) for pieces in self._pieces.values())
 
-    def line(self) -> Line:
+    def order(self) -> Order:
         """Return a new order; pieces that are packed without any go by the newest."""
-        self._line = Line()
-        return self._line
+        self._order = Order()
+        return self._order
 
-    def pack(self, tensor: Tensor, line: Line | None = None) -> Packed:
+    def pack(self, tensor: Tensor, order: Order | None = None) -> Packed:
         """Return what a graph is to keep in the place of `tensor`.
 
         Args:
             tensor: what autograd saves.
-            line: the order it belongs to; None: the newest.
+            order: the order it belongs to; None: the newest.
 
         Raises:
             DiskError: this or something before it could not be written.
@@ -199,16 +199,16 @@ class Offload:
             why = self._choice.why_kept(tensor)
             if why is None and (piece := self._piece_of(tensor)) is not None:
                 self.counters.moved += 1
-                return Moved(self, piece, line or self._line, tensor)
+                return OffloadedTensor(self, piece, order or self._order, tensor)
             self.counters.kept[why or Kept.FULL] += 1
             if why is Kept.WEIGHT and (reference := WeightView.of(tensor)) is not None:
                 return reference
-            return Stayed(tensor)
+            return KeptTensor(tensor)
 
-    def expect(self, line: Line) -> None:
+    def expect(self, order: Order) -> None:
         """Begin to bring back what was packed last, as its backward comes soon."""
         with self.alone():
-            self.fetch_ahead(line, len(line.pieces))
+            self.fetch_ahead(order, len(order.pieces))
 
     def let_go(self) -> None:
         """Hold nothing on the device any more: a forward is over, or a backward was given up."""
@@ -237,12 +237,12 @@ class Offload:
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
         self._back[backward].add(piece)
 
-    def fetch_ahead(self, line: Line, position: int) -> None:
+    def fetch_ahead(self, order: Order, position: int) -> None:
         """Begin to bring back what left before what stands at `position`: it is wanted next."""
         backward, to_fetch = torch._C._current_graph_task_id(), self._stash_size
         while position > 0 and to_fetch > 0:
             position -= 1
-            piece = line.pieces[position]() if position < len(line.pieces) else None
+            piece = order.pieces[position]() if position < len(order.pieces) else None
             if piece is None or piece.source is not None or piece.spent == backward:
                 continue
             to_fetch -= 1

@@ -22,7 +22,7 @@ from lema.errors import LemaError
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-    from lema.activations.protocols import Counters, Place
+    from lema.activations.protocols import Counters, WaitingPiece
     from lema.backend import Carrier, Download, Upload
 
 __all__ = ["ALIGNMENT", "Piece", "span_of", "view"]
@@ -42,7 +42,7 @@ class Piece:
     """
 
     def __init__(
-        self, tensor: Tensor, start: int, nbytes: int, place: Place, carrier: Carrier, counters: Counters
+        self, tensor: Tensor, start: int, nbytes: int, place: WaitingPiece, carrier: Carrier, counters: Counters
     ) -> None:
         storage = tensor.untyped_storage()
         self.start, self.nbytes, self.version, self.device = start, nbytes, tensor._version, tensor.device

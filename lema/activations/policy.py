@@ -23,7 +23,7 @@ from lema.activations.protocols import Choice, Kept
 if TYPE_CHECKING:
     from lema.activations.hooks import Scope
 
-__all__ = ["Everything", "WeightView", "Weights", "is_weight_view", "storages_of"]
+__all__ = ["Everything", "WeightStorages", "WeightView", "is_weight_view", "storages_of"]
 
 
 class WeightView:
@@ -65,7 +65,7 @@ class WeightView:
         return parameter.detach().as_strided(self._shape, self._stride, first)
 
 
-class Weights:
+class WeightStorages:
     """The weights of a model.
 
     Args:
@@ -175,7 +175,7 @@ class Everything:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: WeightStorages,
         on: Callable[[str], bool],
         *,
         min_bytes: int = 1024,

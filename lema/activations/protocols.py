@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Choice", "Counters", "Kept", "Place", "Store"]
+__all__ = ["Choice", "Counters", "Kept", "Store", "WaitingPiece"]
 
 
 class Kept(StrEnum):
@@ -78,7 +78,7 @@ class Choice(Protocol):
         """Return why a tensor that autograd is about to save stays where it is; None: it is to be moved."""
 
 
-class Place(Protocol):
+class WaitingPiece(Protocol):
     """Where the bytes of one piece of device memory wait. Its methods are called from one thread at a time, `drop`
     excepted, which any thread may call at any time, a garbage collector among them."""
 
@@ -116,7 +116,7 @@ class Place(Protocol):
 class Store(Protocol):
     """Where to."""
 
-    def place(self, nbytes: int) -> Place | None:
+    def place(self, nbytes: int) -> WaitingPiece | None:
         """Return room for `nbytes`; None: there is none."""
 
     def settle(self) -> None:

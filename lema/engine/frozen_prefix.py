@@ -8,15 +8,16 @@ products of a layer may round otherwise in other company.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lema.activations.boundaries import as_bytes, placed
+from lema.activations.boundaries import placed
+from lema.activations.diskstore import DiskStore
+from lema.activations.hoststore import HostPool
+from lema.activations.protocols import WaitingPiece
 from lema.backend import Backend
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ConfigError
@@ -52,15 +53,13 @@ class PrefixCache:
         self.layer = layer
         self._backend, self._num_tokens = backend, num_tokens
         how = "free some space, set offload_dir to a directory on another disk, or set cache_frozen_prefix: false"
-        self._file = OffloadFile(directory, "the output of frozen layers", how, trace)
-        self._num_buffers = 0
-        self._free: deque[tuple[Tensor, Future[None] | None]] = deque()  # with the write that must end first
-        self._places: dict[Key, tuple[int, Tensor, Future[None]]] = {}
-        self._end = 0
+        file = OffloadFile(directory, "the output of frozen layers", how, trace)
+        self._store = DiskStore(file, HostPool(backend.host_buffer, num_buffers=NUM_BUFFERS))
+        self._pieces: dict[Key, tuple[WaitingPiece, Tensor]] = {}  # with what the hidden state in it looks like
 
     def holds(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> bool:
         """Whether every one of these has been kept."""
-        return all(_key(batch) in self._places for batch in micro_batches)
+        return all(_key(batch) in self._pieces for batch in micro_batches)
 
     def keep(
         self, micro_batches: Sequence[Mapping[str, Tensor]], hidden: Sequence[Tensor], *, drawn: bool, handed_on: bool
@@ -82,19 +81,15 @@ class PrefixCache:
         if handed_on:
             raise _refusal("the layers below the adapters hand on more than the hidden state")
         for batch, state in zip(micro_batches, hidden, strict=True):
-            if (key := _key(batch)) in self._places:
+            if (key := _key(batch)) in self._pieces:
                 continue
             like = torch.empty_like(state, device="meta", requires_grad=False)
-            nbytes = whole_blocks(like.nbytes)
-            if not self._places:
-                self._file.reserve(nbytes * -(-self._num_tokens // batch["input_ids"].numel()))
-            self._file.reserve(self._end + nbytes)  # more than that, by the blocks that are not full
-            buffer = self._buffer(nbytes)
-            placed(buffer, like).copy_(state.detach())
-            written = self._file.write(as_bytes(buffer[:nbytes]), self._end)
-            self._free.append((buffer, written))
-            self._places[key] = self._end, like, written
-            self._end += nbytes
+            if not self._pieces:  # because a disk that is too small shall be known at the first batch, not at the last
+                self._store.reserve(whole_blocks(like.nbytes) * -(-self._num_tokens // batch["input_ids"].numel()))
+            piece = self._store.place(like.nbytes)
+            placed(piece.fill(), like).copy_(state.detach())
+            piece.filled(_at_once)
+            self._pieces[key] = piece, like
 
     def fetch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
         """Return the hidden states of these, on the device.
@@ -103,16 +98,13 @@ class PrefixCache:
             ReadError: one could not be read; DiskError: it could not be written.
         """
         found: list[Tensor] = []
-        reads: deque[tuple[Tensor, Tensor, Future[None]]] = deque()
-        for batch in micro_batches:
-            if len(reads) == NUM_BUFFERS:
-                found.append(self._arrived(*reads.popleft()))
-            offset, like, written = self._places[_key(batch)]
-            nbytes = whole_blocks(like.nbytes)
-            buffer = self._buffer(nbytes)
-            reads.append((buffer, like, self._file.read(as_bytes(buffer[:nbytes]), offset, written.result)))
-        while reads:
-            found.append(self._arrived(*reads.popleft()))
+        wanted = [self._pieces[_key(batch)] for batch in micro_batches]
+        for number, (piece, like) in enumerate(wanted):
+            for following, _ in wanted[number : number + NUM_BUFFERS]:
+                following.expect()
+            state = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._backend.device)
+            found.append(state.copy_(placed(piece.memory(), like)))
+            piece.used(_at_once)
         return tuple(found)
 
     def reach(self, lowest: int) -> None:
@@ -126,27 +118,12 @@ class PrefixCache:
 
     def close(self) -> None:
         """Give the space back."""
-        self._file.close()
-        self._places.clear()
+        self._store.close()
+        self._pieces.clear()
 
-    def _arrived(self, buffer: Tensor, like: Tensor, read: Future[None]) -> Tensor:
-        read.result()
-        state = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._backend.device)
-        state.copy_(placed(buffer, like))
-        self._free.append((buffer, None))
-        return state
 
-    def _buffer(self, nbytes: int) -> Tensor:
-        """Return memory that no transfer touches; what failed to be written is raised."""
-        if self._num_buffers == NUM_BUFFERS:
-            buffer, written = self._free.popleft()
-            if written is not None:
-                written.result()
-            if len(buffer) >= nbytes:
-                return buffer
-            self._num_buffers -= 1
-        self._num_buffers += 1
-        return self._backend.host_buffer(nbytes)
+def _at_once() -> None:
+    """Wait for a copy that has ended: `copy_` between a device and host memory returns when it has."""
 
 
 def _refusal(what: str) -> ConfigError:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations.boundaries import TierName
-from lema.activations.kept import BoundaryArena, GraphsAway, StepBoundaries, StepGraphs
+from lema.activations.kept import BoundaryArena, KeptGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import AtOnce
@@ -85,11 +85,11 @@ class StreamedModel:
         self._loss_chunk_tokens, self._padding = loss_chunk_tokens, padding or Padding()
         carrier: Carrier = AtOnce(backend.device) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
-        self.graphs: GraphsAway | None = None
+        self.graphs: KeptGraphs | None = None
         if saved_on != "device":
             if backend.memory().shared:  # a slot is the host's buffer there, and what comes back would lie in it
                 carrier = AtOnce(backend.device)
-            self.graphs = GraphsAway(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
+            self.graphs = KeptGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
         self._engine = Engine(split, stream, backend)
         self.retry = self._engine.retry
         self.retry.recomputes = recompute

@@ -28,7 +28,7 @@ from lema.storage.directio import BLOCK, reserve
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Extents", "OffloadFile", "whole_blocks"]
+__all__ = ["Extents", "OffloadFile", "as_bytes", "whole_blocks"]
 
 
 THREADS = 2  # transfers under way: a disk is idle between them otherwise
@@ -40,6 +40,11 @@ NAMELESS_REFUSED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 def whole_blocks(nbytes: int) -> int:
     """Return how many bytes the blocks take that hold `nbytes`."""
     return -(-nbytes // BLOCK) * BLOCK
+
+
+def as_bytes(memory: Tensor) -> memoryview:
+    """Return host memory as files are read into it and written from it."""
+    return memoryview(memory.numpy())  # type: ignore[arg-type] # numpy's stubs lack the buffer protocol before 3.12
 
 
 class OffloadFile:

@@ -90,7 +90,7 @@ class Saved:
 
 @dataclass(eq=False)
 class Graph:
-    line: Any
+    order: Any
     saved: list[Saved] = field(default_factory=list)
 
 
@@ -217,7 +217,7 @@ class Course:
         first = tensor.data_ptr() - source.address
         graph = self.chance.choice(self.graphs[-2:])
         moved = self.offload.counters.moved
-        packed = self.offload.pack(tensor, graph.line)
+        packed = self.offload.pack(tensor, graph.order)
         stays = self.offload.counters.moved == moved
         assert not stays or self.store.refused, "there was room for it"
         graph.saved.append(Saved(packed, like, first, source, source.memory._version, stays))
@@ -252,7 +252,7 @@ class Course:
             self.write(source.address, source.bytes_of[-1])
 
     def new_graph(self) -> None:
-        self.graphs.append(Graph(self.offload.line()))
+        self.graphs.append(Graph(self.offload.order()))
 
     def let_go(self) -> None:
         """A forward is over: the device holds what others hold, and nothing for the offload's sake."""
@@ -274,8 +274,8 @@ class Course:
     # A backward
 
     def expect(self) -> None:
-        if (graph := self.one_of(self.graphs)).line is not None:
-            self.offload.expect(graph.line)
+        if (graph := self.one_of(self.graphs)).order is not None:
+            self.offload.expect(graph.order)
 
     def unpack_one(self) -> None:
         """Ask for anything, in any order, perhaps again."""

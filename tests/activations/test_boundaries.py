@@ -1,6 +1,7 @@
 """Boundary activations come back as they were kept, from wherever they waited, in memory that serves every step."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from lema.activations.boundaries import NUM_BUFFERS, TierName
 from lema.activations.kept import BoundaryArena, graph_input
 from lema.backend import Backend
+from lema.errors import ReadError
 from lema_cpu import CpuBackend
 
 LAYERS = range(2, 9)
@@ -175,6 +177,26 @@ def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, 
     assert len(backend.host) <= 2 * NUM_BUFFERS
     assert arena.memory_bytes <= NUM_BUFFERS * hidden[0].nbytes
     assert backend.slots == [hidden[0].nbytes] * NUM_BUFFERS
+    arena.close()
+
+
+def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.preadv
+
+    def spoilt(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(descriptor, buffers, offset)
+        buffers[0][17] ^= 1
+        return count
+
+    arena, (state,) = BoundaryArena(CpuBackend(), "disk", tmp_path), states(64)
+    step = arena.step([state], range(9))
+    monkeypatch.setattr(os, "preadv", spoilt)
+    for layer in range(9):
+        step.keep(layer, 0, state + layer)
+    with pytest.raises(ReadError, match="of activations were read otherwise than they were written"):
+        for layer in reversed(range(9)):
+            with step.kept(layer, 0) as kept:
+                assert torch.equal(kept, state + layer)
     arena.close()
 
 

@@ -90,7 +90,7 @@ def offloaded(stack: Stack, sync: Callable[[], None]) -> ByValue:
 
 
 def hooks(offload: ByValue) -> Any:
-    offload.line()
+    offload.order()
     return saved_tensors_hooks(offload.pack, lambda packed: packed.unpack())
 
 
@@ -201,9 +201,9 @@ def test_the_next_value_is_on_its_way_while_one_is_used(lazy: LazyDevice) -> Non
     offload = offloaded(stack, lazy.run)
     states = [torch.full((ROWS, WIDTH), float(number)).to(DEVICE) for number in range(4)]
     stack.marked.inputs += states
-    line = offload.line()
-    packed = [offload.pack(state, line) for state in states]
-    offload.expect(line)
+    order = offload.order()
+    packed = [offload.pack(state, order) for state in states]
+    offload.expect(order)
     assert offload.counters.copies_back == 1
     for number in (3, 2, 1):
         assert torch.equal(packed[number].unpack().to("cpu"), torch.full((ROWS, WIDTH), float(number)))

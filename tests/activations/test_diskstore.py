@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lema.activations.diskstore import DiskPlace, DiskStore
+from lema.activations.diskstore import DiskPiece, DiskStore
 from lema.activations.hoststore import HostPool
 from lema.backend.hostmemory import anonymous
 from lema.errors import DiskError, ReadError
@@ -49,9 +49,9 @@ def opened(directory: Path, blocks: int = 16, limit: int | None = None) -> DiskS
     return DiskStore(OffloadFile(directory, "activations", HOW), staging, limit)
 
 
-def placed(store: DiskStore, nbytes: int) -> DiskPlace:
+def placed(store: DiskStore, nbytes: int) -> DiskPiece:
     place = store.place(nbytes)
-    assert isinstance(place, DiskPlace)
+    assert isinstance(place, DiskPiece)
     return place
 
 
@@ -84,7 +84,7 @@ class LateReader:
 class Kept:
     """One piece: what was kept, where, and the copies of it that may still take effect."""
 
-    def __init__(self, store: DiskStore, data: Tensor, wrong: list[str], place: DiskPlace | None = None) -> None:
+    def __init__(self, store: DiskStore, data: Tensor, wrong: list[str], place: DiskPiece | None = None) -> None:
         self.data, self.wrong = data, wrong
         self.place = placed(store, len(data)) if place is None else place
         self.copy = Late(self.place.fill(), data)
@@ -102,7 +102,7 @@ def data(chance: Random, nbytes: int) -> Tensor:
     return torch.frombuffer(bytearray(chance.randbytes(nbytes)), dtype=torch.uint8)
 
 
-def overlap(places: list[DiskPlace]) -> bool:
+def overlap(places: list[DiskPiece]) -> bool:
     extents = sorted((place.start, place.start + place.size) for place in places)
     return any(end > start for (_, end), (start, _) in pairwise(extents))
 
@@ -132,10 +132,7 @@ def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], bloc
             elif step == "settle":
                 store.settle()
             elif step == "empty":  # no piece has a buffer any more
-                while (buffer := store.staging.take(4 * BLOCK)) is None and store._make_room():
-                    store._look()
-                if buffer is not None:
-                    store.staging.give(buffer)
+                store.staging.give(store._buffer(4 * BLOCK))
             elif step == "half":  # a copy could not be begun
                 place = placed(store, 1 + number % BLOCK)
                 place.fill()
@@ -173,7 +170,7 @@ def test_bytes_come_back_from_the_disk(directory: Path) -> None:
     store, chance, wrong = opened(directory, blocks=8), Random(1), list[str]()
     kept = [Kept(store, data(chance, size), wrong) for size in SIZES * 4]
     store.settle()
-    assert store.bytes_written == store.taken_bytes == store.file_bytes == sum(one.place.size for one in kept)
+    assert store.bytes_written == store.taken_bytes == store._file.size == sum(one.place.size for one in kept)
     for one in reversed(kept):
         one.read()
         one.place.drop()
@@ -223,7 +220,7 @@ def test_steps_that_are_alike_use_the_same_blocks(tmp_path: Path) -> None:
         store.settle()
         for one in kept if step % 2 else reversed(kept):
             one.place.drop()
-        sizes.add(store.file_bytes)
+        sizes.add(store._file.size)
     assert len(sizes) == 1
     store.close()
 
@@ -352,9 +349,10 @@ def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp
     store._drains.submit(lambda: None).result()
     kept[7].place.expect()
     kept[7].place.expect()
-    assert kept[7].place.transfer is not None
-    kept[7].place.transfer.exception()
+    (reading,) = kept[7].place.transfers
+    reading.future.exception()
     assert kept[7].place.ready()
+    store._look()
     assert store.bytes_read == BLOCK
     for one in reversed(kept[:11]):
         one.read()
@@ -496,7 +494,7 @@ def test_a_copy_that_has_ended_keeps_nothing_of_the_device(tmp_path: Path) -> No
     store.close()
 
 
-def flip(store: DiskStore, place: DiskPlace) -> None:
+def flip(store: DiskStore, place: DiskPiece) -> None:
     """Change one bit of what lies on the disk."""
     block = mmap.mmap(-1, BLOCK)
     descriptor, offset = store._file._descriptor, place.start + (place.nbytes - 1) // BLOCK * BLOCK
@@ -560,7 +558,7 @@ def test_a_file_that_may_not_grow_names_the_setting(tmp_path: Path) -> None:
     first.drop()
     threading.Thread(target=gate.opened.set).start()
     Kept(store, data(Random(0), 4 * BLOCK), []).read()  # waits for a write that nobody wants any more
-    assert store.file_bytes == 4 * BLOCK
+    assert store._file.size == 4 * BLOCK
     store.close()
 
 
@@ -585,10 +583,10 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
     places = [placed(store, BLOCK) for _ in range(3)]
     kept = [Kept(store, data(Random(seed), BLOCK), wrong, place) for seed, place in enumerate(places)]
     lost = kept[1].place
-    assert lost.transfer is not None
+    assert lost.transfers
     for one in kept:
-        if one.place.transfer is not None:
-            one.place.transfer.exception()
+        for transfer in tuple(one.place.transfers):
+            transfer.future.exception()
     calls: dict[str, Callable[[], object]] = {
         "place": lambda: store.place(1),
         "settle": store.settle,
@@ -708,7 +706,7 @@ def test_two_writes_that_a_file_system_refuses_at_once_both_go_through_the_page_
 class Owner:
     """Drops a place when it is collected, and is collected by nothing but the garbage collector."""
 
-    def __init__(self, place: DiskPlace) -> None:
+    def __init__(self, place: DiskPiece) -> None:
         self.place, self.me = place, self
 
     def __del__(self) -> None:
@@ -784,7 +782,7 @@ places = [store.place(100_000) for _ in range(30)]
 for place in places:
     place.fill().fill_(1)
     place.filled(lambda: None)
-print(store.file_bytes, os.listdir(sys.argv[1]), flush=True)
+print(store._file.size, os.listdir(sys.argv[1]), flush=True)
 {statement}
 """
     done = subprocess.run(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema.activations import NoOpManager, OffloadActivations, get_lora_act_offloading_ctx_manager
-from lema.activations.policy import Everything, Weights
+from lema.activations.policy import Everything, WeightStorages
 from lema.activations.protocols import Kept
 from lema.errors import ConfigError, LemaError
 
@@ -141,7 +141,7 @@ def test_a6_host_tensors_small_ones_and_special_classes_stay(offloading: Callabl
         parameter, buffer = nn.Parameter(torch.randn(64, 64)), nn.Buffer(torch.randn(64, 64))
         (big() * parameter * buffer).sum()
         assert context.counters.kept[Kept.WEIGHT] == 2
-    elsewhere = Everything(Weights(), {"meta"}.__contains__)
+    elsewhere = Everything(WeightStorages(), {"meta"}.__contains__)
     assert elsewhere.why_kept(big()) is Kept.ELSEWHERE
 
 
@@ -149,7 +149,7 @@ def moved_by(context: OffloadActivations, action: Callable[[], Any]) -> list[Ten
     """Return every tensor whose memory was moved while `action` ran in the context."""
     found: list[Tensor] = []
     pack = context.offload.pack
-    context.offload.pack = lambda tensor, line=None: _noting(found, tensor, pack(tensor, line))  # type: ignore[method-assign]
+    context.offload.pack = lambda tensor, order=None: _noting(found, tensor, pack(tensor, order))  # type: ignore[method-assign]
     try:
         with context:
             action()
@@ -159,7 +159,7 @@ def moved_by(context: OffloadActivations, action: Callable[[], Any]) -> list[Ten
 
 
 def _noting(found: list[Tensor], tensor: Tensor, packed: Any) -> Any:
-    if type(packed).__name__ == "Moved":
+    if type(packed).__name__ == "OffloadedTensor":
         found.append(tensor.detach().clone())
     return packed
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lema.activations import hoststore as stores
 from lema.activations.hoststore import HostPool, HostStore, TieredStore, floor_bytes
-from lema.activations.protocols import Place
+from lema.activations.protocols import WaitingPiece
 from lema.backend.hostmemory import anonymous
 from lema.storage.directio import BLOCK
 
@@ -31,6 +31,19 @@ def taken(pool: HostPool, nbytes: int) -> Tensor:
     buffer = pool.take(nbytes)
     assert buffer is not None
     return buffer
+
+
+def test_a_few_buffers_serve_pieces_of_all_sizes() -> None:
+    one = HostPool(anonymous, available=plenty, num_buffers=3)
+    assert one.limit == 0
+    for sizes in ([BLOCK] * 4, [5 * BLOCK, 10, BLOCK, BLOCK], [BLOCK, 5 * BLOCK, 2 * BLOCK, 7]):
+        found = [one.take(nbytes) for nbytes in sizes]
+        assert [None if buffer is None else len(buffer) for buffer in found] == [*sizes[:3], None]
+        for buffer in found[:3]:
+            assert buffer is not None
+            one.give(buffer)
+    assert one.held_bytes == one.limit == 15 * BLOCK
+    assert one.allocated == 6, "buffers are made again only where they are too small"
 
 
 STEPS = st.lists(
@@ -177,7 +190,7 @@ def test_an_allocation_that_fails_leaves_the_pool_as_it_was() -> None:
 class Owner:
     """Drops a place when it is collected, and is collected by nothing but the garbage collector."""
 
-    def __init__(self, place: Place | None) -> None:
+    def __init__(self, place: WaitingPiece | None) -> None:
         self.place, self.me = place, self
 
     def __del__(self) -> None:
@@ -261,7 +274,7 @@ class Shelf:
         self.placed: list[int] = []
         self.calls: list[str] = []
 
-    def place(self, nbytes: int) -> Place | None:
+    def place(self, nbytes: int) -> WaitingPiece | None:
         self.placed.append(nbytes)
         return HostStore(pool()).place(nbytes)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema import LemaConfig, LemaModel
-from lema.activations.kept import GraphsAway
+from lema.activations.kept import KeptGraphs
 from lema.activations.pieces import Piece
 from lema.activations.protocols import Kept
 from lema.backend import Backend
@@ -50,7 +50,7 @@ def model_on(backend: Backend, checkpoint: Checkpoint, directory: Path, **settin
         model.close()
 
 
-def graphs_of(model: LemaModel) -> GraphsAway:
+def graphs_of(model: LemaModel) -> KeptGraphs:
     assert model.adapter.graphs is not None
     return model.adapter.graphs
 

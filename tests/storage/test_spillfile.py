@@ -141,7 +141,7 @@ def failing(number: int, real: Callable[..., int]) -> Callable[..., int]:
     return fail
 
 
-@pytest.mark.parametrize("number", [0, 1, 7, 19])
+@pytest.mark.parametrize("number", [0, 1, 7, 16])  # the last three are still in memory when they are wanted
 def test_a_write_that_fails_is_raised_in_the_training_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
