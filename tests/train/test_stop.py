@@ -237,7 +237,7 @@ def test_the_file_is_looked_for_once_in_a_while(tmp_path: Path) -> None:
 
 TWICE = """
 import ctypes, os, signal
-from lema import stop
+from lema.train import stop
 
 stop.SAME_SIGNAL = 0.1
 with stop.StopOnSignal() as asked:
