@@ -216,7 +216,8 @@ def test_a_terminal_shows_the_level_and_how_to_mend_it() -> None:
 
 def test_nothing_heavy_is_imported_for_its_help() -> None:
     code = (
-        "import sys\nfrom lema.cli import app, run\nassert run(app, ['doctor', '--help']) == 0\n"
+        "import sys\nfrom lema.cli.app import app\nfrom lema.cli.exitcodes import run\n"
+        "assert run(app, ['doctor', '--help']) == 0\n"
         "heavy = {'torch', 'transformers', 'peft', 'numpy', 'huggingface_hub', 'psutil'}\n"
         "assert not heavy & {name.split('.')[0] for name in sys.modules}"
     )

@@ -26,7 +26,6 @@ from lema_cuda.replicas import QueuedReplicas
 MODULES = {
     "copies": lema.backend.queues,
     "slots": lema.backend.slots,
-    "downloads": lema.backend.slots,
     "replicas": lema_cuda.replicas,
 }
 NAMES = ("Copies", "Slots", "CopyDown", "QueuedReplicas")
@@ -90,10 +89,10 @@ MUTANTS = {
     ),
     "host memory goes while it is copied": ("copies", "self._under_way.append((done, host))", "pass"),
     "host memory is forgotten early": ("copies", "and self._under_way[0][0].happened()", ""),
-    "a release of a download does nothing": ("downloads", "self._queues.compute.wait(self._landed)", "pass"),
-    "a dropped download frees its source": ("downloads", "    compute.wait(landed)", "    pass"),
-    "a download does not hold its source": ("downloads", "self._landed, source)", "self._landed, target)"),
-    "landed at once": ("downloads", "self._landed.wait()", "pass"),
+    "a release of a download does nothing": ("slots", "self._queues.compute.wait(self._landed)", "pass"),
+    "a dropped download frees its source": ("slots", "    compute.wait(landed)", "    pass"),
+    "a download does not hold its source": ("slots", "self._landed, source)", "self._landed, target)"),
+    "landed at once": ("slots", "self._landed.wait()", "pass"),
     "a gathering overwrites what is in use": ("replicas", "gathers.wait(compute.record())", "pass"),
     "compute does not wait for a gathering": ("replicas", "self._queues.compute.wait(self._done)", "pass"),
     "a dropped gathering frees its memory": ("replicas", "    compute.wait(done)", "    pass"),

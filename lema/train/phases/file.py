@@ -10,19 +10,20 @@ from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lema.config import LemaConfig
 from lema.config.backendsettings import backend_settings
 from lema.config.nested import placed
 from lema.config.problems import SettingsError, unknown_setting
 from lema.config.yaml import read_yaml, yaml_places
-from lema.data.mixture import Source
-from lema.data.packed import PackedTokens
 from lema.data.sampling import Style
 from lema.errors import ConfigError
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
+
+if TYPE_CHECKING:
+    from lema.data.mixture import Source
 
 __all__ = ["DATASETS", "HELD_OUT", "Files", "PhaseFile", "clipped", "has_phases", "read_phase_file", "read_sources"]
 
@@ -197,11 +198,12 @@ def read_sources(
         ConfigError: files of a packed data set are given, rather than its directory.
         DataError: files are missing or malformed.
     """
+    from lema.data.packed import PackedTokens
     from lema.train.model import LemaModel
     from lema.train.run import read_data
 
     used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
-    found = {name: cast(Source, one) for name, one in given.items() if name in used and not _is_files(one)}
+    found = {name: cast("Source", one) for name, one in given.items() if name in used and not _is_files(one)}
     wanted = sorted(used.keys() & given.keys() - found.keys())
     if not wanted:
         return found
