@@ -26,7 +26,8 @@ from lema.model.skeleton import find_layers
 from lema.plan.budget import solve
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts
 from lema.plan.measure import calibrate
-from lema.plan.step import StepShape, demand_of, step_shape
+from lema.plan.step import StepShape, Timings, demand_of, step_shape
+from lema.plan.trainable_bytes import lowest_trained
 from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.gather import NUM_BUFFERS
 from lema.stream.placement import LayerBytes, part_bytes
@@ -69,7 +70,6 @@ def allocate(
     Raises:
         MemoryLimitError: the limits are too small.
     """
-    name, stack = find_layers(model)
     memory, speeds, timings = backend.memory(), Speeds(UNKNOWN_DISK, UNKNOWN_LINK), None
     kept = kept_unasked(backend) if config.device_memory is None and memory.total else 0.0
     limited = config.device_memory is not None or config.host_memory is not None
@@ -84,17 +84,7 @@ def allocate(
     to_choose = to_choose and backend.parallel.size == 1  # a layer that several run together is not timed alone
     if to_choose and workload is not None and shape is not None:
         speeds, timings = calibrate(model, layers, workload, shape, backend)
-    trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
-    demand = demand_of(
-        layers,
-        workload,
-        timings,
-        None if workload is None else shape,
-        outside_bytes=outside_bytes,
-        adapter_bytes=training_bytes(model, name),
-        lowest=next(trained, len(layers) - 1),
-        shared=memory.shared,
-    )
+    demand = _demand(model, layers, outside_bytes, backend, workload, timings, None if workload is None else shape)
     host = psutil.virtual_memory()
     # What processes measure differs; that they spend memory alike does not depend on it.
     told = backend.replicas.everyone((demand, speeds, memory.total, host.total, host.available))
@@ -103,6 +93,29 @@ def allocate(
     of_copies = demand.processes * backend.parallel.size  # which more machines than this one may hold
     demand = replace(demand, processes=min(of_copies, local_processes() or of_copies))
     return allocated(config, demand, speeds, *map(min, totals), kept=kept)
+
+
+def _demand(
+    model: PreTrainedModel,
+    layers: Sequence[LayerBytes],
+    outside_bytes: int,
+    backend: Backend,
+    workload: Workload | None,
+    timings: Timings | None,
+    shape: StepShape | None,
+) -> Demand:
+    """Return the bytes and seconds that a step of an open model needs, of one process alone."""
+    name, stack = find_layers(model)
+    return demand_of(
+        layers,
+        workload,
+        timings,
+        shape,
+        outside_bytes=outside_bytes,
+        adapter_bytes=training_bytes(model, name),
+        lowest=lowest_trained(stack),
+        shared=backend.memory().shared,
+    )
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
@@ -240,21 +253,12 @@ def advise(
     if not short.rows:  # it was no micro-batch
         positions = getattr(model.config, "max_position_embeddings", None)
         batch = step_shape(config, positions, parts=backend.parallel.size).micro_batch
-    name, stack = find_layers(model)
-    trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
-    lowest, num_rows = next(trained, len(layers) - 1), config.batch_size * config.gradient_accumulation_steps
+    num_rows = config.batch_size * config.gradient_accumulation_steps
 
     def demand(batch: MicroBatch, chunk: int) -> Demand:
-        alone = demand_of(
-            layers,
-            measure(model, layers, batch, chunk, parallel=backend.parallel),
-            None,
-            StepShape(batch, max(num_rows // backend.replicas.size, batch.rows)),
-            outside_bytes=outside_bytes,
-            adapter_bytes=training_bytes(model, name),
-            lowest=lowest,
-            shared=backend.memory().shared,
-        )
+        work = measure(model, layers, batch, chunk, parallel=backend.parallel)
+        step = StepShape(batch, max(num_rows // backend.replicas.size, batch.rows))
+        alone = _demand(model, layers, outside_bytes, backend, work, None, step)
         return of_one_process(alone, backend.replicas, sharded=config.shard_weights)
 
     chunk = config.loss_chunk_tokens

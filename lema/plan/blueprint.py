@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from lema.model.outer_weights import StoredTensors, host_rows_name, layer_bytes,
 from lema.model.partition import held_records
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
-from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, trained_bytes
+from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, lowest_trained, trained_bytes
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
+from lema.storage.quantized.records import Stored
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 
@@ -79,9 +81,7 @@ class Blueprint:
         """The lowest layer with something that trains; the top one where none has."""
         if self.trained is not None:
             return self.trained.lowest
-        layers = find_layers(self.model)[1]
-        trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
-        return next(trained, len(layers) - 1)
+        return lowest_trained(find_layers(self.model)[1])
 
 
 def draw_up(
@@ -105,24 +105,14 @@ def draw_up(
     Raises:
         ConfigError, WeightsError: as `LemaModel`.
     """
-    directory = resolve_model(
-        config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code, download=False
-    )
-    hf_config = read_config(directory, trust_remote_code=trust_remote_code)
-    index = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, directory))
-    dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, index)
-    model = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # training says them, when it begins
-        records = match_names(model, index)
+    directory, index, model, records = _opened(config, trust_remote_code)
     name, stack = find_layers(model)
     dtypes, device = target_dtypes(model), backend or load("cpu")
     parallel = parallel or SingleProcess()
     layers = layer_bytes(records, dtypes, name, len(stack))
-    reader = LayerReader(threads=1)  # which is never asked
-    in_host = host_rows_name(model) if config.host_embeddings else None
-    outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name, in_host)[1]
-    reader.close()
+    with closing(LayerReader(threads=1)) as reader:  # which is never asked
+        in_host = host_rows_name(model) if config.host_embeddings else None
+        outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name, in_host)[1]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
         trained = None
@@ -130,8 +120,7 @@ def draw_up(
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             parallel.shard(model)
-            held = held_records(model, records, parallel)
-            layers = layer_bytes(held, dtypes, name, len(stack))
+            layers = layer_bytes(held_records(model, records, parallel), dtypes, name, len(stack))
         adapter = training_bytes(model, name)
     else:
         trained = _train_weights(model, layers, chosen(model), f"{name}.")
@@ -149,6 +138,19 @@ def draw_up(
         trained,
         parallel,
     )
+
+
+def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex, PreTrainedModel, Mapping[str, Stored]]:
+    """Return a model's directory, the index of its weights, its skeleton, and where each of its tensors is stored."""
+    name = config.model_name_or_path
+    directory = resolve_model(name, revision=config.revision, trust_remote_code=trusted, download=False)
+    hf_config = read_config(directory, trust_remote_code=trusted)
+    index = GlobalBinaryIndex(config.gbi_path or own_weights(name, directory))
+    dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, index)
+    model = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trusted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # training says them, when it begins
+        return directory, index, model, match_names(model, index)
 
 
 def _train_weights(

@@ -11,10 +11,10 @@ import gc
 import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,12 @@ from lema.plan.step import StepShape, Timings
 from lema.plan.workload import Workload, calls_of
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
-from lema.stream.reader import LayerReader
-from lema.stream.workers import Ticket
+from lema.stream.speed import ENOUGH, REPEATS, Clock, median_seconds, read_speed, upload_speed
 
-__all__ = [
-    "ENOUGH",
-    "Clock",
-    "LayerSeconds",
-    "calibrate",
-    "layer_seconds",
-    "made_up",
-    "median_seconds",
-    "probe",
-    "process_bytes",
-    "with_values",
-]
+__all__ = ["LayerSeconds", "calibrate", "layer_seconds", "made_up", "probe", "process_bytes", "with_values"]
 
 
-Clock = Callable[[], float]
-ENOUGH = 1.0  # seconds that one measurement takes, about
-REPEATS = 5
+AT_ONCE = 3  # layers being read
 PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
 
 
@@ -162,18 +148,6 @@ def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock)
     return statistics.median(first), statistics.median(second)
 
 
-def median_seconds(work: Callable[[], object], backend: Backend, clock: Clock = time.perf_counter) -> float:
-    """Return the median of a few runs, the first left out."""
-    measured: list[float] = []
-    began = time.perf_counter()
-    while len(measured) < 2 or (len(measured) <= REPEATS and time.perf_counter() - began < ENOUGH):
-        start = clock()
-        work()
-        backend.synchronize()
-        measured.append(clock() - start)
-    return statistics.median(measured[1:])
-
-
 def made_up(tensor: Tensor) -> Tensor:
     """Fill a tensor with small numbers: zeros, subnormals and overflows compute at another speed."""
     if tensor.is_floating_point():
@@ -265,37 +239,10 @@ def process_bytes() -> int:
 
 def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> Speeds:
     """Return the speeds of the disk that the layers are on, and of the link to the device."""
-    largest = max(layers, key=lambda layer: layer.nbytes)
-    return Speeds(_disk(layers, backend), math.inf if backend.memory().shared else _link(largest, backend))
-
-
-def _disk(layers: Sequence[LayerBytes], backend: Backend) -> float:
-    """Return how fast the reader reads layers, some at a time, in bytes per second."""
-    reader, under_way = LayerReader(), deque[Ticket]()
-    buffers = deque(backend.host_buffer(max(layer.nbytes for layer in layers)) for _ in range(3))
-    began, number = time.perf_counter(), 0
-    while time.perf_counter() - began < ENOUGH or len(under_way):
-        if len(under_way) == len(buffers) or time.perf_counter() - began >= ENOUGH:
-            under_way.popleft().wait()
-        else:
-            under_way.append(reader.submit(layers[number % len(layers)], buffers[0]))
-            buffers.rotate(-1)
-            number += 1
-    speed = reader.bytes_read / (time.perf_counter() - began)
-    reader.close()
-    return speed
-
-
-def _link(layer: LayerBytes, backend: Backend) -> float:
-    """Return how fast a layer is copied to the device, in bytes per second."""
-    buffer, slots = backend.host_buffer(layer.nbytes), backend.device_slots(layer.nbytes, 1)
-
-    def copy() -> None:
-        upload = slots.upload(buffer)
-        upload.wait()
-        upload.release()
-
-    return layer.nbytes / median_seconds(copy, backend)
+    largest, began = max(layer.nbytes for layer in layers), time.perf_counter()
+    buffers = [backend.host_buffer(largest) for _ in range(AT_ONCE)]
+    some = takewhile(lambda _: time.perf_counter() - began < ENOUGH, cycle(layers))
+    return Speeds(read_speed(some, buffers), math.inf if backend.memory().shared else upload_speed(backend, largest))
 
 
 def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend) -> float:

@@ -1,22 +1,18 @@
-"""What training weights themselves takes in host memory, and what of it goes to files: arithmetic alone.
+"""What training a model's own weights takes in host memory, in files and on the device: arithmetic alone.
 
-With the weights in fp32 12 bytes a parameter: the weights as they stream, which are the masters, and AdamW's two
-moments. In half precision 14: masters in fp32 and moments, and the 2 of the copy that streams. Where the gradients'
-norm has to be known before the first step (clipping), they wait in host memory too, in the type of the weights.
-
-What training a model's own weights takes in host memory, in files, and on the device, told from their shapes.
-
-It is what `lema.train.full.masters` and `lema.train.full.training` take: per parameter an fp32 master and AdamW's two
-moments, 12 bytes in host memory. Where a layer streams in fp32 the copy that streams is the master; else it comes on
-top. Gradients leave the device layer by layer; where they are clipped all of them wait for the norm.
+A parameter takes 12 bytes of host memory in fp32: the weight that streams, which is its own master, and AdamW's two
+moments. In half precision it takes 14: a master in fp32, the moments, and the 2 bytes that stream. Gradients leave the
+device layer by layer; where they are clipped all of them wait in host memory for the norm, in the type of the weights.
+`lema.train.full.masters` takes what is told here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lema.errors import ConfigError, MemoryLimitError
@@ -27,61 +23,93 @@ from lema.stream.placement import LayerBytes
 __all__ = [
     "MASTER_BYTES",
     "MOMENT_BYTES",
-    "FullBytes",
+    "TrainableBytes",
     "TrainedBytes",
-    "Weighed",
-    "full_bytes",
     "host_training",
+    "lowest_trained",
+    "outside_bytes",
     "place_masters",
+    "trainable_bytes",
     "trained_bytes",
+    "unmovable_bytes",
 ]
 
 
 MASTER_BYTES = 4  # fp32
 MOMENT_BYTES = 8  # two of AdamW, each in fp32
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+TRAINABLE = {torch.float32, torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class FullBytes:
-    """Bytes in host memory of parameters that train.
+class TrainableBytes:
+    """Bytes of weights that train: of one layer, or of all that lie outside the layers.
 
-    Args:
-        streamed: the weights that cross to the device.
-        masters: in fp32; 0 where the streamed ones are the masters.
-        moments: of the optimizer.
-        gradients: that wait until their norm is known; 0 without clipping.
+    Attributes:
+        count: their parameters.
+        nbytes: the bytes of the weights in their own type, which is that of their gradients, too.
+        not_single: those of the parameters that are not in fp32, so have masters beside them.
+        largest: the bytes of the largest tensor in its own type.
     """
 
-    streamed: int
-    masters: int
-    moments: int
-    gradients: int
+    count: int = 0
+    nbytes: int = 0
+    not_single: int = 0
+    largest: int = 0
 
     @property
-    def movable(self) -> int:
-        """Those that may lie in a file: all but what streams."""
-        return self.masters + self.moments + self.gradients
+    def masters(self) -> int:
+        """Bytes of masters in fp32 beside what streams."""
+        return MASTER_BYTES * self.not_single
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer's moments."""
+        return MOMENT_BYTES * self.count
+
+    @property
+    def passing(self) -> int:
+        """Bytes of a layer's gradients on their way to the optimizer: those that arrive while those of the layer
+        before are stepped, and these in fp32."""
+        return 2 * self.nbytes + MASTER_BYTES * self.count
+
+    def movable(self, *, clipped: bool) -> int:
+        """Return the bytes that may lie in a file: masters, moments, and gradients that wait to be clipped."""
+        return self.masters + self.moments + self.nbytes * clipped
 
 
-def full_bytes(param_counts: Mapping[int, int], dtype: str, *, clipped: bool = False) -> dict[int, FullBytes]:
-    """Return what each layer takes in host memory.
+def trainable_bytes(weights: Iterable[tuple[str, int, torch.dtype]]) -> TrainableBytes:
+    """Add up weights that train, each given as its name, the number of its parameters and its type.
 
-    Args:
-        param_counts: of each layer, how many of its parameters train.
-        dtype: of the weights: "float32" or "bfloat16".
-        clipped: whether gradients are clipped to a norm.
+    Raises:
+        ConfigError: one is of a type that does not train.
     """
-    width = WEIGHT_BYTES[dtype]
-    return {
-        layer: FullBytes(
-            streamed=width * count,
-            masters=0 if width == MASTER_BYTES else MASTER_BYTES * count,
-            moments=MOMENT_BYTES * count,
-            gradients=width * count if clipped else 0,
-        )
-        for layer, count in param_counts.items()
-    }
+    weights = list(weights)
+    for name, _, dtype in weights:
+        if dtype not in TRAINABLE:
+            raise ConfigError(
+                f"{name} is of type {str(dtype).removeprefix('torch.')}, which does not train",
+                where="dtype",
+                how="set it to bfloat16 or float32: gradients in float16 underflow, and are not scaled here",
+            )
+    return TrainableBytes(
+        count=sum(count for _, count, _ in weights),
+        nbytes=sum(count * dtype.itemsize for _, count, dtype in weights),
+        not_single=sum(count for _, count, dtype in weights if dtype != torch.float32),
+        largest=max((count * dtype.itemsize for _, count, dtype in weights), default=0),
+    )
+
+
+def outside_bytes(outside: TrainableBytes, *, shared: bool) -> int:
+    """Return the bytes of masters and moments of weights outside the layers; on a device with memory of its own every
+    one has a master in host memory."""
+    return outside.moments + (outside.masters if shared else MASTER_BYTES * outside.count)
+
+
+def unmovable_bytes(layers: Iterable[TrainableBytes], outside: TrainableBytes, *, shared: bool) -> int:
+    """Return the bytes of host memory that training takes beside the weights, and that no file can hold: gradients on
+    their way, and masters, moments and gradients in fp32 of what lies outside the layers."""
+    passing = max((layer.passing for layer in layers), default=0)
+    return passing + outside_bytes(outside, shared=shared) + MASTER_BYTES * outside.count
 
 
 def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memory: int) -> frozenset[int]:
@@ -119,23 +147,6 @@ MADE = 2  # tensors that AdamW makes for each that it steps: a denominator, and 
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """Weights that train, of one layer or of what lies outside the layers.
-
-    Attributes:
-        count: of their parameters.
-        nbytes: in their own type, that of their gradients, too.
-        apart: parameters that are not in fp32, so have masters beside them.
-        largest: bytes of the largest tensor, in its own type.
-    """
-
-    count: int = 0
-    nbytes: int = 0
-    apart: int = 0
-    largest: int = 0
-
-
-@dataclass(frozen=True)
 class TrainedBytes:
     """Which weights of a model train themselves.
 
@@ -146,8 +157,8 @@ class TrainedBytes:
     """
 
     names: tuple[frozenset[str], ...]
-    layers: tuple[Weighed, ...]
-    outside: Weighed
+    layers: tuple[TrainableBytes, ...]
+    outside: TrainableBytes
 
     @property
     def parameters(self) -> int:
@@ -197,7 +208,13 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
         [(one.name, one.shape.numel(), one.dtype) for one in layer.tensors if one.name in own]
         for layer, own in zip(layers, names, strict=True)
     ]
-    return TrainedBytes(tuple(map(frozenset, names)), tuple(map(_weighed, inside)), _weighed(outside))
+    return TrainedBytes(tuple(map(frozenset, names)), tuple(map(trainable_bytes, inside)), trainable_bytes(outside))
+
+
+def lowest_trained(stack: nn.ModuleList) -> int:
+    """Return the lowest layer with a parameter that requires grad; the top one where none has."""
+    trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
+    return next(trained, len(stack) - 1)
 
 
 def host_training(
@@ -217,43 +234,19 @@ def host_training(
     Raises:
         MemoryLimitError: there is no room for what cannot be in files.
     """
-    outside = trained.outside
-    masters = MASTER_BYTES * (outside.apart if shared else outside.count)
-    moments, gradients = MOMENT_BYTES * outside.count, MASTER_BYTES * outside.count
-    waiting = [layer.nbytes * clipped for layer in trained.layers]
-    movable = {
-        index: MASTER_BYTES * layer.apart + MOMENT_BYTES * layer.count + waiting[index]
-        for index, layer in enumerate(trained.layers)
-        if layer.count
-    }
-    # On their way: the gradients of a layer, of the one that is stepped meanwhile, and those in fp32.
-    passing = max(2 * layer.nbytes + MASTER_BYTES * layer.count for layer in trained.layers)
-    fixed = there // processes + passing + masters + moments + gradients
-    in_files = place_masters(movable, fixed, limit // processes)
-    here = movable.keys() - in_files
-    landing = 0 if shared or clipped else max(layer.nbytes for layer in trained.layers)
-    largest = max(layer.largest for layer in trained.layers)
-    single = max((MASTER_BYTES * layer.count for layer in trained.layers if layer.apart), default=0)
+    outside, layers = trained.outside, trained.layers
+    movable = {index: layer.movable(clipped=clipped) for index, layer in enumerate(layers) if layer.count}
+    always = there // processes + unmovable_bytes(layers, outside, shared=shared)
+    in_files = place_masters(movable, always, limit // processes)
+    here = [layers[index] for index in movable.keys() - in_files]
+    landing = 0 if shared or clipped else max(layer.nbytes for layer in layers)
+    largest, gradients = max(layer.largest for layer in layers), MASTER_BYTES * outside.count
+    single = max((MASTER_BYTES * layer.count for layer in layers if layer.not_single), default=0)
+    made = single + MADE * (2 if single else 1) * largest
     return HostTraining(
-        masters=masters + sum(MASTER_BYTES * trained.layers[index].apart for index in here),
-        moments=moments + sum(MOMENT_BYTES * trained.layers[index].count for index in here),
-        gradients=landing + sum(waiting[index] for index in here),
-        stepping=max(single + MADE * (2 if single else 1) * largest, 0 if shared and not outside.apart else gradients),
+        masters=outside_bytes(outside, shared=shared) - outside.moments + sum(layer.masters for layer in here),
+        moments=outside.moments + sum(layer.moments for layer in here),
+        gradients=landing + sum(layer.nbytes * clipped for layer in here),
+        stepping=max(made, 0 if shared and not outside.not_single else gradients),
         mapped=sum(movable[index] for index in in_files),
-    )
-
-
-def _weighed(weights: Sequence[tuple[str, int, torch.dtype]]) -> Weighed:
-    for name, _, dtype in weights:
-        if str(dtype).removeprefix("torch.") not in WEIGHT_BYTES:
-            raise ConfigError(
-                f"{name} is of type {str(dtype).removeprefix('torch.')}, which does not train",
-                where="dtype",
-                how=f"set it to {' or '.join(WEIGHT_BYTES)}",
-            )
-    return Weighed(
-        count=sum(count for _, count, _ in weights),
-        nbytes=sum(count * dtype.itemsize for _, count, dtype in weights),
-        apart=sum(count for _, count, dtype in weights if dtype != torch.float32),
-        largest=max((count * dtype.itemsize for _, count, dtype in weights), default=0),
     )

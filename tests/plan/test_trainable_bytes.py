@@ -1,16 +1,20 @@
 """What training weights takes, and what of it goes to files."""
 
 import pytest
+import torch
 
-from lema.errors import MemoryLimitError
-from lema.plan.trainable_bytes import FullBytes, full_bytes, place_masters
+from lema.errors import ConfigError, MemoryLimitError
+from lema.plan.trainable_bytes import place_masters, trainable_bytes
 
 
 def test_twelve_bytes_a_parameter_beside_what_streams() -> None:
-    assert full_bytes({0: 10, 3: 7}, "bfloat16") == {0: FullBytes(20, 40, 80, 0), 3: FullBytes(14, 28, 56, 0)}
-    assert full_bytes({0: 10}, "float32") == {0: FullBytes(40, 0, 80, 0)}
-    assert full_bytes({0: 10}, "bfloat16", clipped=True) == {0: FullBytes(20, 40, 80, 20)}
-    assert full_bytes({0: 10}, "float32", clipped=True)[0].movable == 120
+    half, single = (trainable_bytes([("a", 7, dtype), ("b", 3, dtype)]) for dtype in (torch.bfloat16, torch.float32))
+    assert (half.count, half.nbytes, half.masters, half.moments, half.largest) == (10, 20, 40, 80, 14)
+    assert (single.nbytes, single.masters, single.moments) == (40, 0, 80)
+    assert (half.movable(clipped=False), half.movable(clipped=True)) == (120, 140)
+    assert (single.movable(clipped=False), single.movable(clipped=True)) == (80, 120)
+    with pytest.raises(ConfigError, match="float16, which does not train"):
+        trainable_bytes([("a", 1, torch.float16)])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ own doctor.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -29,7 +28,6 @@ SECTION = "devices"
 LINK = "link"
 COPY = 256 << 20  # bytes of one copy
 PART = 16  # of the device's memory, and of what is available in the host, no more than one part in so many
-REPEATS = 5
 Clock = Callable[[], float]
 
 
@@ -141,37 +139,9 @@ def _link(name: str, kind: str, speeds: LinkSpeeds) -> Finding:
 
 def link_speeds(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> LinkSpeeds:
     """Time copies between a host buffer and a slot, as training makes them; medians, the first of each left out."""
-    buffer = backend.host_buffer(nbytes)
-    buffer.fill_(1)  # its pages are there before the clock runs
-    slots = backend.device_slots(nbytes, 1)
+    from lema.stream.speed import download_speed, upload_speed
 
-    def upload() -> None:
-        copy = slots.upload(buffer)
-        copy.wait()
-        copy.release()
-
-    there = _seconds(upload, backend, clock)
-    held = slots.upload(buffer)
-    source = held.wait()
-
-    def download() -> None:
-        copy = backend.download(source, buffer)
-        copy.release()
-        copy.landed()
-
-    back = _seconds(download, backend, clock)
-    held.release()
-    return LinkSpeeds(nbytes, nbytes / there, nbytes / back)
-
-
-def _seconds(copy: Callable[[], None], backend: Backend, clock: Clock) -> float:
-    measured = []
-    for _ in range(1 + REPEATS):
-        began = clock()
-        copy()
-        backend.synchronize()
-        measured.append(clock() - began)
-    return max(statistics.median(measured[1:]), 1e-9)
+    return LinkSpeeds(nbytes, upload_speed(backend, nbytes, clock), download_speed(backend, nbytes, clock))
 
 
 def _first_line(error: Exception) -> str:

@@ -12,9 +12,8 @@ import mmap
 import os
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,8 +93,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
     """
     from lema.backend.hostmemory import anonymous
     from lema.stream.placement import LayerBytes, Run
-    from lema.stream.reader import LayerReader
-    from lema.stream.workers import Ticket
+    from lema.stream.speed import read_speed
 
     with _nameless(directory) as (descriptor, path):
         began = clock()
@@ -104,22 +102,11 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         write = written / max(clock() - began, 1e-9)
         if hasattr(os, "posix_fadvise"):  # macOS has none
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        starts = range(0, written, PART)
-        parts = [Run(path, start, min(PART, written - start), 0) for start in starts]
-        buffers = deque(anonymous(PART) for _ in range(AT_ONCE))
+        runs = [Run(path, start, min(PART, written - start), 0) for start in range(0, written, PART)]
+        buffers = [anonymous(PART) for _ in range(AT_ONCE)]
         for buffer in buffers:
             buffer.zero_()  # its pages are there before the clock runs, as in the second step of a run
-        with closing(LayerReader()) as reader:
-            under_way: deque[Ticket] = deque()
-            began = clock()
-            for run in parts:
-                if len(under_way) == len(buffers):
-                    under_way.popleft().wait()
-                under_way.append(reader.submit(LayerBytes((), (run,), (), run.nbytes), buffers[0]))
-                buffers.rotate(-1)
-            for ticket in under_way:
-                ticket.wait()
-            read = written / max(clock() - began, 1e-9)
+        read = read_speed((LayerBytes((), (run,), (), run.nbytes) for run in runs), buffers, clock)
     return DiskSpeeds(written, write, read)
 
 

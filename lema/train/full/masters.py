@@ -27,7 +27,7 @@ from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.engine import StreamedModel
 from lema.errors import ConfigError
-from lema.plan.trainable_bytes import WEIGHT_BYTES, full_bytes, place_masters
+from lema.plan.trainable_bytes import TrainableBytes, outside_bytes, place_masters, trainable_bytes, unmovable_bytes
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
 __all__ = ["MOMENTS", "BackgroundStep", "Masters", "settings_of", "step_part"]
@@ -81,7 +81,8 @@ class Masters:
         ):  # processes of one machine share what streams, and nobody writes there
             model.stream.make_private(self.by_layer)
         self._weights = {name: self._weight(name) for name in order}
-        self._check_types()
+        self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}
+        self._outside_bytes = self._bytes(self.outside)
         self.host_bytes = sum(self._weights[name].nbytes for name in self._own)
         self.mapped_bytes = 0
         self.mapped = place_masters(self._movable(), *self._limits(config))
@@ -151,34 +152,26 @@ class Masters:
         """Whether a weight is its own master: in fp32 and in host memory."""
         return self._weights[name].dtype == torch.float32 and (name in self._own or self._shared)
 
-    def _bytes(self, name: str) -> int:
-        """Return the bytes of master, moments and waiting gradient: of what lies outside, gradients wait elsewhere."""
-        weight = self._weights[name]
-        found = full_bytes({0: weight.numel()}, _type_name(weight), clipped=self._clipped)[0]
-        if name in self._own:
-            return found.movable
-        return found.moments + (0 if self._is_master(name) else 4 * weight.numel())
+    def _bytes(self, names: Iterable[str]) -> TrainableBytes:
+        return trainable_bytes((name, self._weights[name].numel(), self._weights[name].dtype) for name in names)
 
     def _movable(self) -> dict[int, int]:
-        return {layer: sum(map(self._bytes, names)) for layer, names in self.by_layer.items()}
+        return {layer: found.movable(clipped=self._clipped) for layer, found in self._layer_bytes.items()}
 
     def _limits(self, config: LemaConfig) -> tuple[int, int]:
         """Return what is in host memory in any case, and the limit."""
         stream, host = self._model.stream, psutil.virtual_memory()
-        there = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
+        streamed = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
         if self._shared:  # what lies outside the layers, too
-            there += sum(one.nbytes for one in self._model.split.model.parameters() if not one.is_meta)
-        layers = [[self._weights[name] for name in names] for names in self.by_layer.values()]
-        # On their way: the gradients of a layer, of the one that is stepped meanwhile, and those in fp32.
-        passing = max((sum(2 * one.nbytes + 4 * one.numel() for one in weights) for weights in layers), default=0)
-        outside = sum(self._bytes(name) + 4 * self._weights[name].numel() for name in self.outside)
+            streamed += sum(one.nbytes for one in self._model.split.model.parameters() if not one.is_meta)
+        there = streamed + unmovable_bytes(self._layer_bytes.values(), self._outside_bytes, shared=self._shared)
         if config.host_memory is not None:
-            return there + passing + outside, parse_memory(config.host_memory, host.total)
+            return there, parse_memory(config.host_memory, host.total)
         left = memory_left()
-        return there + passing + outside, there + (host.available if left is None else min(host.available, left))
+        return there, streamed + (host.available if left is None else min(host.available, left))
 
     def _make_rooms(self, directory: Path) -> None:
-        sizes: dict[int | None, int] = {None: sum(map(self._bytes, self.outside))}
+        sizes: dict[int | None, int] = {None: outside_bytes(self._outside_bytes, shared=self._shared)}
         for layer, nbytes in self._movable().items():
             sizes[layer] = nbytes
         if self.mapped:
@@ -240,19 +233,6 @@ class Masters:
                 where="model_name_or_path",
                 how="train adapters, or open the model as it was before it was quantised",
             )
-
-    def _check_types(self) -> None:
-        for name, weight in self._weights.items():
-            if _type_name(weight) not in WEIGHT_BYTES:
-                raise ConfigError(
-                    f"{name} is of type {_type_name(weight)}, which does not train",
-                    where="dtype",
-                    how="set it to bfloat16 or float32: gradients in float16 underflow, and are not scaled here",
-                )
-
-
-def _type_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def step_part(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

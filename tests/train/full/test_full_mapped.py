@@ -11,11 +11,10 @@ from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch import Tensor
 
 import lema.train.full.masters
-from lema import LemaModel
 from lema.backend import Backend
 from lema.backend.hostmemory import anonymous
 from lema.errors import DiskError, MemoryLimitError
-from lema.plan.trainable_bytes import full_bytes
+from lema.plan.trainable_bytes import trainable_bytes
 from lema.train.full import FullTraining
 from lema_cpu import CpuBackend
 
@@ -40,7 +39,7 @@ def trained(training: FullTraining) -> tuple[list[Tensor], Weights, list[float |
     return losses, state, norms
 
 
-def counts(model: LemaModel, training: FullTraining) -> dict[int, int]:
+def counts(training: FullTraining) -> dict[int, int]:
     inside = [name for name in training.masters if ".layers." in name]
     found: dict[int, int] = {}
     for name in inside:
@@ -75,14 +74,16 @@ def test_a_file_holds_what_the_limit_does_not(
     with opened(checkpoint, selection, backend(), **settings) as (model, training):
         assert training.mapped_bytes == 0 and not training.mapped_layers
         expected = trained(training)
-        whole = full_bytes(counts(model, training), dtype, clipped=clipped is not None)
-        in_layers = sum(one.streamed + one.movable for one in whole.values())
+        kind = getattr(torch, dtype)
+        layers = {layer: trainable_bytes([("", count, kind)]) for layer, count in counts(training).items()}
+        whole = {layer: one.movable(clipped=clipped is not None) for layer, one in layers.items()}
+        in_layers = sum(one.nbytes + whole[layer] for layer, one in layers.items())
         outside = training.host_bytes - in_layers
         assert 0 <= outside <= 12 * sum(m.numel() for n, m in training.masters.items() if ".layers." not in n)
         anyway, _ = training._places._limits(model.config)
     order = sorted(whole)
     stay, go = order[len(order) // 2 :], order[: len(order) // 2]
-    limit = anyway + sum(whole[layer].movable for layer in stay)
+    limit = anyway + sum(whole[layer] for layer in stay)
 
     taken: list[int] = []
 
@@ -93,7 +94,7 @@ def test_a_file_holds_what_the_limit_does_not(
     monkeypatch.setattr(lema.train.full.masters, "anonymous", counted)
     with opened(checkpoint, selection, backend(), host_memory=limit, **settings) as (model, training):
         assert training.mapped_layers == set(go)
-        assert training.mapped_bytes == sum(whole[layer].movable for layer in go)
+        assert training.mapped_bytes == sum(whole[layer] for layer in go)
         assert training.host_bytes == in_layers + outside - training.mapped_bytes
         streams = sum(model.memory.layers[layer].nbytes for layer in model.memory.host_cached)
         assert sum(taken) + streams <= limit

@@ -1,0 +1,83 @@
+"""How fast bytes come to where they are used: read from a disk, copied to a device and back; measured in seconds.
+
+The plan of a run and `lema doctor` measure with the reader, buffers and slots that training has.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+
+from torch import Tensor
+
+from lema.backend import Backend
+from lema.stream.placement import LayerBytes
+from lema.stream.reader import LayerReader
+from lema.stream.workers import Ticket
+
+__all__ = ["ENOUGH", "REPEATS", "Clock", "download_speed", "median_seconds", "read_speed", "upload_speed"]
+
+
+Clock = Callable[[], float]
+ENOUGH = 1.0  # seconds that one measurement takes, about
+REPEATS = 5
+
+
+def median_seconds(work: Callable[[], object], backend: Backend, clock: Clock = time.perf_counter) -> float:
+    """Return the median seconds of some runs of `work` on the device; the first is left out, since it warms up."""
+    measured: list[float] = []
+    began = time.perf_counter()
+    while len(measured) < 2 or (len(measured) <= REPEATS and time.perf_counter() - began < ENOUGH):
+        start = clock()
+        work()
+        backend.synchronize()
+        measured.append(clock() - start)
+    return max(statistics.median(measured[1:]), 1e-9)
+
+
+def read_speed(layers: Iterable[LayerBytes], buffers: Sequence[Tensor], clock: Clock = time.perf_counter) -> float:
+    """Return the bytes per second at which layers are read, as many at a time as there are host buffers."""
+    free, under_way = deque(buffers), deque[Ticket]()
+    with closing(LayerReader()) as reader:
+        began = clock()
+        for layer in layers:
+            if len(under_way) == len(free):
+                under_way.popleft().wait()
+            under_way.append(reader.submit(layer, free[0]))
+            free.rotate(-1)
+        for ticket in under_way:
+            ticket.wait()
+        return reader.bytes_read / max(clock() - began, 1e-9)
+
+
+def upload_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> float:
+    """Return the bytes per second at which a host buffer of `nbytes` is copied to a slot on the device."""
+    buffer, slots = backend.host_buffer(nbytes), backend.device_slots(nbytes, 1)
+    buffer.fill_(1)  # its pages are there before the clock runs
+
+    def upload() -> None:
+        copy = slots.upload(buffer)
+        copy.wait()
+        copy.release()
+
+    return nbytes / median_seconds(upload, backend, clock)
+
+
+def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> float:
+    """Return the bytes per second at which a slot of `nbytes` on the device is copied to a host buffer."""
+    buffer, slots = backend.host_buffer(nbytes), backend.device_slots(nbytes, 1)
+    buffer.fill_(1)
+    held = slots.upload(buffer)
+    source = held.wait()
+
+    def download() -> None:
+        copy = backend.download(source, buffer)
+        copy.release()
+        copy.landed()
+
+    seconds = median_seconds(download, backend, clock)
+    held.release()
+    return nbytes / seconds
