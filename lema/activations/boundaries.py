@@ -1,9 +1,9 @@
-"""Boundary activations on their way from host memory to the device, some ahead of the one in use.
+"""The three tiers where boundary activations wait between forward and backward: the device, host memory, or the disk.
 
-Where boundary activations wait between the forward and the backward: on the device, in host memory, or on disk.
-
-A tier keeps its memory from step to step. It grows when a step needs more and never shrinks: batches of a run differ in
-length, and what the longest needed will be needed again.
+A boundary activation is one micro-batch's input to one layer, `[batch, sequence, hidden]`. `make_tier` opens a tier. A
+tier keeps its memory from step to step: it grows when a step needs more and never shrinks, because the batches of a run
+differ in length and what the longest one needed will be needed again. `FetchAhead` brings boundaries back in the order
+of the backward, a few of them ahead of the one in use.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Where one piece waits on a disk, and in a buffer at times.
+"""A store of activations on disk: pieces are written behind the caller's back and read ahead of it.
 
-Where activations wait on a disk: written behind the caller's back, read ahead of it, compared with what was written.
-
-Bytes pass through a few buffers in host memory. Such a buffer is kept with what is in it until another piece needs it,
-so what was written last is there when it is wanted first.
+`DiskStore` has one file without a name and a few buffers in host memory through which all bytes pass. A buffer keeps
+its bytes until another piece needs it, so the piece that was written last is still in memory when the backward wants it
+first. `DiskPlace` is one piece: in a buffer, in the file, or in both. What is read is compared with what was written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Device memory that runs out: what counts as that, and what is given up until the work fits.
+"""Recovery when device memory runs out: which errors count as that, and what is given up until the work fits.
 
-The forward of one micro-batch through one layer depends on its input and the generator alone: it is tried again on the
-spot, with a slot fewer for weights. What adds to gradients as it goes is not: the pass is begun again from where it
-began, with fewer slots or with micro-batches of half the rows. Every micro-batch's loss is weighted by the trained
-tokens of the whole step, so the mathematics are those of larger ones. What was given up stays given up, and is said.
+The forward of one micro-batch through one layer depends on its input and the generator alone, so it is tried again on
+the spot, with one slot fewer for weights. A pass that adds to gradients is begun again from its start, with fewer slots
+or with micro-batches of half the rows. Every micro-batch's loss is weighted by the trained tokens of the whole step, so
+the mathematics are those of larger ones. What was given up stays given up, and a message says so.
 """
 
 from __future__ import annotations

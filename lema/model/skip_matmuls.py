@@ -1,15 +1,13 @@
-"""Which matrix products of a layer reach nothing that its backward needs: found by following values, op by op.
-
-While a layer runs, every operation is seen below autograd, and what it writes is marked with the products it was made
-of. A product is needed if a tensor that is saved carries its mark, or if Python, a buffer or a shape could see its
-value. What is not seen is taken for the worst: memory that no operation was seen to fill may hold anything.
-
-What a recomputation of one layer leaves out: matrix products whose values reach no tensor that was dropped.
+"""The matrix products of a layer that its recomputation leaves out, because no dropped tensor depends on them.
 
 An adapter saves its inputs after the module it wraps has been called, so the last product of a layer would be computed
-again only to be added to what is thrown away. Which products those are is found out at a layer's first recomputation
-(`lema.model.skip_matmuls`), and tried once: left out, they give NaN, and no NaN may come back. They give NaN ever
-after, so that a product left out in error cannot pass unseen.
+again only to be added to a value that is thrown away. The products are found at a layer's first recomputation. Every
+operation is seen below autograd, and its results are marked with the products they depend on. A product is needed if a
+saved tensor carries its mark, or if Python, a buffer or a shape could see its value. Memory that no operation was seen
+to fill counts as dependent on everything.
+
+The result is tried once: the products left out return NaN, and no NaN may reach a saved tensor. They return NaN in
+every later step too, so that a product left out by mistake shows at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one phase of a run needs: memory by part, bytes that move in a step, and seconds where speeds are known."""
+"""The plan of one phase of a run: memory by part, bytes moved in a step, and seconds where speeds are known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A model and a machine, of which steps of any shape can be planned.
+"""A plan: what a run takes, how fast it will be, what limits it, and what more memory would bring.
 
-A plan: what a run takes, how fast it will be, what limits it, and what more memory would buy.
+A `Planner` holds a model and a machine, and plans steps of any shape on them.
 """
 
 from __future__ import annotations

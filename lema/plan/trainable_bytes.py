@@ -1,14 +1,9 @@
-"""What training weights themselves takes in host memory, and what of it goes to files: arithmetic alone.
+"""The memory that training a model's own weights takes in host memory, in files and on the device: arithmetic alone.
 
-With the weights in fp32 12 bytes a parameter: the weights as they stream, which are the masters, and AdamW's two
-moments. In half precision 14: masters in fp32 and moments, and the 2 of the copy that streams. Where the gradients'
-norm has to be known before the first step (clipping), they wait in host memory too, in the type of the weights.
-
-What training a model's own weights takes in host memory, in files, and on the device, told from their shapes.
-
-It is what `lema.train.full.masters` and `lema.train.full.training` take: per parameter an fp32 master and AdamW's two
-moments, 12 bytes in host memory. Where a layer streams in fp32 the copy that streams is the master; else it comes on
-top. Gradients leave the device layer by layer; where they are clipped all of them wait for the norm.
+These are the bytes that `lema.train.full.masters` and `lema.train.full.training` allocate. With the weights in fp32 a
+parameter takes 12 bytes: the weight as it streams, which is the master, and AdamW's two moments. In half precision it
+takes 14: an fp32 master, the moments, and 2 bytes of the copy that streams. Gradients leave the device layer by layer.
+Where they are clipped, all of them wait in host memory for the norm, in the type of the weights.
 """
 
 from __future__ import annotations

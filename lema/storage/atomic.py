@@ -1,14 +1,12 @@
-"""Directories that are there whole or not at all, wherever a kill or a power cut comes.
+"""Directories and files that exist whole or not at all, wherever a kill or a power cut comes.
 
-A directory is filled under a name of its own (`.NAME.<token>.part`), flushed to disk, given a manifest, read back and
-compared with it; then it takes its name, and the directory above is flushed. One of that name that was there steps
-aside (`.old`) for that moment, and is put back by `sweep` where a kill came in it. What is deleted is called `.gone`
-first, so that half a directory never bears the name of a whole one. Each is locked (`flock`) by the process that works
-on it; what can be locked has been left by a kill.
+A directory is filled under a temporary name (`.NAME.<token>.part`), flushed to disk, given a manifest, read back and
+compared with it; then it takes its name, and the directory above is flushed. An earlier directory of that name is
+renamed (`.old`) for that moment, and `sweep` puts it back where a kill came in it. A directory to be deleted is renamed
+(`.gone`) first, so that half a directory never has the name of a whole one.
 
-A file being written lies under a name of its own, locked, until it is complete; what a kill leaves is swept later.
-
-The lock goes with the process that holds it. So a partial file that can be locked has no writer any more.
+A file that is being written has a temporary name too. Each of these is locked (`flock`) by the process that works on
+it, and the lock goes with the process, so a directory or file that can be locked has been left by a kill.
 """
 
 from __future__ import annotations

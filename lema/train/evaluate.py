@@ -1,6 +1,6 @@
-"""The mean loss of a data set: every trained token counts once, whatever batch it is in.
+"""The mean loss of a data set or of a fixed batch, in which every trained token counts once, whatever batch it is in.
 
-The loss on a fixed batch of rows that no phase trains on: token-weighted, and without a trace in the training.
+The fixed batch has rows that no phase trains on, and its evaluation leaves no trace in the training.
 """
 
 from __future__ import annotations

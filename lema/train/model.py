@@ -1,11 +1,8 @@
-"""How fp32 products round: as fp32, or by tensor cores that keep 10 bits of what they multiply (TF32).
+"""`LemaModel`, the model a user holds: skeleton, adapter and stream, put together from a config.
 
-torch keeps this for the whole process, and lets convolutions round as TF32 unless it is told not to. So both are set as
-long as a model is open, and put back when it is closed.
-
-The model a user holds: skeleton, adapter and stream, put together from a config.
-
-Begins to train with an adapter that was made elsewhere, by PEFT or by an earlier run.
+While a model is open, fp32 products are rounded as its settings say: as fp32, or by tensor cores that keep 10 bits of
+each factor (TF32). torch keeps this for the whole process, and lets convolutions round as TF32 unless told not to, so
+both are set when a model is opened and put back when it is closed.
 """
 
 from __future__ import annotations

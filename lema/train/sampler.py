@@ -1,4 +1,4 @@
-"""The course of a run through its data: which batches each optimizer step takes, and where it ends."""
+"""The batches of a run: which of them each optimizer step takes, and at which step the run ends."""
 
 from __future__ import annotations
 
