@@ -1,8 +1,10 @@
-"""Activations between the forward and the backward: where they wait, and how they get there and back.
+"""Activations between the forward and the backward: where they wait off the device, and how they come back in time.
 
-For a model of `transformers` or PEFT that is trained as a whole there are contexts that move what autograd saves
-(`get_lora_act_offloading_ctx_manager`, `OffloadActivations`, and for trainers `ActivationOffloadingMixin`). A streamed
-model keeps layers' inputs (`lema.activations.kept`), and moves the rest with the same parts.
+A model of `transformers` or PEFT that is trained as a whole uses the public contexts, which move whatever autograd
+saves: `get_lora_act_offloading_ctx_manager`, `OffloadActivations`, and for trainers `ActivationOffloadingMixin`. A
+streamed model keeps the inputs of its layers (`lema.activations.kept`) and moves the rest with the same parts.
+
+docs/internals/activations.md describes the folder.
 """
 
 from typing import TYPE_CHECKING

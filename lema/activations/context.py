@@ -1,4 +1,4 @@
-"""The contexts users open: within one, what autograd saves for the backward waits off the device."""
+"""The public context managers: inside one of them, what autograd saves for the backward waits off the device."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Hooks on modules, put there once however many ask for them, and taken off when the last one does without.
+"""Where in a model's forward the calling thread is, told by hooks on the model's modules to whichever context is open.
 
-Where in a model's forward the calling thread is, as far as offloading cares.
-
-Hooks on a model's modules say it, and know nothing of who offloads: they are the same for every context built on the
-model, and do nothing where none is open.
-
-Where in a model the forward is: hooks on its modules that say so, to whatever context is open.
+`Hooked` puts hooks on modules once, however many contexts ask for them, and takes them off after the last one. `Scope`
+notes what the open context has to know of the forward: whether it runs the output head, an excluded module, or a module
+with weights of its own. `Sites` finds the modules of a model that matter. The hooks are the same for every context, and
+do nothing where none is open.
 """
 
 from __future__ import annotations

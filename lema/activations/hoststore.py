@@ -1,4 +1,4 @@
-"""Where activations wait in host memory, and where the rest goes when that is full."""
+"""A store of activations in host memory, with a bound, and another store for what the bound does not hold."""
 
 from __future__ import annotations
 

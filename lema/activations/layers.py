@@ -1,7 +1,7 @@
-"""The inputs of decoder layers: marked while their layers run, and where a checkpoint is about to save them.
+"""The inputs of decoder layers: marked while their layers run, and found where `torch.utils.checkpoint` saves them.
 
-A checkpoint saves what it is given by position, and holds what it is given by keyword on the device. So an input that
-comes by keyword is handed to it by position.
+A checkpoint saves the tensors it is given by position, and holds on the device those it is given by keyword. So an
+input that comes by keyword is handed to it by position.
 """
 
 from __future__ import annotations

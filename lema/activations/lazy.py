@@ -1,7 +1,8 @@
-"""Offloading on a lazy device, which runs what was computed later, in graphs, and whose tensors have no memory to show.
+"""Offloading on a lazy device, which runs operations later, as graphs, and whose tensors have no memory to show.
 
-There nothing is known of storages, views or streams, and looking at a tensor in the midst of a layer would cut the
-graph in two. So only inputs of layers are moved, whole, and each where the graph is cut anyway: between two layers.
+On such a device nothing is known of storages, views or streams, and looking at a tensor in the middle of a layer would
+cut the graph in two. So only the inputs of layers are moved, whole, and at a place where the graph is cut anyway:
+between two layers.
 """
 
 from __future__ import annotations

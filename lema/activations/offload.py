@@ -1,10 +1,9 @@
-"""What autograd saves for the backward, moved off the device and brought back: the core of offloading.
+"""The core of offloading: moves what autograd saves for the backward off the device, and brings it back.
 
-What to move, where to, and how are parts that are given to it (`lema.activations.protocols`). It remembers nothing that
-a graph does not hold: what is packed into a graph owns its piece, and with the graph everything goes. So a graph may be
-kept, differentiated twice, dropped half way, or live beside others.
-
-Casts of weights, as autocast makes them of adapters: kept as what they were made of, and made again.
+What is moved, where to, and by which means are parts that are given to it (`lema.activations.protocols`). It remembers
+nothing that a graph does not hold: what is packed into a graph owns its piece, and with the graph everything goes. So a
+graph may be kept, differentiated twice, dropped half way, or live beside others. Casts of weights, as autocast makes
+them for adapters, are kept as the weight and the type, and are cast again (`CastWeight`).
 """
 
 from __future__ import annotations

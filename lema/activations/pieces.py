@@ -1,12 +1,12 @@
 """A piece: bytes of one storage that left the device, and every tensor that autograd saved in them.
 
-Storages are moved, not tensors: what several saved tensors share is copied once, and each comes back with the strides
-and the offset it had. A storage is known by its address and by a weak reference that keeps the address from being used
-again, and by its version: what was written into since is another piece.
+Storages are moved, not tensors: bytes that several saved tensors share are copied once, and each tensor comes back with
+the strides and the offset it had. A storage is known by its address, by a weak reference that keeps the address from
+being used again, and by its version: a storage that was written into since is another piece.
 
-All device memory here belongs to the queue that computes: a source is let go when compute has been made to wait for its
-copy, and what comes back lies in memory of its own, which compute waits to be filled. So whoever else holds a view of
-either, as long as they like, reads and frees it in the order of compute.
+All device memory here belongs to the queue that computes. A source is let go when compute has been made to wait for its
+copy; what comes back lies in memory of its own, and compute waits until that is filled. So whoever else holds a view of
+either reads and frees it in the order of compute.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Which of the tensors that autograd saves are weights: parameters, views of them, and casts that autocast made.
+"""Which saved tensors are moved: everything on the device except weights, small tensors, and those that are used soon.
 
-A linear layer saves `W.t()`, which is no parameter but a view of one. Weights are on the device anyway, or come back to
-it by themselves, so they are never moved; a view is kept as a reference, so that it pins nothing of a weight whose
-memory is taken away after the forward and put back for the backward.
-
-What to move: everything that autograd saves on the device, but for weights, small things, and what is used soon.
+A weight is a parameter, a view of one, or a cast that autocast made of one (`Weights`). A linear layer saves `W.t()`,
+which is no parameter but a view. Weights are on the device anyway, or come back to it by themselves, so they are never
+moved; a view is kept as a reference, so that it pins nothing of a weight whose memory is taken away after the forward
+and put back for the backward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What offloading did: tensors seen, moved and brought back, those that stayed and why, bytes each way.
+"""The protocols of offloading: what to move (`Choice`), where to (`Store`, `Place`), and the counters of what was done.
 
-The parts that offloading is put together from: what to move, where to, and how.
-
-A backend (`lema.backend.Backend`) is a `Carrier` as it is.
+How bytes travel is a third protocol, `lema.backend.protocols.Carrier`, and every backend is one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Operators whose outputs wait for the backward inside a checkpoint, which recomputes everything else.
+"""Selective checkpointing whose kept outputs wait off the device; everything else in the checkpoint is recomputed.
 
 For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offloaded_ops(...))`. Attention costs much
-to compute again and little to keep. Selective checkpointing keeps such outputs on the device; here they are moved.
+to compute again and little to keep. Torch's own selective checkpointing keeps such outputs on the device; here they are
+moved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What processes that train copies of one adapter tell each other: gradients once per step, and a few numbers.
+"""The messages between data-parallel processes: gradients once per step, and a few numbers.
 
-Each works on its share of a batch, with the loss divided by the tokens of all; so the sum of their gradients is that of
-one process with the whole batch, but for the order of the additions (https://arxiv.org/abs/2006.15704).
+Each process works on its share of a batch, with the loss divided by the tokens of all processes. So the sum of their
+gradients is the gradient of one process with the whole batch, except for the order of the additions
+(https://arxiv.org/abs/2006.15704).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One thing that was looked at: how it stands, in one sentence, and how to mend it.
+"""Findings of the doctor: one thing that was looked at, how it stands, in one sentence, and how to mend it.
 
-Versions that are known not to go together, and packages that only look like what they are named after.
-
-Tables of these are data; what is here compares them with what is installed. Nothing is imported for it: importing is
-what goes wrong with such packages. Every entry says where it is published.
+A backend returns findings about its own device. `known_bad` and `stubs` make findings of two kinds of tables: versions
+that are known not to work together, and packages that only look like the one they are named after. They compare the
+tables with what is installed and import nothing, because importing is what fails with such packages. Every entry names
+where it is published.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Host memory by the page: untouched, at a page boundary, in huge pages where the system has them.
+"""Host memory by the page, and the limits that control groups (version 1 or 2) set to this process and others together.
 
-The limits that the system sets to this process and others together: its control groups, of either version.
+`anonymous` returns untouched memory at a page boundary, in huge pages where the system has them.
 """
 
 from __future__ import annotations

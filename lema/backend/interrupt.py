@@ -1,10 +1,9 @@
-"""Whether a run is to stop, asked before each layer and each micro-batch; and how several processes agree on it.
+"""Whether a run has been asked to stop, polled before each layer and each micro-batch; and how processes agree on it.
 
-A step of a streamed model may take minutes, so it is not waited for: a pass through the layers is given up in its
-midst, and nothing of it is left. What cannot be given up halfway is done to its end first: an optimizer's step, a save.
-
-Where processes meet within a pass, one alone cannot leave it: the others would wait for ever. Which process may leave
-where is said by `Leaving`.
+A step of a streamed model may take minutes, so a stop does not wait for its end: the pass through the layers is given
+up, and nothing of it is kept. What cannot be given up halfway, an optimizer's step or a save, is finished first. Where
+processes meet within a pass, one alone cannot leave it, because the others would wait for ever. `Leaving` says which
+process may leave where.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""What a layout is: which axis of a tensor is cut, into what, and in which order the ranks hold it.
+"""How a tensor lies over the ranks of a tensor-parallel group, as data, with functions that cut and join it.
 
-Cutting a tensor up as its layout says, and putting it together again.
+`shard` cuts a tensor up and `consolidate` puts it together again. A layout says which rows of one axis each rank holds,
+and in which order. No process group is needed to follow it. Weights are those of a linear module, `[output, input]`, or
+of an embedding, `[vocabulary, hidden]`.
 
-How a tensor lies over the ranks of a tensor-parallel group, as data: cut it up, and put it together again.
-
-A layout says which rows of one axis each rank holds, in which order. `shard` and `consolidate` follow it; they need no
-process group. Weights are those of a linear module, `[output, input]`, or of an embedding, `[vocabulary, hidden]`.
-
-With fewer key and value heads than ranks, these are replicated `kv_multiplier` times. In the layout `tile` the ranks
-hold K0, K1, ..., K0, K1, ...; in `interleave` neighbours hold the same. Query heads are permuted such that every rank
-has those that belong to the keys and values it holds, and so are the columns of the projection that follows attention.
+With fewer key and value heads than ranks, these heads are replicated `kv_multiplier` times. In the layout `tile` the
+ranks hold K0, K1, ..., K0, K1, ...; in `interleave` neighbours hold the same. Query heads are permuted such that every
+rank has those that belong to the keys and values it holds, and so are the columns of the projection that follows
+attention.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The processes that train one adapter together, as the core sees them, and the one process that is alone.
+"""The protocols of the seam: `Backend` and its parts for a device, `Replicas` and `Parallel` for groups of processes.
 
-The seam: what a device must offer for the core to stream on it, and how a backend is found.
-
-Backends are entry points of the group `lema.backends`; a third party adds one without touching this project. The
-protocols state intent, not mechanism: *compute queued after `wait` sees the bytes*, *refilled only after the compute
-queued so far*. How a device keeps those promises (streams, events, nothing at all) is its own business.
+Backends are entry points of the group `lema.backends`, so a third party adds one without touching this project. The
+protocols state intent, not mechanism: *compute queued after `wait` sees the bytes*, *a slot is refilled only after the
+compute queued so far*. How a device keeps those promises (streams, events, nothing at all) is its own business.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What a device that works through queues must offer for copies to be put in order: queues, and events in them.
+"""Copies between host memory and a device that works through queues, each after the operations it depends on.
 
-Nothing here knows of torch's streams, so that the order can be proven on a machine without such a device: with queues
-that take any course which these few words allow.
-
-Copies between host memory and the device, each in its queue and after what it must come after.
-
-Called from one thread at a time: the training thread, or autograd's on its behalf.
+`Queues`, `Queue` and `Event` are all that such a device must offer. Nothing here knows torch's streams, so the order
+can be proven on a machine without such a device, with queues that take any course which these protocols allow. `Copies`
+is called from one thread at a time: the training thread, or autograd's on its behalf.
 """
 
 from __future__ import annotations

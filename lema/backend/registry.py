@@ -1,4 +1,4 @@
-""""""
+"""The installed backends: which there are, and how one is found by the name of a device and opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""The group of one process, for runs without `torchrun`: it answers all that is asked of larger groups."""
 
 from __future__ import annotations
 

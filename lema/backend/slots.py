@@ -1,9 +1,8 @@
-"""Slots on the device, each guarded by two events: filled, and free.
+"""Device slots for a device that works through queues: each is guarded by two events, filled and free.
 
-The queue of uploads overwrites a slot after it is free; compute reads it after it is filled. No thread waits but one
-that asks for a source to be drained.
-
-Tensors on their way from the device to host memory, behind the compute that makes them.
+The queue of uploads overwrites a slot after it is free; compute reads it after it is filled. No thread waits except one
+that asks for a source to be drained. `CopyDown` is the way back: a tensor copied to host memory behind the compute that
+makes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The processes that `torchrun` started, as one group that trains on parts of each batch.
 
-For backends: which library carries what between devices is theirs to say. Small things go from host to host, past the
-devices, so that asking for them waits for no device.
+This is a part for backends, which decide the library that carries tensors between devices. Plain data goes from host to
+host, past the devices, so that asking for it waits for no device.
 """
 
 from __future__ import annotations

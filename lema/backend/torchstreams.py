@@ -1,7 +1,6 @@
-"""How bytes travel between a device and host memory: in streams of their own, or at once while everything waits.
+"""torch's streams and events as the queues of `lema.backend.queues`, for whichever accelerator torch has.
 
-The order of copies in streams is that of `lema.backend.queues`, which is proven without a device. What is here only
-lends it torch's streams and events, those of whatever accelerator torch has.
+A second carrier copies at once while everything waits; it is the reference that the streams are compared with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened when, as a trace that Perfetto (https://ui.perfetto.dev) and `chrome://tracing` draw.
+"""A trace of a run: what happened when, drawn by Perfetto (https://ui.perfetto.dev) or `chrome://tracing`.
 
 The format is Chrome's trace events: complete events ("X") with a start and a length in microseconds, one row per track
 and thread. A trace that nobody asked for costs nothing: `NO_TRACE` records nothing and reads no clock.

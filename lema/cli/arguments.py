@@ -1,4 +1,4 @@
-"""What verbs of the command line are given in common, and what becomes of it: settings, models, rows."""
+"""The arguments that several commands share, and how they become settings, models and rows."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""The commands that rewrite files: models for streaming, adapters merged, put together or cut up."""
+"""The commands that rewrite files: prepare a model, merge an adapter, consolidate or cut up shards."""
 
 import contextlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A command line run to its end: every error becomes one message, and the exit code of its kind."""
+"""Runs a command line to its end: every error becomes one message and the exit code of its kind."""
 
 import errno
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The commands that only tell: of models, devices, this machine and settings."""
+"""The commands that only show something: models, devices, this machine, settings."""
 
 import contextlib
 import json

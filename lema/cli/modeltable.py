@@ -1,4 +1,4 @@
-"""The table of models that stream: on a terminal, as columns parted by tabs, as JSON, and as the page of the docs."""
+"""The table of models that stream: on a terminal, as tab-separated columns, as JSON, and as the page of the docs."""
 
 from __future__ import annotations
 

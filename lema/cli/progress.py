@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - a callback's parameters are given by transformers, used or not.
-"""How far training or writing has come: a bar on a terminal, one line per measurement anywhere else."""
+"""The progress of training or writing: a bar on a terminal, one line per measurement anywhere else."""
 
 import time
 from collections.abc import Callable, Mapping

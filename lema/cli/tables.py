@@ -1,6 +1,7 @@
-"""A plan for a reader: tables on a terminal, lines of tab-parted columns anywhere else.
+"""A plan shown to a reader: tables on a terminal, tab-separated lines elsewhere, or a picture.
 
-A picture of a plan: seconds of a step over its tokens, and where the weights' way begins to be hidden.
+The picture shows the seconds of a step over its tokens, and from how many tokens on compute hides the transfer of
+weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings that only one backend has: named and checked as all others, and unknown to the core.
+"""Settings that only one backend has: named and checked like all others, and unknown to the core.
 
 A backend lists each under the entry point group `lema.settings`: the name as users write it, and a `BackendSetting`.
 """

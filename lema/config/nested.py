@@ -1,8 +1,6 @@
-"""Settings inside settings: every problem of every level at once, each under the path that leads to it.
+"""Settings inside settings: every problem of every level is told at once, each under the path that leads to it.
 
 A path is written as one would in Python: `phases[1].mixture[0].rate`.
-
-Settings of which every problem is told at once, those of settings inside them too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""What becomes of each option of PEFT's `LoraConfig`: which setting it is, or why it is refused.
+"""What becomes of each option of PEFT's `LoraConfig`: the setting that stands for it, or the reason it is refused.
 
-Exactness is the measure. An option streams where loss, gradients and initial values are bitwise those of PEFT on the
-whole model. One that would read, change or replace the frozen weights, or that needs more of the model than one layer
-at a time, is refused by name. `peft` is not imported here; a test holds this list against its fields.
+An option is supported where loss, gradients and initial values are bitwise those of PEFT on the whole model. An option
+that would read, change or replace the frozen weights, or that needs more of the model than one layer at a time, is
+refused by name. `peft` is not imported here; a test compares this list with its fields.
 """
 
 from collections.abc import Iterator, Mapping

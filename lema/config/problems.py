@@ -1,4 +1,4 @@
-"""What is wrong with the settings a user gave: every problem at once, in plain words, with the nearest right name."""
+"""The problems of the settings a user gave: all of them at once, in plain words, with the nearest right name."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence

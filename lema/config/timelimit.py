@@ -1,4 +1,4 @@
-"""A bounded time for what comes from outside and computes: chat templates, regular expressions."""
+"""A time limit for code that computes on input from outside: chat templates, regular expressions."""
 
 from __future__ import annotations
 

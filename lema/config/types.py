@@ -1,4 +1,4 @@
-"""The types a setting may have: what is accepted for each, and in which words anything else is refused."""
+"""The types a setting may have: which values each accepts, and in which words any other value is refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: bytes, "4GB", "512MiB", a fraction, "auto"."""
+"""Amounts of memory as people write them ("4GB", "512MiB", bytes, a fraction, "auto"), and as LEMA shows them."""
 
 import math
 import re

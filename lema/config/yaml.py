@@ -1,8 +1,7 @@
-"""A YAML file as a plain mapping that still knows on which line each key stood.
+"""A YAML file as a plain mapping that still knows on which line each key stood, at every depth.
 
-YAML 1.2, so `1e-4` is a number and `on` is text; duplicate keys, tags and tabs are errors, never guesses.
-
-Settings inside settings from a YAML file, each error with the line that it stands on.
+The dialect is YAML 1.2, so `1e-4` is a number and `on` is text; duplicate keys, tags and tabs are errors, never
+guesses.
 """
 
 from collections.abc import Callable, Iterator, Mapping

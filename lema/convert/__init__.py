@@ -1,4 +1,7 @@
-"""Model directories rewritten: prepared for streaming, quantised, or merged with an adapter."""
+"""Model directories rewritten: prepared for streaming, quantised, or merged with an adapter.
+
+docs/internals/reading.md describes the folder.
+"""
 
 from typing import TYPE_CHECKING
 

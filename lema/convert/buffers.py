@@ -1,11 +1,8 @@
-"""Asks the system to read what will be needed next, so that the disk is not idle while something else is done.
+"""Memory that keeps a conversion fast: files read ahead into the page cache, and buffers used again for large tensors.
 
-The bytes go to the page cache, which the system takes back when memory is short, and not to memory of this process.
-
-Memory for large tensors that come and go, used again by the next ones.
-
-A tensor of a few hundred megabytes is mapped anew each time, and touching its pages for the first time takes several
-times as long as filling them. Here the memory of tensors that are gone serves again.
+`ReadAhead` asks the system for the bytes that will be needed next; they go to the page cache, which the system takes
+back when memory is short. Large tensors that come and go share memory (`Scratch`), because touching fresh pages for the
+first time takes several times as long as filling them.
 """
 
 from __future__ import annotations

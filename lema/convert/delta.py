@@ -1,7 +1,8 @@
-"""What training has changed of a model, alone: the trained tensors as they are now, and which model they belong to.
+"""A delta: the tensors that training changed, as they are now, and the model they belong to.
 
 A delta holds new values and not differences, since differences do not restore bits. It is three kinds of files: shards
-(`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base with its fingerprint.
+(`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base model with its
+fingerprint.
 """
 
 from __future__ import annotations

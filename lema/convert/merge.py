@@ -1,12 +1,8 @@
-"""The tensors of a model with its adapter merged into them, one adapted module in memory at a time.
+"""Writes the base model with an adapter merged into its weights, as a directory that any `transformers` program loads.
 
-The arithmetic is that of `lema.lora.merge`: a module is lent its stored weights in fp32, PEFT merges into them, and the
-sum is rounded once to the type that is written.
-
-Writes the base model with an adapter merged into its weights, as a directory any `transformers` program loads.
-
-The arithmetic is PEFT's own `merge` on weights lent in fp32, one adapted module at a time; every other tensor is copied
-piece by piece. The whole model is never in memory, and the directory appears under its name only when it is complete.
+The arithmetic is PEFT's own `merge` on weights lent in fp32, one adapted module at a time (`lema.lora.merge`); the sum
+is rounded once, to the type that is written. Every other tensor is copied piece by piece. The whole model is never in
+memory, and the directory appears under its name only when it is complete.
 """
 
 from __future__ import annotations

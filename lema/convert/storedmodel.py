@@ -1,4 +1,4 @@
-"""A model as it lies on disk: its skeleton on `meta`, where each of its tensors is, and what to write them as."""
+"""A model as it lies on disk: its skeleton on `meta`, where each of its tensors is, and the type each is written as."""
 
 from __future__ import annotations
 

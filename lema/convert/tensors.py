@@ -1,4 +1,4 @@
-"""What a checkpoint needs on its way into another: tensors read, cast and laid out as bytes, small files copied."""
+"""Tensors on their way from one checkpoint into another: read, cast, and laid out as bytes; small files are copied."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Takes every tensor of a checkpoint to its place in a new file: copied, cast, converted, or from the model itself.
+"""Moves every tensor of a checkpoint to its place in a new file: copied, cast, converted, or taken from the model
+itself.
 
-Copying and casting hold a few megabytes. A conversion holds its sources and what it makes of them; while that is being
-written, a thread makes the next, if both together stay within two layers.
+Copying and casting hold a few megabytes. A conversion holds its sources and its results; while results are being
+written, a thread makes the next ones, if both together stay within the size of two layers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""A chat template is a program from outside: it runs in a sandbox, and here it is given a bounded time.
+"""A chat rendered by the tokenizer's own template and tokenised, with only the assistant's words trained on.
 
-`transformers` renders in jinja's sandbox, which keeps a template from files, modules and attributes that lead to them,
-and bounds `range`. It does not bound loops within loops, nor powers: https://jinja.palletsprojects.com/en/stable/sandbox
-says that the caller must. What a product of texts takes in memory is not bounded here either.
-
-Which tokens of a text lie in given stretches of its characters.
-
-A chat through the tokenizer's own template, with only the assistant's words learnt.
+The template is a program from outside. `transformers` renders it in jinja's sandbox, which keeps it from files, modules
+and attributes that lead to them, and bounds `range`. It bounds neither loops within loops nor powers
+(https://jinja.palletsprojects.com/en/stable/sandbox says that the caller must), so rendering has a time limit here. The
+memory of a product of texts is not bounded.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""What a row trains on, read off the names of its columns: token ids, a chat, a prompt and its completion, or text.
+"""The kind of a row, told by the names of its columns: token ids, a chat, a prompt with its completion, or text.
 
-How long a row may be.
+`parse` reads a row of a known kind, and `longest_row` says how many tokens a row may have.
 """
 
 import json

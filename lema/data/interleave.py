@@ -1,16 +1,14 @@
-"""How one mixture goes over into the next: the weight of the one before, sample by sample, and the sum of weights.
+"""Which data set gives the i-th sample of a mixture, by rate: a pure function of (key, i), with no state kept.
 
-The weight at sample i of n is a function of x = i / n that falls from 1 to 0: `1 - x` (linear), `(1 + cos(pi x)) / 2`
-(cosine), or `1 / (1 + exp(10 (x - 1/2)))`, stretched so that it begins at 1 and ends at 0 (sigmoid). Data sets are
-dealt out by sums of weights, which must be the same on every machine, while cosines are not to the last bit. So the
-function is taken at 257 places, rounded to 2**-20, and is a straight line between them; sums are exact from there on.
+If data sets were drawn at random, only a replay could tell how many samples one has given before the i-th. Here slots
+are dealt out such that this number is a formula, and are shuffled afterwards within windows: the formula counts up to a
+window, and the rest is counted. Rates also hold better than by drawing (`Interleaving`).
 
-Which data set gives the i-th sample: by rate, as a pure function of (key, i), with no count kept along the way.
-
-Were data sets drawn at random, only a replay could tell how many draws one has had before the i-th sample, and so which
-of its rows comes next. Here slots are dealt out such that this number is a formula, and are shuffled afterwards, within
-windows: the formula counts up to a window, and the rest is counted. Rates hold better so than by drawing: see
-`Interleaving`.
+A fade is the passage from one mixture into the next (`Fade`). The weight of the earlier mixture at sample i of n is a
+function of x = i / n that falls from 1 to 0: `1 - x` (linear), `(1 + cos(pi x)) / 2` (cosine), or `1 / (1 + exp(10 (x -
+1/2)))`, stretched so that it begins at 1 and ends at 0 (sigmoid). Slots are dealt out by sums of weights, which must be
+the same on every machine, while cosines are not to the last bit. So the function is tabulated at 257 places, rounded to
+2**-20, and is linear between them; sums are exact from there on.
 """
 
 import heapq

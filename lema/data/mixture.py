@@ -1,7 +1,7 @@
-"""A mixture of data sets whose i-th sample is a pure function of seed, stage and i, so a run goes on anywhere.
+"""A mixture of data sets whose i-th sample is a pure function of seed, stage and i, so a run resumes at any step.
 
-Which data set gives a sample is dealt out, not drawn (see `lema.data.interleave`); which row of it comes next is a
-shuffled order of the data set, new in each epoch (see `lema.data.permutation`). Both take constant time and memory.
+The data set of a sample is dealt out, not drawn (`lema.data.interleave`); its row is the next one of a shuffled order
+of the data set, new in each epoch (`lema.data.permutation`). Both take constant time and memory.
 """
 
 import json

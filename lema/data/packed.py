@@ -1,8 +1,9 @@
-"""Packed memory-mapped tokens ("PMD"): one long row of token ids in a file, cut into blocks, read where it is needed.
+"""Packed memory-mapped tokens ("PMD"): one long row of token ids in a file, cut into blocks that are read on demand.
 
-A packed data set is a directory with `train.bin` and perhaps `val.bin`, little-endian unsigned numbers and no more,
-and a header beside each, `train.json` and `val.json`. Blocks do not overlap, and begin at multiples of their length;
-tokens after the last whole block are not read. `lema.data.permutation.shuffled_row` gives blocks a shuffled order.
+A packed data set is a directory with `train.bin` and perhaps `val.bin`, which hold little-endian unsigned numbers and
+nothing more, and a header for each, `train.json` and `val.json`. Blocks do not overlap, and begin at multiples of their
+length; tokens after the last whole block are not read. `lema.data.permutation.shuffled_row` gives blocks a shuffled
+order.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""A shuffled order of any number of rows of which each place is computed alone, in constant time and memory.
+"""A shuffled order of any number of rows in which each place is computed alone, in constant time and memory.
 
 The order is a Feistel network over the bits of a place, which is a bijection whatever its round function is. Places
 beyond the last are sent through again until they fall inside ("cycle walking"), less than twice on average. Black and

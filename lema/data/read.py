@@ -1,4 +1,4 @@
-"""Files or rows in, a data set of tokens out, with every row that is not usable named or counted."""
+"""Reads files or rows into a data set of tokens, and names or counts every row that cannot be used."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, groupby

@@ -1,7 +1,4 @@
-"""Which data sets a stage of training reads, how often each, and in what form.
-
-Where a stage of training begins with a data set: in an order of its own, or where a stage before has left it.
-"""
+"""A sampling: one data set of a mixture, with its rate, its form, and where in it a stage of training begins."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One row to token ids and labels, with the beginning and the end of the sequence marked once each."""
+"""One row as token ids and labels, with the beginning and the end of the sequence marked once each."""
 
 from typing import TYPE_CHECKING
 

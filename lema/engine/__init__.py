@@ -1,4 +1,7 @@
-"""The engine: the forward and the backward of all micro-batches through one leased layer after the other."""
+"""The engine: the forward and the backward of all micro-batches through one leased layer after the other.
+
+docs/internals/engine.md and docs/internals/recompute.md describe the folder.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""What the frozen layers at the bottom make of each micro-batch, kept on disk from one epoch to the next.
+"""The outputs of the frozen layers at the bottom for each micro-batch, kept on disk from one epoch to the next.
 
 Where nothing below a layer trains and nothing there is drawn at random, the same micro-batch arrives at that layer the
-same in every epoch, bit for bit. It is known again by its tokens and masks: rows one by one would not do, since the
-products of a layer may round otherwise in other company.
+same in every epoch, bit for bit. It is recognised by its tokens and masks. Rows are not kept one by one, because the
+products of a layer may round otherwise when a row is computed together with others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows made longer, to a multiple of so many tokens: for equal shares of a sequence, or few shapes to compile.
+"""Rows padded to a multiple of a number of tokens, for equal shares of a sequence, or for few shapes to compile.
 
-What is added is neither seen nor trained, and logits of it are not handed out: losses and gradients stay as they were.
+The padding is neither attended to nor trained on, and its logits are not returned: losses and gradients stay the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layer-major pass: every micro-batch of a step goes through a layer before the next layer is leased.
 
-So weights cross the link twice per optimizer step however many micro-batches it has.
+So weights are transferred twice per optimizer step, however many micro-batches it has.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Weights of streamed layers that train themselves: what stands for them in a layer's graph, and their gradients.
+"""A visit: one leased layer, forward and backward, over all micro-batches of a step, as one autograd function.
 
-A leased weight is a view of memory that holds another layer soon. In a graph it is stood for by a leaf: the same bytes,
-and requires grad. The gradients of a layer are complete when its one backward is over, for all micro-batches, added up
-one by one as gradient accumulation on the whole model adds them.
+The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation, `[batch, sequence,
+hidden]`); the backward leases the layer again and recomputes (Chen et al. 2016, https://arxiv.org/abs/1604.06174), one
+micro-batch at a time. The top layer, the head and the loss are one visit: the graph is formed, used and freed while the
+layer is on lease.
 
-Visits: one layer, forward and backward, over all micro-batches of a step, as one autograd function.
-
-The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation); the backward leases
-the layer again and recomputes (Chen et al. 2016, https://arxiv.org/abs/1604.06174), one micro-batch at a time. The top
-layer, the head and the loss are one visit: the graph is formed, used and freed while the layer is on lease.
+A leased weight that trains is represented in the graph by a leaf with the same bytes that requires grad, because the
+leased memory soon holds another layer. The gradients of a layer are complete when its one backward is over, for all
+micro-batches, added up one by one as gradient accumulation on the whole model adds them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Adapters: attached and drawn as PEFT does, saved in PEFT's files, merged, and divided among processes."""
+"""Adapters: attached and drawn as PEFT does, saved in PEFT's files, merged, and divided among processes.
+
+docs/internals/full-training.md describes how whatever trains becomes real, and docs/internals/processes.md the shards.
+"""
 
 from typing import TYPE_CHECKING
 

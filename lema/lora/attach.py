@@ -1,7 +1,7 @@
-"""Adapters: PEFT's own layers, attached to a model whose weights are not there.
+"""LoRA adapters attached to a model whose weights are on `meta`; the adapter layers are PEFT's own.
 
-Four functions are the whole of it: `param_filter` says what would be adapted, `inject_lora_params` attaches,
-`count_lora_params` counts, and `merge_lora_params` gives the weights of a model in memory with the adapter taken up.
+There are four functions: `param_filter` says what would be adapted, `inject_lora_params` attaches the adapter,
+`count_lora_params` counts its parameters, and `merge_lora_params` merges it into a model in memory.
 """
 
 from __future__ import annotations

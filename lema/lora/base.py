@@ -1,7 +1,7 @@
-"""Which model an adapter belongs to, written beside it and checked before the two are put together.
+"""The base model an adapter belongs to: recorded beside the adapter, and checked before the two are put together.
 
 An adapter is a change to weights; on other weights it is noise. A path or a hub id may lead to other files by now, so
-what is written is the fingerprint of the files (`lema.storage.verify`).
+the record is the fingerprint of the files (`lema.storage.verify`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""The two files of an adapter, distrusted: what PEFT would take as it comes is checked before PEFT sees it.
+"""Checks of an adapter's two files, config and tensors, which come from anywhere, before PEFT loads them.
 
-Adapters are passed around more freely than models. A rank of a billion is made real before it is compared with the
-weights beside it, and text where a number belongs fails somewhere else, in words nobody understands.
+Adapters are passed around more freely than models. A rank of a billion would be allocated before it is compared with
+the weights, and text in the place of a number would fail elsewhere with a message that does not help. The shapes of the
+tensors are compared with the modules of the base model.
 
-The regular expressions in an adapter's config, which come with adapters from anywhere.
-
-PEFT matches each of them with the names of all modules. There are some that take years for a name of thirty letters
-(https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS): here each is matched once
-beforehand, in a bounded time.
-
-Whether the tensors of an adapter fit the modules of its base model, by their shapes: before anyone loads it.
+PEFT matches the regular expressions in an adapter's config with the names of all modules, and some expressions take
+years for a name of thirty letters
+(https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS). So each is matched once
+beforehand under a time limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Sharded adapters to PEFT's files and back: any shards become an adapter that loads anywhere, at any degree.
+"""Converts sharded adapters to PEFT's files and back, so that any shards become an adapter that loads at any degree.
 
-Both directions only move numbers: no arithmetic is done on them, and nothing but the base model's config is needed.
+Both directions only move numbers: no arithmetic is done on them, and nothing of the base model is needed but its
+config.
 """
 
 from __future__ import annotations

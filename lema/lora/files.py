@@ -1,6 +1,7 @@
-"""What PEFT writes of an adapter, as tensors by the names in its file, to be compared with what is in the file.
+"""Adapters on disk: PEFT's two files, written and read unchanged, and a reader of the older `adapter_model.bin`.
 
-Adapters on disk: PEFT's two files, unchanged; and a reader of the older `adapter_model.bin`.
+`saved_tensors` returns the tensors that PEFT writes, by the names they have in the file, so that the file can be
+compared with them.
 """
 
 from __future__ import annotations

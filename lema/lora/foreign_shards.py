@@ -1,18 +1,14 @@
-"""The files of the parallel library's checkpoints: one pickle for each rank and stage, which may not run code.
+"""Reads the sharded checkpoints of neuronx-distributed, and puts their adapters together as PEFT has them.
 
-`model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt` holds the tensors of a rank by name. Saved the other way it holds a
-reference in the place of every tensor, and `tensor_N.pt` in a directory beside it, `....pt.tensors`, is the N-th. Only
-tensors and such references are loaded; a file that asks for anything else is refused.
+`model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt` is a pickle with the tensors of a rank by name. In the other form it holds a
+reference in the place of every tensor, and `tensor_N.pt` in a neighbouring directory, `....pt.tensors`, is the N-th.
+Only tensors and such references are loaded; a file that asks for anything else is refused, because a pickle may run
+code.
 
-What the parallel library's metadata says of fused modules, read and checked: which projections are in which module.
-
-Its checkpoints have, for a module whose projections it fused, a specification by the name of its class: linear modules
-one after the other, or the queries, keys and values of an attention, with keys and values replicated.
-
-Adapters in the parallel library's shards, put together as PEFT has them.
-
-Projections that it fused share one A, and so every one of them gets that A. What is replicated must agree on all ranks;
-where a run did not keep it so, the first rank's can be asked for, which are what that library itself would take.
+The checkpoints' metadata has a specification for every module whose projections were fused, by the name of its class:
+linear modules one after the other, or the queries, keys and values of an attention, with keys and values replicated.
+Fused projections share one A, so each of them gets that A. Replicated tensors must agree on all ranks; where a run did
+not keep them so, the caller can ask for the first rank's, as neuronx-distributed itself would take.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What an adapter trains, made real: drawn as PEFT draws it, or begun where the checkpoint has it.
+"""Memory and initial values for the parameters that train: drawn as PEFT draws them, or read.
 
 PEFT attaches its modules to a model whose layers are on `meta`, so none of their parameters has memory or a value. The
-matrices of LoRA are drawn from shapes alone. Biases and modules that train whole begin as copies of what is stored, and
-the magnitudes of DoRA (https://arxiv.org/abs/2402.09353) as norms of the stored weights: these are read for one layer
-at a time, once.
+matrices of LoRA are drawn from shapes alone. Biases and modules that train whole begin as copies of the stored weights,
+and the magnitudes of DoRA (https://arxiv.org/abs/2402.09353) as norms of them; the stored weights are read for one
+layer at a time, once.
 """
 
 from __future__ import annotations

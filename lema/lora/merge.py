@@ -1,13 +1,12 @@
-"""Rounds to a narrower type, to the nearest value or at random between the two neighbours.
-
-A weight drawn with a spread of 0.02 has neighbours about 1e-4 apart in bfloat16. A change of 1e-6 is nearly always lost
-to the nearest one, and with it what was trained. Stochastic rounding (Gupta et al. 2015,
-https://arxiv.org/abs/1502.02551) takes each neighbour with the probability that makes the mean exact.
-
-Takes an adapter up into the weights it adapts, module by module, without changing the model.
+"""Merges an adapter into the weights it adapts, module by module, without changing the model.
 
 `W + alpha / rank B A` is PEFT's own arithmetic on weights lent in fp32: the sum is formed in fp32 and rounded once, to
 the type of the weights. Training never does this; there the two paths stay apart, and no bit of the adapter is lost.
+
+The rounding is to the nearest value, or stochastic. A weight drawn with a spread of 0.02 has neighbours about 1e-4
+apart in bfloat16, so rounding to the nearest nearly always loses a change of 1e-6, and with it what was trained.
+Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551) takes each neighbour with the probability that
+makes the mean exact.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""An adapter in pieces on disk, one safetensors file for each rank, and beside them how every tensor lies.
+"""An adapter in shards on disk: one safetensors file for each rank, and the layout of every tensor.
 
 The directory `adapter_shards` holds `tp_00.safetensors`, `tp_01.safetensors`, ... and `layout.json`: a version, the
-number of ranks, a SHA-256 of every file, and of every tensor its layout.
-
-How an adapter lies over ranks: derived from how the module lies that it is of.
-
-The axis of the rank is never cut, so that an adapter of rank 4 lies over 8 ranks like any other.
+number of ranks, a SHA-256 of every file, and the layout of every tensor. An adapter's layout is derived from that of
+the module it adapts. The axis of the rank is never cut, so an adapter of rank 4 lies over 8 ranks like any other.
 """
 
 from __future__ import annotations

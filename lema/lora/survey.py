@@ -1,8 +1,8 @@
-"""Whether a model streams, what an adapter trains in it, and if it does not stream, why: found out by trying.
+"""Whether a model type streams, what an adapter trains in it, and why not where it does not: found out by trying.
 
-There is no list of ours. `transformers` names the types and has a default config for most. The model is built on
-`meta`, and its own forward is run up to the layers and from the layers to the logits on tensors that have shapes and no
-values: what training asks of a model is asked of it here, in a fraction of a second and in no memory.
+LEMA has no list of models. `transformers` names the types and has a default config for most. The model is built on
+`meta`, and its own forward is run up to the layers, and from the layers to the logits, on tensors that have shapes and
+no values. That tries all that training needs of a model, in a fraction of a second and without memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What is adapted when nobody names anything: every linear of the decoder layers, but for the routers.
+"""The default targets of an adapter: every linear of the decoder layers, except the routers.
 
-A router is a linear whose outputs pick experts. Training one moves tokens from expert to expert under weights that
+A router is a linear whose outputs select experts. Training one moves tokens from expert to expert under weights that
 stay as they are, so it is adapted only where it is named. Nothing here knows an architecture: `transformers` marks the
-modules whose outputs it records as router logits, its routers are called routers, and a router of anyone else's stands
-beside as many experts as it has outputs.
+modules whose outputs it records as router logits, its routers are called routers, and any other router is recognised
+because it has as many outputs as there are experts next to it.
 """
 
 from __future__ import annotations

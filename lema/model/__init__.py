@@ -1,4 +1,7 @@
-"""The `transformers` model taken apart: built on `meta`, split into prelude, layers and head, its weights by name."""
+"""The `transformers` model taken apart: built on `meta`, split into prelude, layers and head, its weights by name.
+
+The first chapter of docs/internals/engine.md describes the folder.
+"""
 
 from typing import TYPE_CHECKING
 

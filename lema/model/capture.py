@@ -1,23 +1,14 @@
-"""How one layer was called: everything but the hidden state, and what layers hand on beside it.
+"""Captures how a model calls its layers, and checks that layer by layer the model computes the same.
 
-What flows where in a model's forward: the questions asked before its layers are visited one by one.
+`HandedOn` and its neighbours hold a layer's arguments besides the hidden state. Visiting layer by layer is exact only
+if a layer gets the hidden state that the layer below returned, untouched, and nothing else that a layer made. Autograd
+knows what a tensor was made of, so it is asked.
 
-Visiting layer by layer is exact only if a layer gets the hidden state the layer below it returned, untouched, and
-nothing else that a layer made. Autograd knows what a tensor was made of, so it is asked.
-
-A model run for its shapes alone: nothing is computed, and nothing is asked of the device.
-
-A lazy device compiles whatever is run on it. What is wanted of a run is often no number: which of its arguments a layer
-hands on, whether the head looks at more layers than the last. That is the same for tensors that have no values.
-
-Masks made without a look at values, for a device that has to stop and compute to answer.
-
-`transformers` leaves a mask out where it finds that nothing is masked, and asks the device for that in every forward. A
-lazy one would run a graph for each answer, and layers with and without a mask are two graphs, of which the second would
-be compiled at the first batch that needs no padding. While something traces it, `transformers` does not ask and makes
-the mask. That is what a lazy device does, but `transformers` does not know it for one that does.
-
-Where an autograd graph ends.
+Such questions are answered by tensors that have shapes and no values, because a lazy device would compile whatever is
+run on it. Masks are made without a look at values: `transformers` leaves a mask out where it finds that nothing is
+masked, and asks the device for that in every forward, which on a lazy device costs a graph for each answer and another
+one for layers without a mask. While something traces it, `transformers` makes the mask without asking. A lazy device
+traces too, but `transformers` does not know it, and is told so here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Decoder layers compiled with `torch.compile`, once for all that are alike.
+"""Decoder layers compiled with `torch.compile`, one compilation for all layers that are alike.
 
-The first layer of each kind is the template. It is called with every tensor of the layer it stands for in place of its
-own: leased weights, adapters, buffers. So one graph serves them all, and gradients reach the right adapters.
+The first layer of each kind is the template. It is called with every tensor of the current layer in place of its own:
+leased weights, adapters, buffers. So one graph serves all layers, and gradients reach the right adapters.
 
-A compiled layer is not trusted before it has been tried: every shape that is new to a kind is run once beside the
-training, forward and backward. What cannot be compiled, or draws random numbers, runs as it is, with a warning.
+A compiled layer is tried before it is trusted: every shape that is new to a kind is run once next to the training,
+forward and backward. A layer that cannot be compiled, or that draws random numbers, runs as it is, with a warning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Micro-batches on their way to the device, all of a step in one copy that the host does not wait for.
+"""The inputs of a step on their way to the device: all micro-batches in one copy that the host need not await.
 
-Copied one by one from memory that is not page-locked, every tensor would stop the host until the device has done all it
-was asked to do before.
+Copied one by one from memory that is not page-locked, every tensor would stop the host until the device has finished
+all queued work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which decoder layers are alike: made of the same modules with the same settings, so that one can stand for another.
+"""Kinds of decoder layers: layers of the same modules with the same settings, of which one can stand for another.
 
-Nothing is known of architectures. Two layers are compared module by module: types, names and shapes of tensors, and
-every plain attribute. The one thing in which layers that are alike may differ is how they are called: their number in
-the stack, and names with that number in them.
+Nothing here knows an architecture. Two layers are compared module by module: types, names and shapes of tensors, and
+every plain attribute. Layers of one kind may differ only in their number in the stack, and in names that contain it.
 """
 
 from __future__ import annotations

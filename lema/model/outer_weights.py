@@ -1,11 +1,9 @@
-"""What is read once and kept on the device: the tensors outside the decoder layers (embeddings, final norm, head), and
-those inside that train.
+"""The weights that stay on the device: tensors outside the decoder layers, and those inside that train.
 
-Input embeddings that stay in host memory: the device gets the rows of the tokens that are there, and no others.
-
-They are the largest tensor of many models, and a step needs as many of their rows as it has tokens. The rows of a
-micro-batch become the embedding's weight while it runs on it, and its tokens their places among them; so the numbers
-are those of the whole tensor, whatever else the module does with them.
+Outside the layers are embeddings, the final norm and the head. Input embeddings may stay in host memory instead, since
+they are the largest tensor of many models and a step needs only as many rows of them as it has tokens. The rows of a
+micro-batch's tokens become the embedding's weight while the module runs, and the tokens become their places among these
+rows. So the numbers are those of the whole tensor, whatever else the module does with them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What one process holds of a model that several hold together: its part of each tensor, and the whole of it again.
+"""The part of each tensor that one process holds of a model divided among several, and the backend that divides it.
 
-A backend's `Parallel.shard` divides the decoder layers and leaves on each parameter how it lies
-(`lema.backend.layout`), as its attribute `parallel_layout`. What has none is whole in every process.
+A backend's `Parallel.shard` divides the decoder layers and records the layout of each parameter (`lema.backend.layout`)
+in its attribute `parallel_layout`. A parameter without this attribute is whole in every process.
 
-How a model's modules lie over ranks: read from the tensor-parallel plan that comes with the model itself.
-
-`transformers` gives a model a plan: patterns of names, each with a style such as `colwise`. What the plan leaves open
-is where heads begin: attention is known by the head size its module has, and its projections by their sizes.
-
-The backend that settings name, opened with what they say about it.
+The layouts come from the tensor-parallel plan that `transformers` gives a model: patterns of names, each with a style
+such as `colwise`. The plan leaves open where heads begin, so attention is recognised by the head size of its module,
+and its projections by their sizes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""A bound on what a config may have built: tensors are counted, and no table grows beyond what memory may hold.
-
-The sizes come from a stranger's file. Parameters are on `meta` and cost nothing, whatever their shape, and a wrong
-shape shows when they are compared with the weights; but tables are real, and each tensor takes time to make.
-
-The model without its weights: built from its config, parameters on `meta`, buffers real, decoder layers found.
+"""The model without its weights: built from its config, with parameters on `meta`, buffers real, decoder layers found.
 
 Nothing here knows an architecture. `transformers` builds the modules; the stack of decoder layers is the one that the
 config's own pipeline plan names, or else the only list of modules as long as the config says the stack is.
+
+The config may come from a stranger, so the tensors that it has built are counted and bounded in size. Parameters on
+`meta` cost nothing whatever their shape, and a wrong shape shows when they are compared with the weights; but buffers
+are real, and each tensor takes time to make.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Casts of adapters' inputs that change no bit: left out, with the copy of the input that each of them keeps.
+"""A causal language model in three parts: the prelude before the decoder layers, the layers, and the head after them.
 
-PEFT casts what an adapter is given to the adapter's fp32. Under autocast, where halves compute, it is cast back for the
-product, and the product keeps a copy of its own: as many copies of one input as it has adapters. Between the two casts
-a dropout, or another kind of adapter than the plain one, computes in fp32; there they stay.
-
-A causal language model in three parts: what comes before the decoder layers, the layers, and what comes after.
-
-No part is ours. The model's own forward is run with every layer's `forward` replaced by a recorder, so embeddings,
-masks, rotary tables, final norm, soft-capping and logit scales are the model's own code:
+All three are the model's own code. The model's forward is run with every layer's `forward` replaced by a recorder, so
+embeddings, masks, rotary tables, final norm, soft-capping and logit scales are the model's own:
 
 - the *prelude* records each layer's arguments and stops at the last layer;
 - the *head* lets the last layer return the true hidden state and runs to the logits.
+
+PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where half precision computes, it is cast back
+for the product, and the product keeps a copy of its own: as many copies of one input as it has adapters. Where the two
+casts change no bit they are left out here. With a dropout between them, or another kind of adapter than plain LoRA,
+they stay, because that computes in fp32.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Which tensors on disk become which tensors of the model, by the rules `transformers` itself loads with.
+"""The names of weights: which tensors on disk become which parameters of the model, by `transformers`' own rules.
 
-Published names and shapes differ from those in memory: prefixes come and go, experts are stored one by one and fused
-in memory, a tied head is stored once. `transformers` keeps these rules in a table per model type and applies them in
-`from_pretrained`; here the same table and the same functions decide, name by name, before any weight is read.
-
-The names of a layer's weights: what each is called on disk, and in the layer now that adapters wrap its modules.
+Published names and shapes differ from those in memory: prefixes are added and removed, experts are stored one by one
+and fused in memory, a tied head is stored once. `transformers` keeps these rules in a table per model type and applies
+them in `from_pretrained`; the same table and the same functions decide here, name by name, before any weight is read.
+Adapters wrap modules and so change the names within a layer; these are mapped too.
 """
 
 from __future__ import annotations

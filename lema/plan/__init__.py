@@ -1,4 +1,7 @@
-"""What memory is spent on and how long a step takes, told before a run starts; no weights are read for it."""
+"""The plan of a run, told before it starts: what memory is spent on, and how long a step takes; no weights are read.
+
+The chapter on memory of docs/internals/reading.md describes the folder.
+"""
 
 from typing import TYPE_CHECKING
 

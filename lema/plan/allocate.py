@@ -1,7 +1,4 @@
-"""From settings to an allocation: the limits as bytes, and what the solver makes of them.
-
-Advice for a run that does not fit: what the plan counts on the device, and which settings would need less.
-"""
+"""From settings to an allocation of memory: the limits in bytes, the solver's answer, and advice where nothing fits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What memory is spent on: slots, layers that stay, boundary activations, layers that are not recomputed.
+"""The allocation of memory to slots, resident layers, boundary activations, and layers that are not recomputed.
 
-Any choice of R residents saves the same bytes per pass. Even spacing is the one that keeps the link and the compute
-busy together: between two residents there is always a streamed layer whose upload their compute can hide.
+Any choice of R resident layers saves the same bytes per pass. Even spacing is the one that keeps the link and the
+compute busy together: between two residents there is always a streamed layer whose upload their compute can hide.
 """
 
 from __future__ import annotations

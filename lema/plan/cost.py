@@ -1,4 +1,4 @@
-"""What one optimizer step needs, in bytes and seconds, and what it takes under an allocation: pure Python.
+"""The cost of one optimizer step, in bytes and seconds, without and with an allocation: pure Python.
 
 A step has two phases, up through the layers and down again. In each, layers are computed while others are read and
 uploaded, so a phase lasts as long as the slowest of the three. The top layer, the head and the loss are one visit, at

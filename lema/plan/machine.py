@@ -1,7 +1,7 @@
 """Machines as a plan sees them: memory, speeds of disk and link, and the arithmetic they reach in practice.
 
-Numbers of a profile are what is reached, not what is printed on the box: dense matrix products of training on that
-device, and page-locked copies over its bus. Where nothing is published, `note` says so.
+The numbers of a profile are those reached in practice, not those of a data sheet: dense matrix products of training on
+that device, and page-locked copies over its bus. Where nothing is published, `note` says so.
 """
 
 from __future__ import annotations

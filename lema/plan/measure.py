@@ -1,8 +1,7 @@
-"""How long one layer takes: visited as training visits it.
+"""Measures this machine in seconds: reading the model's own file, copying to the device, computing layers.
 
-What this machine reaches, found in seconds: reading the model's own file, copying to the device, computing layers.
-
-Of layers one of each kind is timed. Weights are read only to see how fast they come, and are not looked at.
+One layer of each kind is timed, visited as training visits it. Weights are read only to time the reading, and are not
+checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts what a computation costs while it runs on tensors without values: bytes alive at once, and FLOPs."""
+"""A meter for computations on tensors without values: counts the bytes alive at once, and FLOPs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training step in virtual time: `LayerStream` itself, in the orders of `lema.stream.schedule`, timed.
+"""A training step in virtual time: `LayerStream` itself, in the orders of `lema.stream.schedule`, on a simulated clock.
 
-What comes out depends on the speeds given and on nothing else: no byte is read, nothing sleeps.
+The result depends on the given speeds and on nothing else: no byte is read, and nothing sleeps.
 """
 
 from __future__ import annotations

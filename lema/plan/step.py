@@ -1,8 +1,6 @@
-"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds.
+"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds, and how many make an epoch.
 
-What micro-batches of many rows take, told from what those of one and of two take.
-
-How long one pass over the training data takes, and what it costs.
+The cost of micro-batches of many rows is extrapolated from those of one row and of two.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Virtual time: a clock that only waiting moves, lines that do one thing after the other, what a buffer holds when.
+"""Virtual time: a clock that only waiting advances, and a link, a device and a disk that only keep time.
 
-A link and a device that only keep time: what `LayerStream` runs on when it is simulated.
-
-Each does one thing after the other, at a given speed. Nothing sleeps and no byte has memory: buffers are on `meta`, and
-only the training thread's clock moves, when it waits. Whoever uses a buffer too early is told so.
-
-A disk that only keeps time: the reader that `LayerStream` has when it is simulated.
+`LayerStream` runs on these when it is simulated. Each does one thing after the other, at a given speed. Nothing sleeps
+and no byte has memory: buffers are on `meta`, and only the training thread's clock advances, when it waits. Whoever
+uses a buffer too early gets a `ScheduleError`.
 """
 
 from __future__ import annotations

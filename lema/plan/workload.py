@@ -1,7 +1,7 @@
-"""What one micro-batch costs in each kind of layer and in the head: found by running them on tensors without values.
+"""The cost of one micro-batch in each kind of layer and in the head, measured on tensors without values.
 
 No formula here knows an architecture. A layer of every kind runs forward and backward as the engine runs it, under
-`FakeTensorMode`, in which only shapes and dtypes are computed, and what is alive and what is multiplied is counted. No
+`FakeTensorMode`, in which only shapes and dtypes are computed, while live bytes and multiplications are counted. No
 byte of a weight is needed.
 """
 

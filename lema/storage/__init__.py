@@ -1,6 +1,6 @@
-"""Files: tensors read and written, directories that appear whole, models found.
+"""Files: tensors read and written, directories that appear whole, models found. Nothing from outside is trusted here.
 
-What comes from outside is distrusted here.
+docs/internals/reading.md and docs/internals/checkpoints.md describe the folder.
 """
 
 from typing import TYPE_CHECKING

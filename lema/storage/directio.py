@@ -1,7 +1,7 @@
-"""Writes one file in whole blocks from threads of its own, past the page cache where the file system allows it.
+"""A writer of one file in whole blocks, from threads of its own, past the page cache where the file system allows it.
 
 Through the page cache every byte costs a copy and a page, and a flush at the end for which everything waits. Here bytes
-go to the disk while the next are being made, and nothing that other programs keep in the cache is pushed out.
+go to the disk while the next are being made, and nothing that other programs keep in the cache is evicted.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Room on the disk: whether what is to be written fits, and whether what failed, failed for want of room."""
+"""Free space on the disk: whether what is to be written fits, and whether an error was a lack of space."""
 
 from __future__ import annotations
 

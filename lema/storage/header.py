@@ -1,7 +1,7 @@
-"""One safetensors header, read and distrusted: lengths, dtypes, shapes and offsets are checked before they are used.
+"""The header of one safetensors file: lengths, dtypes, shapes and offsets are checked before they are used.
 
-Model files come from strangers. What passes here gives every byte of the data section to exactly one tensor, as
-https://github.com/huggingface/safetensors#format demands, and no tensor a byte outside its file.
+Model files come from strangers. A header that passes gives every byte of the data section to exactly one tensor, as
+https://github.com/huggingface/safetensors#format demands, and gives no tensor a byte outside its file.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Turns what the user calls the model (a directory, a file, a hub id) into a local directory with its files.
+"""Finds the local directory of a model that the user names by a directory, a file, or a hub id.
 
-A hub id is fetched by `huggingface_hub` into its own cache, safetensors and the small files beside them only: no
-pickles, and no code unless the user trusts it. Offline mode, tokens, mirrors and cache location are that library's own
-environment variables.
+A hub id is fetched by `huggingface_hub` into its own cache, only safetensors and the small files that belong to them:
+no pickles, and no code unless the user trusts it. Offline mode, tokens, mirrors and cache location are that library's
+own environment variables.
 """
 
 import errno

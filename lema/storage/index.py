@@ -1,4 +1,4 @@
-"""Where every tensor of a model lies on disk: name -> file, offset, dtype, shape (the Global Binary Index).
+"""The Global Binary Index, the table of where every tensor of a model lies on disk: file, offset, dtype, shape.
 
 A model is one safetensors file, or several under the hub's `model.safetensors.index.json`. An index from a stranger may
 name only files of its own directory; the hub cache, whose snapshots are links into blobs, is known and allowed.

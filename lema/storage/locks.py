@@ -1,9 +1,7 @@
-"""One run per output directory: a second one would rotate the first one's checkpoints away, and mix their logs.
+"""The lock of an output directory, which lets one run at a time write there, and clears what killed runs left in it.
 
-The lock is the kernel's (`flock`) on a file in that directory. It goes with the process that holds it, so the file of a
-run that was killed locks nothing.
-
-A run's own directory: locked while it runs, and cleared of what killed runs have left in the midst of a save.
+A second run would rotate the first one's checkpoints away and mix their logs. The lock is the kernel's (`flock`) on a
+file in that directory. It goes with the process that holds it, so the file of a killed run locks nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a directory on disk is made of: the size and the SHA-256 of every file in it, written last.
+"""The manifest of a directory: the size and the SHA-256 of every file in it, written last.
 
-`manifest.json` is what makes a directory whole: without one it was never finished, and where a file is not as the
-manifest says, it is not what was saved. safetensors itself has no checksum: a flipped bit would load in silence.
+`manifest.json` makes a directory whole: one without it was never finished, and a file that differs from it is damaged.
+safetensors itself has no checksum, so a flipped bit would load without an error.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The small files beside a model's weights that `transformers` reads: checked to be there, then loaded.
+"""The small files next to a model's weights that `transformers` reads: checked first, then loaded.
 
-A tokenizer's files come from the same strangers as the weights. A link may not lead out of the model's directory, and a
-pipe or a device, which would block or never end, is not read.
-
-A model's `config.json`, distrusted: what is in it is checked before `transformers` makes anything of it.
-
-The file comes from strangers. `transformers` counts layers in loops and makes tables as long as the file says, so a
-number that no model has costs hours or all memory; and it may be sent to other files, which nobody would have checked.
+A tokenizer's files and `config.json` come from the same strangers as the weights. A link may not lead out of the
+model's directory, and a pipe or a device, which would block or never end, is not read. `transformers` counts layers in
+loops and makes tables as long as the config says, so a number that no model has would cost hours or all memory, and is
+refused; so is a config that sends `transformers` to other files, which nobody has checked.
 """
 
 from __future__ import annotations

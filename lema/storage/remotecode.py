@@ -1,6 +1,6 @@
-"""Code that comes with a model: it runs only where the user said so, from beside the weights or from one fixed commit.
+"""Code that comes with a model: it runs only where the user allowed it, from a directory or one fixed commit.
 
-Settings come from files, and files come from strangers; so this is no setting. It is a flag of the command line, or an
+Settings come from files, and files come from strangers, so this is no setting. It is a flag of the command line, or an
 argument in Python, and the code must be what the user can have read: a directory, or one commit of a hub repository.
 """
 

@@ -1,4 +1,4 @@
-"""A part of a tensor on disk: ranges along one of its axes, one behind the other, and nothing between them is read."""
+"""A slice of a stored tensor: ranges along one of its axes, read one after the other without the bytes between them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""A file without a name, for what does not fit in memory: written behind the caller's back, read ahead of it.
+"""A nameless file for what does not fit in memory: written behind the caller's back, read ahead of it.
 
-It has no name from the start where the system can do that, and else from the moment it is open, so nothing is left of
-it however the process ends. Bytes go past the page cache where the file system allows it; where it does not, they are
-dropped from the cache as soon as they are on the disk: memory is what the file is there to save.
-
-Which bytes of a file are taken, and which may be used again.
+It is nameless from the start where the system allows that, and otherwise from the moment it is open, so nothing remains
+of it however the process ends. Bytes bypass the page cache where the file system allows it, and otherwise are dropped
+from the cache as soon as they are on the disk, because the file is there to save memory. An allocator keeps account of
+which bytes of the file are in use and which may be used again.
 """
 
 from __future__ import annotations

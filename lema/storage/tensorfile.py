@@ -1,8 +1,8 @@
-"""Writes one safetensors file tensor by tensor: the header first, then each tensor at its place, in any order.
+"""A writer of one safetensors file, tensor by tensor: the header first, then each tensor at its place, in any order.
 
 The `safetensors` library writes a file from a whole state dict in memory; a model larger than memory needs this. The
 file appears under its name only when it is complete and on disk, so a kill or a full disk leaves what was there before.
-What a killed run left beside it, the next run to the same place removes.
+What a killed run left, the next run to the same place removes.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Tensors on their way to disk: never one that is not finite, and never one that reads back as another.
+"""Verification of tensors on disk: they are finite, read back as they were written, and belong to a known model.
 
-What tells one model's files from another's: a hash of names, shapes, types and samples of all tensors' bytes.
+The fingerprint of a model tells its files from another's: a hash of the names, shapes and types of all tensors and of
+samples of their bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Frozen weights on their way from a file through a ring in host memory to device slots, leased layer by layer."""
+"""Frozen weights on their way from a file through a ring in host memory to device slots, leased layer by layer.
+
+docs/internals/reading.md describes the folder.
+"""
 
 from typing import TYPE_CHECKING
 

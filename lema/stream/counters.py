@@ -1,4 +1,4 @@
-"""What streaming has cost so far: bytes, layers, seconds."""
+"""Counters of what streaming has cost so far: bytes, layers, seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised weights on lease: expanded on the device, into memory that every layer uses in turn."""
+"""Quantised weights on lease, expanded on the device into memory that every layer uses in turn."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""Where each tensor of a layer lies: in its file, and in the slot it is read into.
+"""The placement of a layer's tensors: where each lies in its file, and in the slot it is read into.
 
-A layer's bytes that follow each other in one file are one *run*. A run is placed so that its bytes keep their offset
-modulo a page: then one read of whole pages, past the page cache, puts every tensor where it belongs, and the tensors
-are views of the slot. A tensor whose bytes cannot be used in place (another dtype than the model's, an offset that its
-dtype cannot be viewed at, or pieces that do not follow each other) is read aside and cast into its place. A quantised
-parameter has its stored tensors in the slot, and a place in a second buffer, which it is expanded into.
+Bytes of a layer that follow each other in one file are one *run*. A run keeps its offset modulo a page, so that one
+read of whole pages, past the page cache, puts every tensor where it belongs, and the tensors are views of the slot. A
+tensor whose bytes cannot be used in place (another dtype than the model's, an offset that its dtype cannot be viewed
+at, or pieces that do not follow each other) is read into another buffer and cast into its place. A quantised parameter
+has its stored tensors in the slot, and a place in a second buffer, which it is expanded into.
 
-A layer cut into equal parts, one for each process: what of its bytes a process reads, keeps and uploads.
-
-The parts of all processes, one behind the other, are the layer's slot as `lema.stream.placement` lays it out, with some
-padding at the end.
+With `shard_weights` a layer is cut into equal parts, one for each process, which that process reads, keeps and uploads.
+The parts of all processes, one after the other, are the layer's slot, with some padding at the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Layers that are read once, for good: through host memory onto the device, or into host memory to stay there.
+"""Layers that are read once: through host memory onto the device, or into host memory to stay there.
 
 The processes of one machine keep one copy in host memory: each reads its share of the layers into memory that all see.
-Where the device computes in host memory, that memory is then made read-only: nothing may write to a layer that others
-compute with.
+Where the device computes in host memory, that memory is then made read-only, so that nothing can write to a layer that
+other processes compute with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes from files into host buffers: a few large reads by several threads, past the page cache where it can be.
+"""A reader of layers into host buffers: a few large reads by several threads, past the page cache where possible.
 
 A read that fails is never lost: the ticket carries the error to the training thread.
 """

@@ -1,7 +1,7 @@
-"""Layers on their way from disk, or from host memory, to the device: read and uploaded in the order of their leases.
+"""The ring of host buffers and device slots that layers pass through, read and uploaded in the order of their leases.
 
-Host buffers and device slots are refilled by Belady's rule; until it is refilled each keeps its layer, so a layer that
-is still there is neither read nor uploaded again.
+Buffers and slots are refilled by Belady's rule: the one whose layer is wanted last. Until it is refilled each keeps its
+layer, so a layer that is still there is neither read nor uploaded again.
 """
 
 from __future__ import annotations

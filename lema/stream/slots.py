@@ -1,4 +1,4 @@
-"""Places that layers pass through on their way from disk to compute: host buffers and device slots."""
+"""Host buffers and device slots as places that layers pass through on their way from disk to compute."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The model's own weights, looked at once, where they come into memory: NaN or infinity in them is refused.
+"""A check of the frozen weights where they first come into memory: a model with NaN or infinity in them is refused.
 
-So a damaged file, or one saved by a training that had gone wrong, is told from a training that goes wrong now. The look
-is at bits, in the thread that has just read them: of the numbers without their signs, infinity and NaN are the largest.
-No whole copy is made, nothing is rounded, and what is read again is not looked at again.
+So a damaged file, or one saved by a training that had gone wrong, is told from a training that goes wrong now. The
+check looks at bits, in the thread that has just read them: of the numbers without their signs, infinity and NaN are the
+largest. No whole copy is made, nothing is rounded, and what is read again is not checked again.
 """
 
 from __future__ import annotations

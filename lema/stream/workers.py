@@ -1,7 +1,7 @@
-"""Work in parts, done by several threads: whoever is free takes the next part of the oldest ticket.
+"""Worker threads that share work in parts: a free thread takes the next part of the oldest ticket.
 
-The parts of a ticket may have to wait for something that blocks, its gate. One thread waits at a gate; the others do
-meanwhile what may be done.
+A ticket has a gate, a wait that may block before its parts may be done. One thread waits at a gate while the others do
+the parts of other tickets.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Where NaN or infinity began: the first part of the model whose output, or whose gradient, is not finite.
+"""Guards of a training step: where NaN or infinity began, the passes to run again for that, and the watchdog.
 
-A gradient goes down through the layers, and what trains in a layer may be finite where the gradient that leaves it is
-not. So the gradients of the hidden states are looked at too, between every two layers.
-
-The passes of a step, kept so that one whose numbers are not finite can be run again, to find where that began.
-
-A streamed model's passes under a watchdog: what moves in them, and what is awaited when nothing does.
+A gradient goes down through the layers, and the gradient of what trains in a layer may be finite where the one that
+leaves the layer is not. So the gradients of the hidden states between the layers are looked at too. The passes of a
+step are kept until its numbers are known to be finite, so that a bad step can be run again to find its origin.
 """
 
 from __future__ import annotations

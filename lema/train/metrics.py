@@ -1,6 +1,6 @@
-"""What a run measures: `metrics.jsonl`, one JSON object per line, and how its numbers are shown to people.
+"""The measurements of a run: `metrics.jsonl`, one JSON object per line, and the window of steps each line covers.
 
-What happened in a run since a moment: losses, tokens, and what streaming cost.
+A window holds losses, tokens, and the cost of streaming since the line before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stopping on request: a signal, or a file named `stop`, is noted here, and seen by the run before its next layer."""
+"""Stop requests: a signal, or a file named `stop`, is noted here and seen by the run before its next layer."""
 
 from __future__ import annotations
 

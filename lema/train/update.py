@@ -1,4 +1,7 @@
-"""The end of a step: gradients made whole, checked, clipped, and the optimizer stepped, without asking the device."""
+"""The end of a step: gradients are summed over processes, checked and clipped, and the optimizer is stepped.
+
+Loss and norm come from the device in one read; nothing else waits for it.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The place earlier versions kept `prepare_monolithic_safetensors` in; kept so that old imports still work."""
+"""The old place of `prepare_monolithic_safetensors`, kept so that documents which import it from here stay true."""

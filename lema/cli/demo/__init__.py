@@ -1,4 +1,4 @@
-"""`lema demo`: a small model is made, fine-tuned by streaming, saved, and held against what PEFT makes of it."""
+"""`lema demo`: makes a small model, fine-tunes it by streaming, saves it, and compares it with what PEFT reads."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

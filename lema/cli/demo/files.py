@@ -1,4 +1,4 @@
-"""What the demo needs before it can train: text, a tokenizer trained on it, a model with random weights, a config."""
+"""The files a demo makes before it trains: text, a tokenizer trained on it, a model with random weights, a config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a demo has shown, and whether that is what it claims.
-
-What the demo says: about the model it made, about what training changed, and what to try next.
-"""
+"""The report of a demo: what was measured, whether it is what LEMA claims, and which commands to try next."""
 
 from __future__ import annotations
 

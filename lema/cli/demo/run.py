@@ -1,4 +1,4 @@
-"""The demo from beginning to end: make the files, train, measure what changed, and let PEFT read the result."""
+"""The demo from beginning to end: makes the files, trains, measures what changed, and lets PEFT read the result."""
 
 from __future__ import annotations
 

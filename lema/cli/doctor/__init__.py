@@ -1,4 +1,4 @@
-"""Whether this machine is ready: versions, limits, devices, link and disk, each with how to mend it."""
+"""`lema doctor`: whether this machine is ready (versions, limits, devices, disk), and how to mend what is not."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""The devices: which of the installed backends can run here, their memory, and how fast host memory is copied there.
+"""The devices: which installed backends can run here, their memory, and how fast host memory is copied to them.
 
-Everything goes through the seam. What only one kind of device has (a driver, a software kit) is told by that backend's
-own doctor.
+Everything is asked through the seam. What only one kind of device has (a driver, a software kit) is told by that
+backend's own doctor.
 """
 
 from __future__ import annotations

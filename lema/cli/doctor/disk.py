@@ -1,7 +1,7 @@
-"""The disk: what is free, whether reads can go past the page cache, and how fast LEMA's own reader reads.
+"""The disk: how much is free, whether reads can bypass the page cache, and how fast LEMA's own reader reads.
 
-What is read was written a moment ago, so it is put on the disk and dropped from the cache first. The file loses its
-name before its first byte is written: however this process ends, nothing is left.
+The file that is read was written a moment ago, so it is flushed to the disk and dropped from the cache first. It loses
+its name before its first byte is written, so nothing is left however this process ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The machine itself: system, processors, memory, and the limits that this process is under.
 
-What Linux tells in files is read below `root`, which tests put elsewhere.
+Files such as those of `/proc` are read below `root`, which tests put elsewhere.
 """
 
 from __future__ import annotations

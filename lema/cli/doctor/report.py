@@ -1,6 +1,7 @@
-"""All that was looked at, one look after the other: a look that fails is a finding too, and the others go on.
+"""The doctor's report: runs every examination, one after the other, and shows the findings to a reader.
 
-A report for a reader: a table on a terminal, lines of tab-parted columns anywhere else.
+An examination that fails becomes a finding, and the others go on. The report is a table on a terminal and lines of
+tab-separated columns anywhere else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is installed, against what LEMA asks for: its own metadata says it, so nothing is repeated here."""
+"""The installed packages compared with the requirements in LEMA's own metadata, so that no list is repeated here."""
 
 from __future__ import annotations
 

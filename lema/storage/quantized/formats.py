@@ -1,4 +1,4 @@
-"""Which library quantises to what, and expands it again."""
+"""The quantised formats, each with the library that quantises to it and expands it again."""
 
 from __future__ import annotations
 

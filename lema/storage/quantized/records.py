@@ -1,6 +1,6 @@
-"""A quantised parameter on disk: several tensors, under names of a library's choosing, that expand to one.
+"""A quantised parameter on disk: several stored tensors, under names of its library's choosing, that expand to one.
 
-The libraries that quantise and expand: imported only when a quantised model is prepared or opened.
+The libraries that quantise and expand are imported only when a quantised model is prepared or opened (`quiet_import`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which settings a run that goes on may change: a class for every one, and what differs from those it began with.
+"""The settings that may change when a run is resumed: a class for each setting, and the differences found.
 
-What would make it neither the run that began nor one of its own is refused: other shapes, rows, batches or draws. What
-changes numbers and is a reasonable wish, such as a lower learning rate, is done and said. What changes no number is let
-be: where the run is computed, how much memory it takes, what it writes and how often.
+A change that would make it another run is refused: other shapes, rows, batches or draws. A change of numbers that a
+user may reasonably want, such as a lower learning rate, takes effect and is reported. A setting that changes no number
+may change freely: where the run is computed, how much memory it takes, what it writes and how often.
 """
 
 from __future__ import annotations

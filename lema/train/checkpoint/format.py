@@ -1,7 +1,7 @@
-"""A checkpoint: PEFT's adapter files, optimizer, schedule, generator states and position, whole or not at all.
+"""The format of a checkpoint: PEFT's adapter files, optimizer, schedule, generator states and position.
 
-Everything is JSON or safetensors; nothing is pickled. `lema.storage.atomic` writes it beside its final place, flushes
-it to disk, reads it back and renames it, so a directory named `checkpoint-<step>` is complete; its manifest tells
+Everything is JSON or safetensors; nothing is pickled. `lema.storage.atomic` writes it next to its final place, flushes
+it to disk, reads it back and renames it, so a directory named `checkpoint-<step>` is complete; its manifest reveals
 damage.
 """
 

@@ -1,7 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is whole, bit for bit, and says what it is.
-
-Whether a run that goes on is the one that began: its settings, its adapter and its data, compared with then.
-"""
+"""The checkpoint a run is resumed from: the newest one that verifies, of the same settings, adapter and data."""
 
 from __future__ import annotations
 

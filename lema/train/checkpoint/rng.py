@@ -1,6 +1,6 @@
-"""States of all random generators as JSON types, that a run which is resumed draws as one that was not stopped.
+"""The states of all random generators: as JSON in a checkpoint, or in memory for a stop that goes back to a moment.
 
-What a stop goes back to: the states of all generators of random numbers at one moment, kept in memory.
+A resumed run draws the same numbers as one that was not stopped.
 """
 
 from __future__ import annotations

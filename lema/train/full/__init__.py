@@ -1,4 +1,7 @@
-"""Training of a model's own weights while its layers stream."""
+"""Training of a model's own weights while its layers stream.
+
+docs/internals/full-training.md describes the folder.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""Checkpoints of weights that train themselves: masters and moments by name, one file for each layer.
+"""Checkpoints of full training: masters and moments by name, in one file for each layer.
 
-A file at a time is read or written, so that a checkpoint needs the memory of one layer beside what there is.
+One file at a time is read or written, so that a checkpoint needs only the memory of one more layer.
 """
 
 from __future__ import annotations

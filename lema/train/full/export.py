@@ -1,4 +1,4 @@
-"""Writes a model whose own weights were trained, as a directory any `transformers` program loads."""
+"""Writes a model whose own weights were trained, as a directory that any `transformers` program loads."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Masters, optimizer moments and waiting gradients of weights that train: what they are, and the memory they lie in.
+"""Master weights in fp32, optimizer moments and waiting gradients of full training, and the memory they lie in.
 
-Masters are in fp32 and in host memory. Where a weight streams in fp32, its master is that very memory; else the weight
-is rounded from it. What streams stays in memory, as uploads read it; of what a limit of host memory does not hold, the
-masters (where they are not what streams), moments and waiting gradients of whole layers lie in one file that is mapped
-into memory, and which has no name.
-
-Steps of a part of what an optimizer holds, and a thread in which they are taken behind the backward.
+Everything lies in host memory. Where a weight streams in fp32, its master is that very memory; otherwise the weight is
+rounded from its master. What streams stays in memory, because uploads read it. What a limit of host memory does not
+hold of the rest (separate masters, moments, waiting gradients of whole layers) lies in one nameless file that is mapped
+into memory. The optimizer can step a part of what it holds, in a thread behind the backward.
 """
 
 from __future__ import annotations

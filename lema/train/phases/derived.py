@@ -1,8 +1,8 @@
-"""Which samples a phase draws: how its mixture comes in, and where it goes on with what phases before have read.
+"""Facts derived from a plan of phases: the samples each phase draws, the plan's identity, and warnings.
 
-What makes two plans the same: all that decides a number of the run, and nothing else.
-
-What a plan says that its writer may not have meant, known before anything is trained.
+The samples of a phase follow from how its mixture fades in and from what earlier phases have read of its data sets. Two
+plans are the same if everything that decides a number of the run is the same. A warning names something in a plan that
+its writer may not have meant, before anything is trained.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A YAML file of phases: the plan, the data sets it names, and the settings of a run.
-
-The rows of a plan's data sets: those that are given, and those that are read from files.
-"""
+"""A YAML file of phases: the plan, the data sets it names with their rows, and the settings of a run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The adapters of a phase: what `LemaConfig` has for adapters, by the same names without `lora_`.
+"""One phase of training: what trains, on how many tokens of which mixture, with which schedule and adapters.
 
-One phase of training: what trains, on how many tokens of what, and how fast.
-
-What one phase leaves behind and the next one needs: names, adapters, moments of the optimizer, a model.
+The adapter settings of a phase have the names that `LemaConfig` has for them, without `lora_`. The agreement of two
+phases is checked here as well: the adapters, moments or model that one leaves must be those that the next one needs.
 """
 
 import re

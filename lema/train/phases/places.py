@@ -1,8 +1,8 @@
-"""Where the phases of a run lie on disk, which of them have ended, and the two notes that name a checkpoint.
+"""The directories of the phases of a run, which phases have ended, and the two notes that name a checkpoint.
 
-`output_dir/NAME/checkpoint-<step>` holds a phase's steps, `output_dir/NAME/model` what it leaves to the next one.
+`output_dir/NAME/checkpoint-<step>` holds a phase's steps, `output_dir/NAME/model` the model it leaves to the next one.
 `output_dir/latest.json` names the last checkpoint of the run, `output_dir/NAME/best.json` that of a phase with the
-lowest validation loss. The notes are for people and programs; a run that goes on looks for the checkpoints themselves.
+lowest validation loss. The notes are for people and programs; a resumed run looks for the checkpoints themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The phases of a run, one after the other, as data: where each begins, which a step is in, what identifies them."""
+"""The phases of a run, one after the other, as data: where each begins, which one a step is in."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
-"""What the phases of a run will be, told before the first step: steps, learning rates, tokens, memory, bytes, hours.
+"""The forecast of a run of phases, shown before its first step: steps, learning rates, tokens, memory, bytes, hours.
 
-A report on phases for a reader: a table on a terminal, lines of tab-parted columns anywhere else.
+It is a table on a terminal and lines of tab-separated columns anywhere else.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Where a run of phases begins that goes on from a checkpoint, or a model, which lies anywhere.
+"""Where a run of phases begins: at its own newest sound checkpoint, or at a checkpoint or model that lies anywhere.
 
-What kind of checkpoint it is, of which phase and after how many of its steps is recorded in it; nothing is guessed.
-The base of its phase is linked into the new run's directory, so that the run is like any other from then on.
+The kind of a checkpoint, its phase, and the number of steps it has taken are recorded in it; nothing is guessed. Where
+none of a phase is sound, the end of the phase before is the newest point there is: the phase begins again, and a line
+says so. A run without any sound checkpoint is refused, not begun afresh. A model that a phase has left is compared with
+its manifest when the run goes on from it; a missing one is written again from the phase's last checkpoint.
 
-Where a run of phases goes on: at its newest checkpoint that is sound, of whatever phase.
-
-Where none of a phase is sound, the end of the phase before is the newest point there is: the phase begins again, and a
-line says so. A run of which nothing is sound is not begun afresh. What a phase has left to the next one (a model) is
-compared with its manifest where it is gone on with; one that is gone is written again from the phase's last checkpoint.
+The base of a checkpoint from elsewhere is linked into the new run's directory, so that the run is like any other from
+then on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Learning rates over the steps of one phase: each schedule is a pure function of the step, of how many there are, and
-of how long its parts are.
+"""Learning-rate schedules over the steps of a phase, and how many rows each process takes in a step.
 
-Steps count from 0 at the beginning of the phase, `t` below; `n` is how many the schedule is made for. The learning rate
-of step `t` is the phase's own times the factor. The factor at `n` is where the schedule ends: the last step is `n - 1`.
-
-How rows are divided: a global batch among processes and micro-batches, and a phase's tokens among steps.
+Each schedule is a pure function of the step, of the number of steps, and of the lengths of its parts. Steps count from
+0 at the beginning of the phase, `t` below; `n` is how many the schedule is made for. The learning rate of step `t` is
+the phase's own times the factor. The factor at `n` is where the schedule ends: the last step is `n - 1`. A global batch
+is divided among processes and micro-batches, and a phase's tokens among steps.
 """
 
 from __future__ import annotations

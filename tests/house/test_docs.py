@@ -1,0 +1,96 @@
+"""The pages on how LEMA is built: short enough to be read, and every module, file and chapter they name exists."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import lema
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGE = DOCS / "architecture.md"
+SOURCES = sorted([*ROOT.glob("lema/**/*.py"), *ROOT.glob("backends/**/*.py"), *ROOT.glob("benchmarks/*.py")])
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("internals/*.md"), ROOT / "README.md"])
+MOST_LINES = 120
+# Names with dots that are no modules: groups of entry points, and the repository's own name.
+GROUPS = {"lema.backends", "lema.settings", "lema.doctors"}
+ROOMS = sorted(path.parent for path in ROOT.glob("lema/**/__init__.py") if path.parent.name not in ("lema", "utils"))
+
+
+def names_of(page: Path) -> set[str]:
+    """The dotted names of LEMA that stand in back quotes on a page."""
+    quoted = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    return {name for text in quoted for name in re.findall(r"^lema(?:\.\w+)+$", text.removesuffix("()"))} - GROUPS
+
+
+def imported_by(page: Path) -> set[str]:
+    """The dotted names of LEMA that the examples of a page import."""
+    lines = re.findall(r"^ *from (lema[\w.]*) import ([\w, ]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {f"{module}.{name.split()[0]}" for module, names in lines for name in names.split(",")}
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one or of a class in one."""
+    found: object = lema
+    for at, part in enumerate(parts := name.split(".")[1:], start=1):
+        try:
+            found = importlib.import_module(".".join(["lema", *parts[:at]]))
+        except ModuleNotFoundError:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_of_lema_in_back_quotes_or_an_example_exists(page: Path) -> None:
+    assert not [name for name in sorted(names_of(page) | imported_by(page)) if not resolves(name)]
+
+
+def test_every_name_of_lema_in_a_docstring_or_a_comment_exists() -> None:
+    names = {name: path.name for path in SOURCES for name in names_of(path)}
+    assert not {name: path for name, path in names.items() if not resolves(name)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_and_page_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"`((?:lema|tests|benchmarks|backends|configs)/[\w/.*-]+)`", text)
+    files += [f"backends/{name}" for name in re.findall(r"`(lema_\w+/[\w/.]+)`", text)]
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    kept = [name for name in files if not name.startswith("benchmarks/results/")]  # git ignores these
+    missing = [name for name in kept if not [*ROOT.glob(name)]]
+    assert not missing + [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_linked_heading_exists(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w/.-]*\.md)?#([\w-]+)\)", page.read_text(encoding="utf-8")):
+        other = page.parent / target if target else page
+        headings = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, anchor
+
+
+def test_the_page_is_read_in_one_sitting() -> None:
+    assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_the_page_names_every_room_and_every_file_of_a_step() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    _, rooms, steps, _ = re.split(r"^## (?:The rooms|One step|Five invariants).*$", text, flags=re.MULTILINE)
+    assert set(re.findall(r"^\| \d \| `(\w+)` \|", rooms, re.MULTILINE)) == {
+        room.name for room in ROOMS if room.parent.name == "lema"
+    }
+    columns = re.findall(r"^\| \d+ \| [^|]+ \| ([^|]+) \|", steps, re.MULTILINE)
+    assert len(columns) == 12
+    files = [name for column in columns for name in re.findall(r"`([^`]+)`", column)]
+    assert not [name for name in files if not (ROOT / "lema" / name).exists()]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_room_begins_with_its_one_sentence_and_names_pages_that_exist(room: Path) -> None:
+    said = importlib.import_module(".".join(room.relative_to(ROOT).parts)).__doc__ or ""
+    assert said.split("\n")[0].endswith(".")
+    assert not [page for page in re.findall(r"docs/[\w/-]+\.md", said) if not (ROOT / page).exists()]
