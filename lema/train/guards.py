@@ -33,6 +33,7 @@ __all__ = [
     "moves",
     "non_finite_gradient",
     "non_finite_loss",
+    "non_finite_norm",
     "watched",
     "where_began",
     "worst",
@@ -96,6 +97,14 @@ def non_finite_gradient(where: str, place: str | None) -> NonFiniteError:
         where=f"{where}; first non-finite gradient: {place}",
         how="lower learning_rate, set max_grad_norm, or check the base weights of this layer",
     )
+
+
+def non_finite_norm(name: str, norm: float, where: str, *, stepped: bool) -> NonFiniteError:
+    """Return the error of a weight whose gradient has no norm; `stepped`: other weights have taken the step already."""
+    how = "lower learning_rate, or look at the rows of this step"
+    if stepped:
+        how = f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
+    return NonFiniteError(f"the norm of the gradient of {name} is {norm}", where=where, how=how)
 
 
 def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -> str | None:

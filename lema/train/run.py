@@ -72,9 +72,8 @@ def train(
         )
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             trainer = model.get_trainer(callbacks=callbacks if replicas.first else ())
-            result = trainer.fit(
-                train_data, eval_data, resume=resume, weights_only=weights_only, say=out, stop=stop.why
-            )
+            how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
+            result = trainer.fit(train_data, eval_data, **how)
             if not result:
                 out("nothing was left to train: the run had come to its end")
             if model.backend.parallel.size > 1:  # each has a part of it

@@ -19,10 +19,11 @@ from lema.backend import Replicas
 from lema.backend.collectives import first_alone
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
+from lema.engine.loss import attended_tokens, trained_tokens
 from lema.errors import NonFiniteError
 from lema.storage.diskspace import check_room
 
-__all__ = ["StepResult", "Steps", "check_room_for", "may_drop", "no_event", "warn_dropped"]
+__all__ = ["StepResult", "Steps", "check_room_for", "count_tokens", "may_drop", "no_event", "warn_dropped"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,12 @@ class Steps(Protocol):
 
     def take_settings(self, changed: Collection[str]) -> None:
         """Let the settings of these names hold from the next step on, as `config` has them now."""
+
+
+def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], replicas: Replicas) -> tuple[int, int]:
+    """Return how many tokens all processes train, and how many are not padding; each gives its share of the rows."""
+    counted = replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
+    return sum(trained for trained, _ in counted), sum(tokens for _, tokens in counted)
 
 
 def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.loss import attended_tokens, split_batch, trained_tokens
+from lema.engine.loss import split_batch
 from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, set_rates, set_update
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.storage import GlobalBinaryIndex
@@ -26,15 +26,14 @@ from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.train.batch import as_batch
 from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.adapters import read_adapters, write_adapters
+from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import nbytes_of
 from lema.train.checkpoint.resume import check_sound
 from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Pass, Passes, watched, worst
-from lema.train.steps import StepResult, check_room_for, may_drop, no_event, warn_dropped
+from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, warn_dropped
 from lema.train.update import Update, read_numbers
 
 __all__ = ["LemaTrainer"]
@@ -51,10 +50,6 @@ class LemaTrainer:
         optimizer: over the adapters' parameters; None: AdamW as the config says, made at the first step.
         memory_manager: the stream of layers; None: the model's own.
         callbacks: `transformers.TrainerCallback`s that `fit` calls.
-
-    Attributes:
-        global_step: optimizer steps of the run, those that were dropped among them.
-        skipped_steps: how many were dropped, for a loss or a gradient that was not finite.
     """
 
     def __init__(
@@ -72,19 +67,17 @@ class LemaTrainer:
             raise ConfigError("memory_manager is not the stream of model_adapter", how="leave it out")
         self.config, self.model, self.gbi, self.peft_model = config, model_adapter, gbi, lora_manager
         self.memory, self.backend = model_adapter.stream, model_adapter.backend
-        self.callbacks = list(callbacks)
-        self.optimizer = optimizer
+        self.module = lora_manager  # what callbacks see as the model
+        self.callbacks, self.optimizer = list(callbacks), optimizer
         self._makes_optimizer = optimizer is None
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
         self.schedule: LRScheduler | None = None
         self._saved_schedule: dict[str, Any] | None = None
-        self.global_step = 0
-        self.accumulation_step = 0
-        self.skipped_steps = 0
+        self.global_step = self.accumulation_step = self.skipped_steps = 0
         self._passes = Passes(model_adapter)
         self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
-        self.update = Update(model_adapter.split, self.backend, config.max_grad_norm)
+        self.update = Update(model_adapter, config.max_grad_norm)
         self._denominator = 0  # trained tokens by which the gradients accumulated so far were divided
         self._trained_tokens = 0
 
@@ -103,8 +96,7 @@ class LemaTrainer:
             The logits `[batch, sequence, vocabulary]`, and the mean cross-entropy of the trained tokens.
 
         Raises:
-            NonFiniteError: the loss or a gradient is NaN or infinite, and `max_skipped_steps` were dropped already; the
-                optimizer was not stepped.
+            NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be dropped.
             DataError: no token is trained, or the batch is malformed.
             ConfigError: a checkpoint is due, and another run writes to `output_dir`; the step was taken.
         """
@@ -142,8 +134,7 @@ class LemaTrainer:
         """
         optimizer, replicas = self.ready(), self.backend.replicas
         place = f"step {self.global_step + 1}{where}"
-        counted = replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
-        trained, tokens = (sum(column) for column in zip(*counted, strict=True))
+        trained, tokens = count_tokens(micro_batches, replicas)
         if self.accumulation_step == 0:
             self._denominator, self._trained_tokens = trained, 0
         self._trained_tokens += trained
@@ -151,7 +142,8 @@ class LemaTrainer:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
             with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
-                loss = self._fitted_pass(micro_batches, divisor, more=more, following=following, logits=logits)
+                ahead: dict[str, Any] = {"more": more, "following": following}
+                loss = self.update.accumulate(self._parameters(), micro_batches, divisor, logits=logits, **ahead)
             self.accumulation_step += 1
             norm = None
             if self.accumulation_step == num_passes:  # the step's tokens were not known when its first batch ran
@@ -173,8 +165,7 @@ class LemaTrainer:
         """Return the mean loss of all processes, of which `mine` is a part; one that is not finite drops the step."""
         value: float = sum(self.backend.replicas.exchange(mine)) * (self._denominator / trained)
         if not math.isfinite(value):
-            said = f"{place}; the optimizer was not stepped"
-            self._refuse(lambda: self._passes.non_finite_loss(value, mine, said))
+            self._refuse(lambda: self._passes.non_finite_loss(value, mine, f"{place}; the optimizer was not stepped"))
         return value
 
     def _step_or_drop(
@@ -189,43 +180,6 @@ class LemaTrainer:
         with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
             self._step(optimizer, norm, length, on_event)
         return None
-
-    def _fitted_pass(
-        self,
-        micro_batches: Sequence[Mapping[str, Tensor]],
-        num_tokens: int,
-        *,
-        more: bool = False,
-        following: Sequence[Mapping[str, Tensor]] | None = None,
-        logits: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Run `_pass`; where the device's memory runs out, make room and run it again from its beginning."""
-        for attempt in self.model.retry.passes(micro_batches, parameters=self._parameters(), made=logits):
-            with attempt:
-                loss = self._pass(attempt.micro_batches, num_tokens, more=more, following=following, logits=logits)
-        return loss
-
-    def _pass(
-        self,
-        micro_batches: Sequence[Mapping[str, Tensor]],
-        num_tokens: int,
-        *,
-        more: bool,
-        following: Sequence[Mapping[str, Tensor]] | None,
-        logits: list[Tensor] | None,
-    ) -> Tensor:
-        """Queue the forward and the backward of one pass; return the loss, divided by `num_tokens`."""
-        scale = self.update.scale()  # also where nothing is scaled: the scaler begins with it
-        if not micro_batches and num_tokens:  # the other processes have some
-            self.model.accompany()
-            loss = torch.zeros((), device=self.backend.device)
-        else:
-            loss = self.model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
-        if more:
-            self.model.announce_step(following)
-        if loss.requires_grad:
-            self.update.scaler.scale(loss).backward()
-        return loss.detach()
 
     def fit(
         self,
@@ -243,7 +197,7 @@ class LemaTrainer:
 
         Args:
             dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
-            eval_dataset: likewise, evaluated every `eval_steps`, or after each epoch.
+            eval_dataset: such rows that are evaluated every `eval_steps`, or after each epoch.
             resume: go on from the newest checkpoint in `output_dir` that is sound; a newer one that is damaged is said.
             weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
             say: called with each line on what is gone on from.
@@ -275,23 +229,12 @@ class LemaTrainer:
             return run.train(self.schedule, self.callbacks, stop)
 
     def require_room(self, count: int) -> None:
-        """Make sure that `output_dir` has room for so many checkpoints.
-
-        Raises:
-            DiskFull: it has not; in every process.
-        """
-        optimizer, parameters = self.ready(), self._parameters()
-        moments = nbytes_of(one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
-        if not moments and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            moments = 2 * nbytes_of(parameters)
-        check_room_for(count, nbytes_of(parameters) + moments, Path(self.config.output_dir), self.backend.replicas)
+        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
+        nbytes = adapters_nbytes(self.ready(), self._parameters())
+        check_room_for(count, nbytes, Path(self.config.output_dir), self.backend.replicas)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Return `eval_loss` (mean over trained tokens), `eval_perplexity`, `eval_tokens` of a data set.
-
-        Raises:
-            NonFiniteError: the loss of a batch is NaN or infinite; names its rows and the layer where it began.
-        """
+        """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
         with watched(self.model, self.config):
             return evaluate(self.model, passes_of_rows(dataset, self.config, self.backend.replicas))
 
@@ -307,14 +250,13 @@ class LemaTrainer:
         which call this, the first writes; directories are on a disk that all of them see.
 
         Args:
-            directory: its name; replaced if it is there.
+            directory: its name; replaced if it is there. Where writing fails, what was there is untouched.
             extra: further JSON state, for the caller's own use.
             write_more: writes further files into the directory it is given, before the checkpoint gets its name.
 
         Raises:
-            DiskFull: there is no room for it; what was there before is untouched.
-            DiskError: it could not be written, or does not read back as it was written; likewise.
-            NonFiniteError: an adapter or the optimizer's state is not finite; likewise.
+            DiskFull, DiskError: it could not be written, or does not read back as it was written.
+            NonFiniteError: an adapter or the optimizer's state is not finite.
         """
         about = {
             "global_step": self.global_step,
@@ -323,14 +265,14 @@ class LemaTrainer:
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
-        adapters, optimizer = self._adapters(), self.ready()
-        write_adapters(Path(directory), self.backend, adapters, optimizer, about, self.config, self._base, write_more)
+        trained = self._adapters(), self.ready()
+        write_adapters(Path(directory), self.backend, *trained, about, self.config, self._base, write_more)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
 
         Args:
-            directory: the checkpoint's.
+            directory: of the checkpoint.
             weights_only: leave the optimizer's state out, which may be missing or damaged; the optimizer begins empty.
 
         Raises:
@@ -342,9 +284,9 @@ class LemaTrainer:
 
     def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Do what `load_checkpoint` does with a checkpoint whose files were compared with its manifest already."""
-        path, adapters, optimizer = Path(directory), self._adapters(), self.ready()
-        kept = None if weights_only else optimizer
-        state = read_adapters(path, self.backend, adapters, kept, self.gbi, self.model.split.layers_name)
+        path, optimizer = Path(directory), self.ready()
+        kept = self._adapters(), None if weights_only else optimizer
+        state = read_adapters(path, self.backend, *kept, self.gbi, self.model.split.layers_name)
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -352,20 +294,13 @@ class LemaTrainer:
             self.update.load_state_dict(state["scaler"])
             restore_own(self.backend, state, self.config.seed)
             self._forget()
-            self.global_step = int(state["global_step"])
-            self.skipped_steps = int(state["skipped_steps"])
+            self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
             return dict(state["extra"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
 
     def take_settings(self, changed: Collection[str]) -> None:
-        """Let settings hold from the next step on that are not those of the checkpoint that was restored.
-
-        An optimizer and a schedule that the caller made are left as they are.
-
-        Args:
-            changed: their names, as the config has them.
-        """
+        """Let the settings of these names hold from the next step on; what the caller made is left as it is."""
         if self._makes_optimizer and not UPDATE.isdisjoint(changed):
             set_update(self.ready(), self.config)
             if self.schedule is not None:
@@ -380,11 +315,6 @@ class LemaTrainer:
             schedule.load_state_dict(self._saved_schedule)
             self._saved_schedule = None
             set_rates(self.ready(), schedule.get_last_lr())
-
-    @property
-    def module(self) -> nn.Module | None:
-        """What callbacks see as the model: PEFT's."""
-        return self.peft_model
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -440,12 +370,11 @@ class LemaTrainer:
         Raises:
             NonFiniteError: it does not.
         """
-        if self._fault is not None:
-            return
-        found = error()
-        if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):
-            raise found
-        self._fault = found
+        if self._fault is None:
+            found = error()
+            if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):
+                raise found
+            self._fault = found
 
     def _drop(self, why: NonFiniteError) -> None:
         """End a step that the optimizer does not take; the schedule, which is of steps taken, stays where it is."""
@@ -455,7 +384,7 @@ class LemaTrainer:
         warn_dropped(why, self.global_step, self.skipped_steps, self.config.max_skipped_steps, self.backend.replicas)
 
     def _again(self, one: Pass) -> None:
-        self._fitted_pass(one.micro_batches, one.divisor)
+        self.update.accumulate(self._parameters(), one.micro_batches, one.divisor)
 
     def _forget(self) -> None:
         """Drop a step that failed: its gradients and what was announced for it."""

@@ -1,12 +1,9 @@
-"""The end of a step: gradients are summed over processes, checked and clipped, and the optimizer is stepped.
-
-Loss and norm come from the device in one read; nothing else waits for it.
-"""
+"""One optimizer step of adapters, without asking the device: gradients added up, made whole, clipped, and applied."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,33 +11,68 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from lema.backend import Backend
 from lema.backend.collectives import sum_gradients
-from lema.model import Split
+from lema.engine import StreamedModel
 
 __all__ = ["Update", "read_numbers"]
 
 
 class Update:
-    """Turns the gradients of a step into new parameters.
+    """Turns micro-batches into gradients, and the gradients of a step into new parameters.
 
     Args:
-        split: the model, for its dtype.
-        backend: the device.
+        model: the streamed model.
         max_grad_norm: gradients longer than this are scaled down to it; None: they are not.
 
     Attributes:
         scaler: of half-precision gradients; idle for other dtypes.
     """
 
-    def __init__(self, split: Split, backend: Backend, max_grad_norm: float | None) -> None:
-        self._backend, self._max_grad_norm = backend, max_grad_norm
+    def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
+        self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
         self._unscaled = False  # since the scaler was last updated
-        self.scaler = torch.amp.GradScaler(backend.device.type, enabled=split.model.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=model.split.model.dtype == torch.float16)
 
     def scale(self) -> float | Tensor:
         """Return the number by which gradients are scaled: on the device, where it is not asked for."""
         return self.scaler.scale(torch.ones((), device=self._backend.device)) if self.scaler.is_enabled() else 1.0
+
+    def accumulate(
+        self,
+        parameters: Sequence[nn.Parameter],
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        num_tokens: int,
+        *,
+        more: bool = False,
+        following: Sequence[Mapping[str, Tensor]] | None = None,
+        logits: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Add the gradients of one pass through the layers; return its loss, on the device.
+
+        Where the device's memory runs out, room is made and the pass begins again.
+
+        Args:
+            parameters: that train.
+            micro_batches: of this process; none where only other processes have some.
+            num_tokens: by which the summed loss is divided; 0: nothing is trained.
+            more: another pass follows at once, and its first layers may be read while this one ends.
+            following: the micro-batches of that pass, where some of its layers may be left out.
+            logits: a list that receives each micro-batch's logits.
+        """
+        for attempt in self._model.retry.passes(micro_batches, parameters=parameters, made=logits):
+            with attempt:
+                parts = attempt.micro_batches
+                scale = self.scale()  # also where nothing is scaled, because the scaler begins with it
+                if not parts and num_tokens:  # the other processes have some
+                    self._model.accompany()
+                    loss = torch.zeros((), device=self._backend.device)
+                else:
+                    loss = self._model.loss(parts, num_tokens=num_tokens, scale=scale, logits=logits)
+                if more:
+                    self._model.announce_step(following)
+                if loss.requires_grad:
+                    self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
         """Make the gradients those of the whole step, in every process; return their norm, on the device.

@@ -72,7 +72,7 @@ def test_a_real_step_takes_what_was_told(tmp_path: Path, dtype: torch.dtype, cli
         waiting = sum(weight.nbytes for weight in streamed.values()) if clipped else 0
         assert needs.host["waiting"] == waiting
         parts = sum(needs.host[part] for part in ("masters", "moments", "waiting"))
-        assert training.host_bytes == parts + sum(weight.nbytes for weight in streamed.values())
+        assert training.places.host_bytes == parts + sum(weight.nbytes for weight in streamed.values())
         count = sum(master.numel() for master in training.masters.values())
         assert trained.parameters == count == needs.blueprint.parameters
         if dtype == torch.bfloat16:
@@ -87,7 +87,7 @@ def peak_of_a_step(model: LemaModel, training: FullTraining) -> int:
         tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *training.masters.values()])
         tally.leave_out([tensor for state in training.optimizer.state.values() for tensor in state.values()])
         tally.leave_out(list(model.memory._host.values()))
-        tally.leave_out(training._places._waiting.values())
+        tally.leave_out(training.places._waiting.values())
         tally.leave_out([tensor for batch in micro_batches() for tensor in batch.values()])
         training.step([micro_batches()])
     return tally.peak
@@ -153,9 +153,9 @@ def test_what_host_memory_does_not_hold_is_told_to_be_in_files(tmp_path: Path) -
         needs = told(config)
         with trains(config) as (model, training):
             own = [stored_in(model, name).nbytes for name in training.masters if ".layers." in name]
-            assert 0 < needs.mapped == training.mapped_bytes
+            assert 0 < needs.mapped == training.places.mapped_bytes
             parts = sum(needs.host[part] for part in ("masters", "moments", "waiting"))
-            assert parts + sum(own) == training.host_bytes < 1.1e6
+            assert parts + sum(own) == training.places.host_bytes < 1.1e6
 
 
 def test_a_part_that_trains_is_counted_alone(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
+from torch import nn
 from torch.optim import Optimizer
 
 from lema.backend import Backend
@@ -27,7 +29,15 @@ from lema.train.checkpoint.format import (
 )
 from lema.train.checkpoint.rng import states_of_all
 
-__all__ = ["read_adapters", "write_adapters"]
+__all__ = ["adapters_nbytes", "read_adapters", "write_adapters"]
+
+
+def adapters_nbytes(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of a checkpoint's tensors; the moments of an AdamW count before its first step, too."""
+    moments = nbytes_of(one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
+    if not moments and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        moments = 2 * nbytes_of(parameters)
+    return nbytes_of(parameters) + moments
 
 
 def write_adapters(

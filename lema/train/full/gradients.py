@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lema.backend import Download
+from lema.backend.collectives import sum_gradients
 from lema.engine import StreamedModel
 from lema.train.full.masters import Masters
 
@@ -50,6 +52,20 @@ class GradientOffload:
         for one in self._downloads:
             one.release()
         self._downloads = []
+
+    def summed(self, layer: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a layer's gradients, added up over all processes."""
+        backend = self._backend
+        if backend.replicas.size == 1:
+            return found
+        parameters = {}
+        for name in self._places.by_layer[layer]:
+            weight, gradient = self._places.weight(name), found.get(name)
+            held = torch.empty_like(weight, device=backend.device) if gradient is None else gradient
+            parameters[name] = nn.Parameter(held, requires_grad=False)
+            parameters[name].grad = gradient
+        sum_gradients(backend.replicas, list(parameters.values()))
+        return {name: one.grad for name, one in parameters.items() if one.grad is not None}
 
     def _one_layer(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return memory for gradients of one layer at a time."""

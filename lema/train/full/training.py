@@ -27,7 +27,7 @@ from lema.backend import Download
 from lema.backend.collectives import sum_gradients
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.loss import attended_tokens, trained_tokens
+from lema.engine.loss import trained_tokens
 from lema.engine.optim import make_optimizer, set_update
 from lema.engine.visit import Leaves, TrainedWeights
 from lema.errors import NonFiniteError
@@ -37,8 +37,8 @@ from lema.train.checkpoint.changes import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
 from lema.train.full.gradients import GradientOffload
 from lema.train.full.masters import BackgroundStep, Masters, step_part
-from lema.train.guards import HiddenGradients, Passes, where_began
-from lema.train.steps import StepResult, check_room_for, may_drop, no_event, warn_dropped
+from lema.train.guards import HiddenGradients, Passes, non_finite_norm, where_began
+from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, warn_dropped
 
 __all__ = ["FullTraining"]
 
@@ -53,6 +53,7 @@ class FullTraining:
         gbi: where the weights lay at first, whose fingerprint checkpoints keep; None: they do not.
 
     Attributes:
+        places: where masters, moments and waiting gradients lie, and how many bytes they take.
         masters: what trains, by its name in the model: fp32, in host memory.
         optimizer: over them.
         global_step: optimizer steps of the run, those that were dropped among them.
@@ -74,12 +75,12 @@ class FullTraining:
         gbi: GlobalBinaryIndex | None = None,
     ) -> None:
         self.model, self.config, self._gbi = model, config, gbi
-        self._places = Masters(model, config, chosen)
-        self.masters = self._places.by_name
+        self.places = Masters(model, config, chosen)
+        self.masters = self.places.by_name
         self.optimizer = make_optimizer(self.masters.values(), config)
-        self._places.attach(self.optimizer)
+        self.places.attach(self.optimizer)
         self._layers_name = f"{model.split.layers_name}."
-        own = {layer: [self._places.own(name) for name in names] for layer, names in self._places.by_layer.items()}
+        own = {layer: [self.places.own(name) for name in names] for layer, names in self.places.by_layer.items()}
         model.train_weights(TrainedWeights(own, self._done, self._begun))
         self.global_step = self.skipped_steps = 0
         self.dropped: NonFiniteError | None = None
@@ -94,27 +95,7 @@ class FullTraining:
         self._begun_with: dict[str, Tensor] = {}  # gradients of the passes before
         self._norms: dict[str, Tensor] = {}
         self._clipped = config.max_grad_norm is not None
-        self._offload = GradientOffload(model, self._places)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes in memory of what trains: as it streams, masters, moments, gradients that wait for their norm."""
-        return self._places.host_bytes
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint's tensors: masters, and two moments of each."""
-        return 3 * sum(master.numel() * master.itemsize for master in self.masters.values())
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Of masters, moments and waiting gradients, the bytes that lie in a file."""
-        return self._places.mapped_bytes
-
-    @property
-    def mapped_layers(self) -> frozenset[int]:
-        """The layers that have these in the file."""
-        return self._places.mapped
+        self._offload = GradientOffload(model, self.places)
 
     @property
     def module(self) -> nn.Module:
@@ -135,15 +116,14 @@ class FullTraining:
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
         """Take one optimizer step of one pass, as `lema.train.steps.Steps` says."""
-        counted = self.model.backend.replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
-        trained, tokens = (sum(column) for column in zip(*counted, strict=True))
+        trained, tokens = count_tokens(micro_batches, self.model.backend.replicas)
         loss = float(self.step([micro_batches], trained, where=where))
         return StepResult(loss, trained, tokens, self.grad_norm, self.dropped)
 
     def require_room(self, count: int) -> None:
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
-        place, replicas = Path(self.config.output_dir), self.model.backend.replicas
-        check_room_for(count, self.checkpoint_bytes, place, replicas)
+        nbytes = 3 * sum(master.nbytes for master in self.masters.values())  # masters, and two moments of each
+        check_room_for(count, nbytes, Path(self.config.output_dir), self.model.backend.replicas)
 
     def take_settings(self, changed: Collection[str]) -> None:
         """Let the settings of these names hold from the next step on, as `config` has them now."""
@@ -214,7 +194,7 @@ class FullTraining:
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
-        backend, places = self.model.backend, self._places
+        backend, places = self.model.backend, self.places
         write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, write_more)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
@@ -225,10 +205,10 @@ class FullTraining:
         """
         path = Path(directory)
         check_full(path, self._base, self._gbi)
-        for layer in self._places.by_layer:
+        for layer in self.places.by_layer:
             self.model.stream.rewrite(layer, lambda: None)
         try:
-            state = read_full(path, self.model.backend, self._places, self.optimizer, self.config.seed)
+            state = read_full(path, self.model.backend, self.places, self.optimizer, self.config.seed)
         finally:
             self.model.stream.settle()
         self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
@@ -242,7 +222,7 @@ class FullTraining:
         Raises:
             AdapterError: it is damaged, of another kind of training, or of other shapes.
         """
-        return carry_moments(Path(directory), self._places, self.optimizer)
+        return carry_moments(Path(directory), self.places, self.optimizer)
 
     @cached_property
     def _base(self) -> str | None:
@@ -252,7 +232,7 @@ class FullTraining:
         """End the optimizer's thread and let the file go; the model trains its own weights no more."""
         self._behind.close()
         self.model.train_weights(TrainedWeights({}, lambda *_: None))
-        self._places.close()
+        self.places.close()
 
     def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int | None) -> Tensor:
         """Run one pass over the layers, forward and backward; return its loss."""
@@ -272,15 +252,15 @@ class FullTraining:
         elif loss is not None:  # gradients of each layer are added up in it: no process leaves alone
             loss.backward()
         else:
-            for layer in sorted(self._places.by_layer, reverse=True):
-                begun = {own: self._begun(layer, own) for own in map(self._places.own, self._places.by_layer[layer])}
+            for layer in sorted(self.places.by_layer, reverse=True):
+                begun = {own: self._begun(layer, own) for own in map(self.places.own, self.places.by_layer[layer])}
                 self._done(layer, {own: gradient for own, gradient in begun.items() if gradient is not None})
         self._behind.wait()
         return torch.tensor(value, dtype=torch.float32, device=model.backend.device)
 
     def _done(self, layer: int, gradients: Leaves) -> None:
         """Take the gradients of a layer, and go on in the other thread. No computation reads the layer any more."""
-        names = {name: self._places.own(name) for name in self._places.by_layer[layer]}
+        names = {name: self.places.own(name) for name in self.places.by_layer[layer]}
         found = {name: gradients[own].detach() for name, own in names.items() if own in gradients}
         if not self._last:
             arrived, downloads = self._offload.begin(layer, found, kept=True)
@@ -289,7 +269,7 @@ class FullTraining:
             self._begun_with.update(arrived)
             return
         self._behind.wait()  # in every process before what these tell each other, so that what fails fails in all
-        arrived, downloads = self._offload.begin(layer, self._summed(layer, found), kept=self._clipped)
+        arrived, downloads = self._offload.begin(layer, self._offload.summed(layer, found), kept=self._clipped)
         if self._clipped:
             self._begun_with.update(arrived)
         else:
@@ -300,20 +280,6 @@ class FullTraining:
     def _begun(self, layer: int, own: str) -> Tensor | None:
         gradient = self._begun_with.get(f"{self._layers_name}{layer}.{own}")
         return None if gradient is None else gradient.to(self.model.backend.device)
-
-    def _summed(self, layer: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's gradients, added up over all processes."""
-        backend = self.model.backend
-        if backend.replicas.size == 1:
-            return found
-        parameters = {}
-        for name in self._places.by_layer[layer]:
-            weight, gradient = self._places.weight(name), found.get(name)
-            held = torch.empty_like(weight, device=backend.device) if gradient is None else gradient
-            parameters[name] = nn.Parameter(held, requires_grad=False)
-            parameters[name].grad = gradient
-        sum_gradients(backend.replicas, list(parameters.values()))
-        return {name: one.grad for name, one in parameters.items() if one.grad is not None}
 
     def _take(self, layer: int, gradients: dict[str, Tensor], downloads: Sequence[Download]) -> None:
         """Look at the gradients of a layer once they have landed; step it, where nothing is clipped."""
@@ -336,19 +302,8 @@ class FullTraining:
         """
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
-            how = "lower learning_rate, or look at the rows of this step"
-            if begun is not None:
-                how = (
-                    f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
-                )
-            raise self._faulty(
-                NonFiniteError(
-                    f"the norm of the gradient of {name} is {float(norm)}",
-                    where=f"{self._place}, {place}; {begun or 'no weight was stepped'}",
-                    how=how,
-                ),
-                name,
-            )
+            where = f"{self._place}, {place}; {begun or 'no weight was stepped'}"
+            raise self._faulty(non_finite_norm(name, float(norm), where, stepped=begun is not None), name)
         self._norms[name] = norm
 
     @property
@@ -387,15 +342,15 @@ class FullTraining:
             step_part(self.optimizer, masters)
             for master in masters:
                 master.grad = None
-            self._places.round(gradients)
+            self.places.round(gradients)
 
     def _finish(self) -> None:
         """Step what has not been stepped: all layers where gradients are clipped, and what lies outside them."""
         self._offload.let_go()
-        stream, outside = self.model.stream, self._places.outside
+        stream, outside = self.model.stream, self.places.outside
         parameters = {name: self.model.split.model.get_parameter(name) for name in outside}
         sum_gradients(self.model.backend.replicas, list(parameters.values()))
-        begun = None if self._clipped or not self._places.by_layer else "the layers were stepped already"
+        begun = None if self._clipped or not self.places.by_layer else "the layers were stepped already"
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradient, parameter.grad = parameter.grad.to("cpu", torch.float32), None
@@ -414,14 +369,14 @@ class FullTraining:
             )
         self._stepped = True
         if self.config.max_grad_norm is not None:
-            for layer, names in self._places.by_layer.items():
+            for layer, names in self.places.by_layer.items():
                 with stream.rewritten(layer):
                     found = {name: self._begun_with[name] for name in names if name in self._begun_with}
                     self._step_layer(layer, found, norm)
             clip_grads_with_norm_([self.masters[name] for name in outside], self.config.max_grad_norm, norm)
         self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
         self.optimizer.zero_grad()
-        self._places.round(outside)
+        self.places.round(outside)
         stream.settle()
         self.grad_norm = length
         self._begun_with.clear()
@@ -437,6 +392,6 @@ class FullTraining:
         self._norms.clear()
         for name, master in self.masters.items():
             master.grad = None
-            if name in self._places.outside:
+            if name in self.places.outside:
                 self.model.split.model.get_parameter(name).grad = None
         return failure

@@ -85,8 +85,8 @@ def run_phases(
             the first adapters begin. With `resume`, of no further use once a phase has been begun in `output_dir`.
         on_step: called with every line of metrics.
         stop: asked after each step; returns why to stop, None: go on.
-        at_layer: likewise, asked before each layer: the step or validation under way is given up. Of several processes
-            all give one, or none.
+        at_layer: the same, asked before each layer: the step or validation under way is given up then. Of several
+            processes all give one, or none.
         callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
         trust_remote_code: run code that comes with the model.
         trace: records what is read, uploaded and computed, and when.
@@ -106,9 +106,6 @@ def run_phases(
         replicas = backend.replicas
         inside = [run.places.place(index) for index in range(len(plan.phases))]
         stack.enter_context(one_run(replicas, run.places.directory, inside))
-        if replicas.num_processes > 1:
-            given = {"phases": plan.to_dict(), "start": start and str(start)}
-            check_alike(replicas, config.to_dict() | given | _rows_of(sources))
         begin = run.prepare(replicas, resume=resume, start=start)
         with run.events(replicas, callbacks, on_step) as events:
             try:
@@ -117,10 +114,7 @@ def run_phases(
                 events.draw()
                 raise
             events.draw()
-        end = run.places.end_of(len(plan.phases) - 1)
-        if plan.phases[-1].trains == "lora":
-            first_alone(replicas, lambda: copy_adapter(end, run.places.directory))
-    return end
+        return run.leave(replicas)
 
 
 @dataclass(frozen=True)
@@ -156,6 +150,9 @@ class Phases:
             ConfigError: it may not begin there, or so; AdapterError: a checkpoint is damaged.
         """
         places = self.places
+        if replicas.num_processes > 1:
+            given = {"phases": self.plan.to_dict(), "start": start and str(start)}
+            check_alike(replicas, self.config.to_dict() | given | self._rows)
         begun = any(places.saved(index) for index in range(len(self.plan.phases)))
         if resume and (begun or start is None):
             return self._go_on(replicas)
@@ -211,6 +208,13 @@ class Phases:
                 raise _stopped_between(places, index, why)
             self._train(index, events, stop, begin, at_layer)
             gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
+
+    def leave(self, replicas: Replicas) -> Path:
+        """Return the checkpoint that the last phase has ended with; copy its adapter to where every run has it."""
+        end = self.places.end_of(len(self.plan.phases) - 1)
+        if self.plan.phases[-1].trains == "lora":
+            first_alone(replicas, lambda: copy_adapter(end, self.places.directory))
+        return end
 
     def _train(
         self, index: int, events: RunEvents, stop: Stop, start: Start | None, at_layer: Stop | None = None

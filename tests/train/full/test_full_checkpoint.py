@@ -65,7 +65,7 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
         training.step([micro_batches(2)])
         training.save_checkpoint(tmp_path / "there")
         expected = training.step([micro_batches(2)])
-        anyway, _ = training._places._limits(model.config)
+        anyway, _ = training.places._limits(model.config)
         masters = training.masters
     with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
         taken = resumed.host_bytes, resumed.mapped_bytes
