@@ -24,7 +24,8 @@ from lema.engine.embed_head import Ends
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.loss import LossChunks, targets_of
 from lema.engine.padding import Padding, cut
-from lema.engine.visit import Engine, TrainedWeights, passed, turn, visit
+from lema.engine.trained_weights import TrainedWeights
+from lema.engine.visit import Engine, passed, turn, visit
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import LayerCall

@@ -1,19 +1,13 @@
-"""Weights of streamed layers that train themselves: what stands for them in a layer's graph, and their gradients.
+"""Visits: one layer, forward and backward, over all micro-batches of a step, as one autograd function.
 
-A leased weight is a view of memory that holds another layer soon. In a graph it is stood for by a leaf: the same bytes,
-and requires grad. The gradients of a layer are complete when its one backward is over, for all micro-batches, added up
-one by one as gradient accumulation on the whole model adds them.
-
-Visits: one layer, forward and backward, over all micro-batches of a step, as one autograd function.
-
-The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation); the backward leases
+The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation). The backward leases
 the layer again and recomputes (Chen et al. 2016, https://arxiv.org/abs/1604.06174), one micro-batch at a time. The top
 layer, the head and the loss are one visit: the graph is formed, used and freed while the layer is on lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,73 +21,13 @@ from lema.backend.interrupt import NEVER
 from lema.engine.embed_head import Ends
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
-from lema.errors import ModelError
+from lema.engine.trained_weights import Leaves, TrainedWeights, add
 from lema.model import Split
 from lema.model.capture import LayerCall, tensors_in
 from lema.model.skip_matmuls import AdaptedLinears
 from lema.stream import LayerStream, Lease
 
-__all__ = ["Engine", "Leaves", "TrainedWeights", "add", "passed", "turn", "visit"]
-
-
-Leaves = dict[str, Tensor]
-
-
-class TrainedWeights:
-    """Which weights of the decoder layers train, and who takes their gradients.
-
-    Args:
-        names: of each layer that trains, the names of its parameters, as a lease has them.
-        done: called with a layer and the gradients of its weights by name, on the device, when they are complete for
-            the pass; a weight that nothing reached has none. It keeps them until it has used them.
-        begun: returns the gradient that a weight has from the passes before, if any: what this one adds to.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[int, Collection[str]],
-        done: Callable[[int, Leaves], None],
-        begun: Callable[[int, str], Tensor | None] = lambda *_: None,
-    ) -> None:
-        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
-        self._done, self._begun = done, begun
-
-    def trains(self, layer: int) -> bool:
-        """Whether anything of a layer's own trains."""
-        return layer in self._names
-
-    def leaves(self, layer: int, lease: Lease) -> Leaves:
-        """Return what stands for the weights of a layer that train.
-
-        Raises:
-            ModelError: one is not in the lease, or is of a type that has no gradient.
-        """
-        found: Leaves = {}
-        for name in sorted(self._names.get(layer, ())):
-            weight = lease.weights.get(name)
-            if weight is None or not weight.is_floating_point():
-                what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
-                raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
-            found[name] = weight.detach().requires_grad_()
-        return found
-
-    def begin(self, layer: int, leaves: Leaves) -> None:
-        """Let gradients add to those of the passes before."""
-        for name, leaf in leaves.items():
-            leaf.grad = self._begun(layer, name)
-
-    def end(self, layer: int, leaves: Leaves) -> None:
-        """Hand the gradients of a layer over: nothing adds to them any more in this pass."""
-        if leaves:
-            self._done(layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
-        for leaf in leaves.values():
-            leaf.grad = None
-
-
-def add(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add a gradient to a leaf's, as autograd does."""
-    if gradient is not None:
-        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+__all__ = ["Engine", "passed", "turn", "visit"]
 
 
 class Engine:

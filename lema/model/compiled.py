@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lema.backend import Backend
 from lema.errors import LemaError
 from lema.model.capture import LayerCall, tensors_in
-from lema.model.layer_kinds import Attribute, kinds_of
+from lema.model.layer_kinds import Attribute, compare_layers
 
 __all__ = ["CompiledLayers"]
 
@@ -61,7 +61,7 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         self._layers, self._name, self._backend = layers, name, backend
-        kinds = kinds_of(layers, name)
+        kinds = compare_layers(layers, name)
         self.kinds, self._firsts = kinds.of, kinds.firsts
         self.compilations = 0
         self._runs = 0  # of compiled graphs

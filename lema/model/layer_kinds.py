@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attribute", "Kinds", "kinds_of"]
+__all__ = ["Attribute", "LayerKinds", "compare_layers"]
 
 
 # What torch keeps in every module: its parts, which are compared by themselves, and whether it trains and what hooks it
@@ -34,7 +34,7 @@ class Attribute:
 
 
 @dataclass(frozen=True)
-class Kinds:
+class LayerKinds:
     """Which layers are alike.
 
     Attributes:
@@ -51,7 +51,7 @@ class Kinds:
         return tuple(self.of.index(kind) for kind in range(max(self.of) + 1))
 
 
-def kinds_of(layers: Sequence[nn.Module], name: str) -> Kinds:
+def compare_layers(layers: Sequence[nn.Module], name: str) -> LayerKinds:
     """Compare layers with each other.
 
     Args:
@@ -72,7 +72,7 @@ def kinds_of(layers: Sequence[nn.Module], name: str) -> Kinds:
         found.append(len(firsts) if alike is None else alike)
         if alike is None:
             firsts.append(index)
-    return Kinds(tuple(found), tuple(sorted(labels, key=lambda one: (one.module, one.name))))
+    return LayerKinds(tuple(found), tuple(sorted(labels, key=lambda one: (one.module, one.name))))
 
 
 def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:

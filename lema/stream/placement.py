@@ -29,15 +29,15 @@ from lema.storage.slices import PartRecord
 __all__ = [
     "DTYPES",
     "PAGE",
+    "ByteRun",
     "Expansion",
     "LayerBytes",
     "Placed",
-    "Run",
     "extent",
     "moved",
     "part_bytes",
-    "part_of",
     "place",
+    "rank_share",
     "view",
     "views",
 ]
@@ -78,7 +78,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRun:
     """Bytes that follow each other in one file, and where the first of them goes in the slot."""
 
     file: Path
@@ -125,7 +125,7 @@ class LayerBytes:
     """
 
     tensors: tuple[Placed, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRun, ...]
     casts: tuple[Cast, ...]
     nbytes: int
     expansions: tuple[Expansion, ...] = ()
@@ -167,9 +167,9 @@ def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> Lay
 
 def _place_plain(
     tensors: Mapping[str, tuple[TensorRecord | PartRecord, torch.dtype]],
-) -> tuple[dict[str, Placed], tuple[Run, ...], tuple[Cast, ...], int]:
+) -> tuple[dict[str, Placed], tuple[ByteRun, ...], tuple[Cast, ...], int]:
     placed: dict[str, Placed] = {}
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     casts: list[Cast] = []
     end = 0
     direct = {
@@ -180,7 +180,7 @@ def _place_plain(
     for group in _consecutive(direct):
         first, last = group[0][1], group[-1][1]
         start = _round_up(end) + first.offset % PAGE
-        runs.append(Run(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
+        runs.append(ByteRun(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
         for name, plain in group:
             placed[name] = Placed(name, start + plain.offset - first.offset, tensors[name][1], torch.Size(plain.shape))
         end = start + runs[-1].nbytes
@@ -251,7 +251,7 @@ def part_bytes(nbytes: int, size: int) -> int:
     return -(-nbytes // (size * PAGE)) * PAGE
 
 
-def part_of(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
+def rank_share(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
     """Return process `rank`'s part of a layer: bytes to read into a slot of their own, tensors only once whole.
 
     What lies beyond the layer's end, in the last parts, is read by nobody and looked at by nobody.
@@ -261,11 +261,11 @@ def part_of(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
     return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes)
 
 
-def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[Run]:
+def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[ByteRun]:
     for run in layer.runs:
         first, last = max(run.slot_offset, begin), min(run.slot_offset + run.nbytes, end)
         if first < last:
-            yield Run(run.file, run.offset + first - run.slot_offset, last - first, first - begin)
+            yield ByteRun(run.file, run.offset + first - run.slot_offset, last - first, first - begin)
 
 
 def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:

@@ -26,7 +26,7 @@ from lema.stream.counters import RunningCounters, StreamCounters
 from lema.stream.dequantize import ExpandedBuffers, expand_into, weights_in
 from lema.stream.gather import GatheredBuffers
 from lema.stream.lease import Lease
-from lema.stream.placement import LayerBytes, extent, moved, part_of
+from lema.stream.placement import LayerBytes, extent, moved, rank_share
 from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing
@@ -84,7 +84,7 @@ class LayerStream:
         self._gathered: GatheredBuffers | None = None
         replicas, stored = backend.replicas, self.layers
         if sharded and replicas.size > 1:
-            stored = tuple(part_of(layer, replicas.rank, replicas.size) for layer in self.layers)
+            stored = tuple(rank_share(layer, replicas.rank, replicas.size) for layer in self.layers)
             parts = [part.nbytes for part in stored]
             self._gathered = GatheredBuffers(parts, backend, self._part, trace=trace, clock=clock)
         self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]

@@ -93,7 +93,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         ReadError: it could not be read.
     """
     from lema.backend.hostmemory import anonymous
-    from lema.stream.placement import LayerBytes, Run
+    from lema.stream.placement import ByteRun, LayerBytes
     from lema.stream.reader import LayerReader
     from lema.stream.workers import Ticket
 
@@ -105,7 +105,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         if hasattr(os, "posix_fadvise"):  # macOS has none
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         starts = range(0, written, PART)
-        parts = [Run(path, start, min(PART, written - start), 0) for start in starts]
+        parts = [ByteRun(path, start, min(PART, written - start), 0) for start in starts]
         buffers = deque(anonymous(PART) for _ in range(AT_ONCE))
         for buffer in buffers:
             buffer.zero_()  # its pages are there before the clock runs, as in the second step of a run

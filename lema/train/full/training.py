@@ -31,7 +31,7 @@ from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.loss import trained_tokens
 from lema.engine.optim import make_optimizer
-from lema.engine.visit import Leaves, TrainedWeights
+from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.errors import NonFiniteError
 from lema.train.full.checkpoint import carry_moments, read_full, write_full
 from lema.train.full.masters import Behind, Masters, step_part
