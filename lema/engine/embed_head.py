@@ -1,4 +1,4 @@
-"""The two ends of the model, before the layers and after them, where something in them trains.
+"""The gradients of what trains before the decoder layers and after them, as embeddings and the head.
 
 Gradients are added to `.grad` in the backward, one micro-batch after the other, as gradient accumulation on the whole
 model adds them. The graph before the layers is kept from the forward: for embeddings it holds little more than the
@@ -28,7 +28,7 @@ __all__ = ["Ends"]
 
 
 class Ends:
-    """What comes before the layers and after them in one step.
+    """What comes before the layers and after them in one step, with the gradients of the parameters there.
 
     Args:
         backend: for the generator state.

@@ -88,7 +88,8 @@ class PrefixCache:
             nbytes = whole_blocks(like.nbytes)
             if not self._places:
                 self._file.reserve(nbytes * -(-self._num_tokens // batch["input_ids"].numel()))
-            self._file.reserve(self._end + nbytes)  # more than that, by the blocks that are not full
+            # Beyond what was reserved at first, because the last block of each state is not full.
+            self._file.reserve(self._end + nbytes)
             buffer = self._buffer(nbytes)
             placed(buffer, like).copy_(state.detach())
             written = self._file.write(as_bytes(buffer[:nbytes]), self._end)
@@ -105,7 +106,7 @@ class PrefixCache:
         found: list[Tensor] = []
         reads: deque[tuple[Tensor, Tensor, Future[None]]] = deque()
         for batch in micro_batches:
-            if len(reads) == NUM_BUFFERS:
+            if len(reads) == NUM_BUFFERS:  # because every buffer is being read into
                 found.append(self._arrived(*reads.popleft()))
             offset, like, written = self._places[_key(batch)]
             nbytes = whole_blocks(like.nbytes)

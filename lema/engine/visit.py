@@ -31,15 +31,15 @@ __all__ = ["Engine", "passed", "turn", "visit"]
 
 
 class Engine:
-    """What every visit works with: the model in its parts, the stream of weights, the device.
+    """The objects that every visit works with: the model in its parts, the stream of weights, the device.
 
     Attributes:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
         retry: attempts again what ran out of device memory.
         trained: the weights of layers that train themselves.
         stop: asked before each micro-batch whether the run is to stop.
-        look: called in the backward with the gradients of hidden states as soon as they are formed, some of them None,
-            and with the number of the layer whose inputs these are; of the top layer's outputs, that of the layers.
+        look: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
+            whose inputs they are (the number of layers for the top layer's outputs) and with them, some of them None.
     """
 
     def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
@@ -53,9 +53,9 @@ class Engine:
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
-        """Return the generator's state; where nothing was drawn since it was last asked for, the tensor of that time.
+        """Return the generator's state, in the tensor returned last time if nothing was drawn since.
 
-        Without dropout every layer and micro-batch has the same, and it takes kilobytes.
+        One tensor is enough, because without dropout every layer and micro-batch has the same state of kilobytes.
         """
         state = self.backend.rng_state()
         if self._state is None or not torch.equal(state, self._state):
@@ -82,13 +82,15 @@ def visit(
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
 
     Args:
-        engine: what to work with.
-        layer: its number.
-        calls: the layer's arguments, of each micro-batch.
-        hidden: its inputs.
-        boundaries: where they wait for the backward, which computes the layer again; None: its activations are kept.
-        graphs: where these wait then; None: on the device.
+        engine: the model, the stream and the device.
+        layer: the number of the layer.
+        calls: the layer's other arguments, for each micro-batch.
+        hidden: the layer's input for each micro-batch.
+        boundaries: where the inputs wait for the backward, which recomputes the layer; None: its activations are kept.
+        graphs: where kept activations wait for the backward; None: on the device.
     """
+    # An autograd function, because autograd then calls the layer's backward when the gradients of its outputs are
+    # there, and knows nothing of the graph inside, whose weights are on lease only during the two visits.
     visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
         _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None), engine.anchor, *hidden
     )
@@ -159,7 +161,7 @@ class _LayerVisit:
     def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
         engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
-        # Without addresses nothing can be said of which tensors are weights: the graph is made anew in the backward.
+        # Made anew in the backward where tensors have no address, because no tensor is known for a weight there.
         anew = compiled or not lease.has_address
         again = None
         if self._boundaries is not None:
@@ -173,14 +175,14 @@ class _LayerVisit:
                 given = graph_input(engine.anchor, given, self._found, index)
             weights = {**lease.weights, **self._leaves}
             output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
-        # The edge, not the output: that is the next layer's input, and kept as such.
+        # The edge and not the output, because that is the next layer's input, and kept as such.
         self._graphs.append((graph, get_gradient_edge(output)))
         return output.detach()
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
         engine = self._engine
-        after = engine.backend.rng_state()
+        after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
         engine.trained.begin(self._layer, self._leaves)
         with (
             engine.retry.at(f"in the backward of layer {self._layer}"),
@@ -205,7 +207,7 @@ class _LayerVisit:
 
     @contextmanager
     def _fetched(self, index: int) -> Iterator[None]:
-        """Have micro-batch `index`'s boundary on the device for the length of a `with` block."""
+        """Have the boundary of micro-batch `index` on the device in the `with` block."""
         if self._boundaries is None:
             yield
             return
@@ -219,9 +221,10 @@ class _LayerVisit:
     def _runner(
         self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
     ) -> Callable[[Lease], Tensor]:
-        """Return what runs a micro-batch through the layer again, from the generator state of the first time.
+        """Return the function that runs a micro-batch through the layer again, from the generator's first `state`.
 
-        It does not hold the visit: the visit holds the graph that holds it, and what nobody wants any more would stay.
+        The function does not refer to the visit, because the visit holds the graph that holds the function, and such a
+        circle would keep tensors that nobody wants any more.
         """
         engine, layer, boundary = self._engine, self._layer, self._boundary
         call, found = self._calls[index], self._found
@@ -229,12 +232,12 @@ class _LayerVisit:
         def run(lease: Lease) -> Tensor:
             engine.backend.set_rng_state(state)
             if anew and (needs or not lease.has_address):
-                # It is this run that is differentiated. By its input too where nobody needs that and a device compiles
-                # what is run: so the lowest layer's backward is that of the others.
+                # This run is the one that is differentiated. On a device that compiles what is run, by its input even
+                # where nobody needs that, because the lowest layer's backward then is the graph of the others'.
                 given = graph_input(engine.anchor, boundary[0], found, index)
             else:
                 given = boundary[0].detach().requires_grad_(needs)
-            # Leaves again: what a module saves depends on whether its weight requires grad.
+            # Leaves again, because what a module saves depends on whether its weight requires grad.
             weights = {**lease.weights, **engine.trained.leaves(layer, lease)}
             return engine.split.run_layer(layer, weights, call, given, compiled=compiled)
 
@@ -273,6 +276,7 @@ class _Turn(torch.autograd.Function):
         with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             ctx.leaves = engine.trained.leaves(top, lease)
+            # Begun in the forward, because the top layer is differentiated here, while it is on lease.
             engine.trained.begin(top, ctx.leaves)
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
                 engine.stop.poll()
@@ -325,6 +329,7 @@ def _turned(
     with retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
         value, gradient = ends.turn(index, output.detach())
     engine.look(top + 1, [gradient])
+    # The gradients are returned and not added, because the one that arrives in the backward may still scale them.
     given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
     wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
     with retry.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
@@ -338,4 +343,4 @@ def _turned(
 
 
 def _unseen(layer: int, gradients: Sequence[Tensor | None]) -> None:
-    """Nobody looks."""
+    """Look at no gradient: what `Engine.look` is where nobody asks for them."""

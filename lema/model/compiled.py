@@ -108,7 +108,7 @@ class CompiledLayers:
                 self._try(index, whole, args, kwargs)
             except _NotCompiled as error:
                 self._refused[kind, training] = str(error)
-                self.compiles(index)  # no more, and it is said
+                self.compiles(index)  # asked because that warns of the refusal
                 return NotImplemented
             self._tried[kind].add(seen)
         runs = self._runs
@@ -150,7 +150,7 @@ class CompiledLayers:
                 out = self._run(index, tensors, args, kwargs)
                 if torch.is_grad_enabled() and self.compilations > compilations:
                     _differentiate(out, [*tensors_in((args, kwargs)), *tensors.values()])
-        # Any error at all: what fails is a compiler, in as many ways as it has parts.
+        # Any error at all, because a compiler fails in as many ways as it has parts.
         except Exception as error:
             if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
                 raise

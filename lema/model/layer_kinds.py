@@ -1,4 +1,4 @@
-"""Which decoder layers are alike: made of the same modules with the same settings, so that one can stand for another.
+"""Which decoder layers are alike: those of the same modules with the same settings, so that one stands for another.
 
 Nothing is known of architectures. Two layers are compared module by module: types, names and shapes of tensors, and
 every plain attribute. The one thing in which layers that are alike may differ is how they are called: their number in
@@ -63,7 +63,7 @@ def compare_layers(layers: Sequence[nn.Module], name: str) -> LayerKinds:
     firsts: list[int] = []
     found: list[int] = []
     for index in range(len(layers)):
-        alike = None
+        alike = None  # compared with the first of each kind only, because what equals one equals all of its kind
         for kind, first in enumerate(firsts):
             if (named := _difference(layers, name, index, first, numbers)) is not None:
                 alike = kind

@@ -155,6 +155,7 @@ def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> Lay
         for name, (record, _) in quantized.items()
         for part, stored in record.parts.items()
     }
+    # The parts of quantised weights are placed like any tensor, because they too are read straight into the slot.
     placed, runs, casts, end = _place_plain(plain | parts)
     expansions, size = [], 0
     for name, (record, dtype) in quantized.items():
@@ -168,6 +169,7 @@ def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> Lay
 def _place_plain(
     tensors: Mapping[str, tuple[TensorRecord | PartRecord, torch.dtype]],
 ) -> tuple[dict[str, Placed], tuple[ByteRun, ...], tuple[Cast, ...], int]:
+    """Return each tensor's place, the runs and casts that fill them, and the bytes of the slot."""
     placed: dict[str, Placed] = {}
     runs: list[ByteRun] = []
     casts: list[Cast] = []
@@ -179,6 +181,7 @@ def _place_plain(
     }
     for group in _consecutive(direct):
         first, last = group[0][1], group[-1][1]
+        # As far into its page as it lies in the file's, because reads past the page cache copy whole aligned pages.
         start = _round_up(end) + first.offset % PAGE
         runs.append(ByteRun(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
         for name, plain in group:
@@ -252,9 +255,10 @@ def part_bytes(nbytes: int, size: int) -> int:
 
 
 def rank_share(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
-    """Return process `rank`'s part of a layer: bytes to read into a slot of their own, tensors only once whole.
+    """Return the share of a layer that process `rank` of `size` reads, as bytes in a slot of their own.
 
-    What lies beyond the layer's end, in the last parts, is read by nobody and looked at by nobody.
+    It has no tensors, because there are none before all shares are together. The bytes of the last shares that lie
+    beyond the layer's end are neither read nor looked at.
     """
     nbytes = part_bytes(layer.nbytes, size)
     begin, end = rank * nbytes, (rank + 1) * nbytes

@@ -1,8 +1,8 @@
-"""The model's own weights, looked at once, where they come into memory: NaN or infinity in them is refused.
+"""The check of the model's own weights for NaN and infinity, made once, when they first come into memory.
 
-So a damaged file, or one saved by a training that had gone wrong, is told from a training that goes wrong now. The look
-is at bits, in the thread that has just read them: of the numbers without their signs, infinity and NaN are the largest.
-No whole copy is made, nothing is rounded, and what is read again is not looked at again.
+It tells a damaged file, or one saved by a training that had gone wrong, from a training that goes wrong now. It is made
+on bits, in the thread that has just read them, because infinity and NaN are the largest of all numbers without their
+signs. No whole copy is made, nothing is rounded, and bytes that are read again are not checked again.
 """
 
 from __future__ import annotations

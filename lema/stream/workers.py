@@ -1,4 +1,4 @@
-"""Work in parts, done by several threads: whoever is free takes the next part of the oldest ticket.
+"""Work in parts, done by several threads: the thread that is free takes the next part of the oldest ticket.
 
 The parts of a ticket may have to wait for something that blocks, its gate. One thread waits at a gate; the others do
 meanwhile what may be done.
@@ -63,7 +63,7 @@ class Ticket:
         self._over.wait()
 
     def take_gate(self) -> Part | None:
-        """Return the gate, if nobody has taken it; who waits there calls `end`."""
+        """Return the gate, if no thread has taken it; the one that waits there calls `end`."""
         with self._lock:
             gate, self._gate = self._gate, None
             self._running += gate is not None
