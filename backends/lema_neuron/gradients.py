@@ -1,7 +1,7 @@
 """What is to be done with a parameter's gradient where layers lie over several ranks: a rule that is data.
 
 The rule of each parameter is its `Part`. Partial gradients are summed over the ranks that hold the parameter, then all
-are averaged over data-parallel ranks, then clipped by a norm in which copies count once.
+are measured by a norm in which copies count once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lema.errors import ModelError
 from lema_neuron.comm import Comm
 from lema_neuron.shares import Part, replicated_part
 
-__all__ = ["average_gradients", "clip_gradients", "global_norm", "mark", "part_of", "parts", "reduce_gradients"]
+__all__ = ["global_norm", "mark", "part_of", "parts", "reduce_gradients"]
 
 
 def parts(model: nn.Module, comm: Comm) -> dict[str, Part | None]:
@@ -90,22 +90,13 @@ def reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
         if over is not None:
             groups.setdefault((id(over), gradient.dtype), (over, []))[1].append(gradient)
     for comm, gradients in groups.values():
-        _all_reduce(gradients, comm, 1)
+        _all_reduce(gradients, comm)
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], data: Comm) -> None:
-    """Average the gradients over data-parallel ranks, in place; after `reduce_gradients`, before the norm."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for _, gradient in _with_gradients(parameters):
-        kinds.setdefault(gradient.dtype, []).append(gradient)
-    for gradients in kinds.values():
-        _all_reduce(gradients, data, data.size)
-
-
-def _all_reduce(gradients: list[Tensor], comm: Comm, divisor: int) -> None:
+def _all_reduce(gradients: list[Tensor], comm: Comm) -> None:
     if comm.size == 1:
         return
-    total = comm.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients])) / divisor
+    total = comm.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
     start = 0
     for gradient in gradients:
         gradient.copy_(total[start : start + gradient.numel()].view_as(gradient))
@@ -119,16 +110,6 @@ def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
         for parameter, gradient in _with_gradients(parameters)
     ]
     return comm.all_reduce(torch.stack(squares).sum()).sqrt() if squares else torch.zeros(())
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, comm: Comm) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`, in place; return the norm before."""
-    kept = list(parameters)
-    norm = global_norm(kept, comm)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-    for _, gradient in _with_gradients(kept):
-        gradient.mul_(scale.to(gradient.dtype))
-    return norm
 
 
 def _with_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -28,7 +28,7 @@ __all__ = ["Ends"]
 
 
 class Ends:
-    """What comes before the layers and after them in one step.
+    """What comes before the layers and after them in one step, with the gradients of the parameters there.
 
     Args:
         backend: for the generator state.

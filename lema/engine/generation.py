@@ -39,7 +39,8 @@ def streaming_forward(split: Split, stream: LayerStream) -> Iterator[None]:
                 stream.announce(forward_order(split.num_layers)[index:])
             with stream.lease(index) as lease:
                 if index == split.num_layers - 1:
-                    stream.announce(forward_order(split.num_layers))  # the next token will need them
+                    # While this layer computes the next token's first layers are read, because it will need them all.
+                    stream.announce(forward_order(split.num_layers))
                 return split.call_layer(index, lease.weights, args, kwargs)
 
         return run
@@ -70,6 +71,7 @@ def generate(
     model = split.model
     settings, rest = _settings(directory, model.generation_config, tokenizer, max_new_tokens, options)
     inputs = _padded([tokenizer(prompt)["input_ids"] for prompt in prompts], settings.pad_token_id)
+    # Not of any parameter, because those of the layers are on no device between leases.
     device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
     was_training = model.training
     model.eval()
@@ -97,7 +99,7 @@ def _settings(
     settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
     wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
     if not wanted["do_sample"]:
-        # Settings of sampling that came with the model mean nothing here, and would be warned of.
+        # Taken out, because `transformers` would warn of settings of sampling that came with the model.
         wanted = {name: None for name in SAMPLING if name not in options} | wanted
     if settings.eos_token_id is None:
         wanted.setdefault("eos_token_id", tokenizer.eos_token_id)

@@ -82,6 +82,7 @@ class LossChunks:
         known: Sequence[Tensor] | None = None,
     ) -> None:
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
+        # Counted in host memory where they are there too, because counting on the device would wait for it.
         self._known = targets if known is None else known
         self.scale = scale
         self.trained_tokens = sum(map(_count, self._known))
@@ -118,6 +119,7 @@ class LossChunks:
             with torch.enable_grad():
                 value, leaf = self._chunk(index, hidden, rows, columns)
                 if value.requires_grad:
+                    # Chosen by the block's graph, because only that says which parameters the head used.
                     chosen = choose(leaves([value]))
                     gradient[rows, columns], *others = torch.autograd.grad(value * self.scale, [leaf, *chosen])
                     for parameter, other in zip(chosen, others, strict=True):

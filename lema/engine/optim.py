@@ -137,6 +137,7 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step
         ) from error
     assert isinstance(schedule, LambdaLR)
     if step:
+        # As a state that is loaded, because stepping it so often would warn that the optimizer was not stepped first.
         pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
         rates = [base * factor(step) for base, factor in pairs]
         schedule.load_state_dict({"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None]})

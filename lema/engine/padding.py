@@ -55,7 +55,7 @@ class Padding:
                 "or choose another multiple",
             )
         whole = dict(batch)
-        if "position_ids" not in whole:
+        if "position_ids" not in whole:  # because positions mark packed rows, and a mask would hide where each begins
             whole.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         if longer == length:
             return whole

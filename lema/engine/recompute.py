@@ -72,14 +72,14 @@ class Graph:
         """Build the graph: what is computed in the `with` block, with grad, refers to weights of `lease` by place."""
 
         def pack(tensor: Tensor) -> Any:
-            # Autograd keeps this function with every tensor: it must not keep the lease, which holds the slot.
+            # It reads the lease from `self`, because autograd keeps this function, and a lease kept would pin its slot.
             assert self._lease is not None, "a graph was added to after its layer's forward"
             if self._anew:
                 return None
             if (reference := self._lease.refer(tensor)) is not None:
                 return reference
             if self._again is None:
-                # Not the tensor itself: an operation that keeps what it made would hold itself, for ever.
+                # Not the tensor itself, because an operation that keeps what it made would hold itself for ever.
                 return tensor.detach() if self._keep is None else self._keep(tensor)
             dropped = _Dropped()
             self._dropped.append(ref(dropped))

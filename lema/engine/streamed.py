@@ -24,7 +24,8 @@ from lema.engine.embed_head import Ends
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.loss import LossChunks, targets_of
 from lema.engine.padding import Padding, cut
-from lema.engine.visit import Engine, TrainedWeights, passed, turn, visit
+from lema.engine.trained_weights import TrainedWeights
+from lema.engine.visit import Engine, passed, turn, visit
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import LayerCall
@@ -58,9 +59,9 @@ class StreamedModel:
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
-        prefix: keeps what the layers below the lowest trained one make, while a run that repeats its batches is on.
+        prefix: keeps the hidden states that layers below the lowest trained one make, in a run that repeats batches.
         retry: attempts again what ran out of device memory, with less at once.
-        watchdog: looks on while layers are gone through; None: nobody does.
+        watchdog: reports a pass that comes to no next layer in time; None: there is none.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class StreamedModel:
         padding: Padding | None = None,
     ) -> None:
         self.split, self.stream, self.backend = split, stream, backend
-        if split.lazy:  # a graph that is kept refers to weights by address; here it would keep copies of them
+        if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
             recompute, saved, saved_on = True, (), "device"
         self.recompute, self.saved = recompute, frozenset(saved)
         self._loss_chunk_tokens, self._padding = loss_chunk_tokens, padding or Padding()
@@ -87,7 +88,9 @@ class StreamedModel:
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
         self.graphs: KeptGraphs | None = None
         if saved_on != "device":
-            if backend.memory().shared:  # a slot is the host's buffer there, and what comes back would lie in it
+            if (
+                backend.memory().shared
+            ):  # because a slot is the host's buffer there, and what comes back would lie in it
                 carrier = AtOnce(backend.device)
             self.graphs = KeptGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
         self._engine = Engine(split, stream, backend)
@@ -99,14 +102,14 @@ class StreamedModel:
         self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
     def close(self) -> None:
-        """Give back where activations wait."""
+        """Give back the memory and the files in which activations wait."""
         self.arena.close()
         if self.graphs is not None:
             self.graphs.close()
 
     @property
     def counters(self) -> StreamCounters:
-        """What streaming has cost so far, and what left the device besides."""
+        """What streaming has cost so far, and the bytes of activations that left the device."""
         left = self.arena.bytes_away + (0 if self.graphs is None else self.graphs.counters.bytes_out)
         return replace(self.stream.counters, bytes_offloaded=left)
 
@@ -122,7 +125,7 @@ class StreamedModel:
 
     @property
     def stop(self) -> Interrupt:
-        """What asks, before each layer, whether the run is to stop."""
+        """The interrupt that is asked before each layer and micro-batch whether the run is to stop."""
         return self._engine.stop
 
     @contextmanager
@@ -142,7 +145,7 @@ class StreamedModel:
             self._engine.stop, self.stream.before_lease = before
 
     def patient(self, what: str) -> AbstractContextManager[None]:
-        """Have the watchdog, if there is one, wait longer for what a `with` block does beside the layers."""
+        """Give the watchdog, if there is one, more patience for what the `with` block does beside the layers."""
         return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
 
     @contextmanager
@@ -207,6 +210,7 @@ class StreamedModel:
         top, outside = self.split.num_layers - 1, self.trained_outside()
         start, before = self._first_layer(micro_batches), self._engine.generator_state()
         graphs = None if self.graphs is None else self.graphs.step()
+        # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
         with nullcontext() if start else self._first_lease(placed) as first:
             hidden, calls = self._prelude(placed, first, differentiate=bool(outside))
             ends = Ends(self.backend, chunks, hidden, calls, outside)
@@ -228,7 +232,7 @@ class StreamedModel:
             if layer < top:
                 hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
         if graphs is not None:
-            graphs.turn()
+            graphs.turn()  # because the top layer, the head and the loss need the room on the device
         loss = turn(self._engine, calls[top], hidden, ends)
         if graphs is not None:
             graphs.expect(top - 1)

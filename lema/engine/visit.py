@@ -1,18 +1,13 @@
-"""A visit: one leased layer, forward and backward, over all micro-batches of a step, as one autograd function.
+"""Visits: one layer, forward and backward, over all micro-batches of a step, as one autograd function.
 
-The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation, `[batch, sequence,
-hidden]`); the backward leases the layer again and recomputes (Chen et al. 2016, https://arxiv.org/abs/1604.06174), one
-micro-batch at a time. The top layer, the head and the loss are one visit: the graph is formed, used and freed while the
-layer is on lease.
-
-A leased weight that trains is represented in the graph by a leaf with the same bytes that requires grad, because the
-leased memory soon holds another layer. The gradients of a layer are complete when its one backward is over, for all
-micro-batches, added up one by one as gradient accumulation on the whole model adds them.
+The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation). The backward leases
+the layer again and recomputes (Chen et al. 2016, https://arxiv.org/abs/1604.06174), one micro-batch at a time. The top
+layer, the head and the loss are one visit: the graph is formed, used and freed while the layer is on lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,85 +21,25 @@ from lema.backend.interrupt import NEVER
 from lema.engine.embed_head import Ends
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
-from lema.errors import ModelError
+from lema.engine.trained_weights import Leaves, TrainedWeights, add
 from lema.model import Split
 from lema.model.capture import LayerCall, tensors_in
 from lema.model.skip_matmuls import AdaptedLinears
 from lema.stream import LayerStream, Lease
 
-__all__ = ["Engine", "Leaves", "TrainedWeights", "add", "passed", "turn", "visit"]
-
-
-Leaves = dict[str, Tensor]
-
-
-class TrainedWeights:
-    """Which weights of the decoder layers train, and who takes their gradients.
-
-    Args:
-        names: of each layer that trains, the names of its parameters, as a lease has them.
-        done: called with a layer and the gradients of its weights by name, on the device, when they are complete for
-            the pass; a weight that nothing reached has none. It keeps them until it has used them.
-        begun: returns the gradient that a weight has from the passes before, if any: what this one adds to.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[int, Collection[str]],
-        done: Callable[[int, Leaves], None],
-        begun: Callable[[int, str], Tensor | None] = lambda *_: None,
-    ) -> None:
-        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
-        self._done, self._begun = done, begun
-
-    def trains(self, layer: int) -> bool:
-        """Whether anything of a layer's own trains."""
-        return layer in self._names
-
-    def leaves(self, layer: int, lease: Lease) -> Leaves:
-        """Return what stands for the weights of a layer that train.
-
-        Raises:
-            ModelError: one is not in the lease, or is of a type that has no gradient.
-        """
-        found: Leaves = {}
-        for name in sorted(self._names.get(layer, ())):
-            weight = lease.weights.get(name)
-            if weight is None or not weight.is_floating_point():
-                what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
-                raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
-            found[name] = weight.detach().requires_grad_()
-        return found
-
-    def begin(self, layer: int, leaves: Leaves) -> None:
-        """Let gradients add to those of the passes before."""
-        for name, leaf in leaves.items():
-            leaf.grad = self._begun(layer, name)
-
-    def end(self, layer: int, leaves: Leaves) -> None:
-        """Hand the gradients of a layer over: nothing adds to them any more in this pass."""
-        if leaves:
-            self._done(layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
-        for leaf in leaves.values():
-            leaf.grad = None
-
-
-def add(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add a gradient to a leaf's, as autograd does."""
-    if gradient is not None:
-        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+__all__ = ["Engine", "passed", "turn", "visit"]
 
 
 class Engine:
-    """What every visit works with: the model in its parts, the stream of weights, the device.
+    """The objects that every visit works with: the model in its parts, the stream of weights, the device.
 
     Attributes:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
         retry: attempts again what ran out of device memory.
         trained: the weights of layers that train themselves.
         stop: asked before each micro-batch whether the run is to stop.
-        look: called in the backward with the gradients of hidden states as soon as they are formed, some of them None,
-            and with the number of the layer whose inputs these are; of the top layer's outputs, that of the layers.
+        look: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
+            whose inputs they are (the number of layers for the top layer's outputs) and with them, some of them None.
     """
 
     def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
@@ -118,9 +53,9 @@ class Engine:
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
-        """Return the generator's state; where nothing was drawn since it was last asked for, the tensor of that time.
+        """Return the generator's state, in the tensor returned last time if nothing was drawn since.
 
-        Without dropout every layer and micro-batch has the same, and it takes kilobytes.
+        One tensor is enough, because without dropout every layer and micro-batch has the same state of kilobytes.
         """
         state = self.backend.rng_state()
         if self._state is None or not torch.equal(state, self._state):
@@ -147,13 +82,15 @@ def visit(
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
 
     Args:
-        engine: what to work with.
-        layer: its number.
-        calls: the layer's arguments, of each micro-batch.
-        hidden: its inputs.
-        boundaries: where they wait for the backward, which computes the layer again; None: its activations are kept.
-        graphs: where these wait then; None: on the device.
+        engine: the model, the stream and the device.
+        layer: the number of the layer.
+        calls: the layer's other arguments, for each micro-batch.
+        hidden: the layer's input for each micro-batch.
+        boundaries: where the inputs wait for the backward, which recomputes the layer; None: its activations are kept.
+        graphs: where kept activations wait for the backward; None: on the device.
     """
+    # An autograd function, because autograd then calls the layer's backward when the gradients of its outputs are
+    # there, and knows nothing of the graph inside, whose weights are on lease only during the two visits.
     visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
         _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None), engine.anchor, *hidden
     )
@@ -224,7 +161,7 @@ class _LayerVisit:
     def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
         engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
-        # Without addresses nothing can be said of which tensors are weights: the graph is made anew in the backward.
+        # Made anew in the backward where tensors have no address, because no tensor is known for a weight there.
         anew = compiled or not lease.has_address
         again = None
         if self._boundaries is not None:
@@ -238,14 +175,14 @@ class _LayerVisit:
                 given = graph_input(engine.anchor, given, self._found, index)
             weights = {**lease.weights, **self._leaves}
             output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
-        # The edge, not the output: that is the next layer's input, and kept as such.
+        # The edge and not the output, because that is the next layer's input, and kept as such.
         self._graphs.append((graph, get_gradient_edge(output)))
         return output.detach()
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
         engine = self._engine
-        after = engine.backend.rng_state()
+        after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
         engine.trained.begin(self._layer, self._leaves)
         with (
             engine.retry.at(f"in the backward of layer {self._layer}"),
@@ -270,7 +207,7 @@ class _LayerVisit:
 
     @contextmanager
     def _fetched(self, index: int) -> Iterator[None]:
-        """Have micro-batch `index`'s boundary on the device for the length of a `with` block."""
+        """Have the boundary of micro-batch `index` on the device in the `with` block."""
         if self._boundaries is None:
             yield
             return
@@ -284,9 +221,10 @@ class _LayerVisit:
     def _runner(
         self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
     ) -> Callable[[Lease], Tensor]:
-        """Return what runs a micro-batch through the layer again, from the generator state of the first time.
+        """Return the function that runs a micro-batch through the layer again, from the generator's first `state`.
 
-        It does not hold the visit: the visit holds the graph that holds it, and what nobody wants any more would stay.
+        The function does not refer to the visit, because the visit holds the graph that holds the function, and such a
+        circle would keep tensors that nobody wants any more.
         """
         engine, layer, boundary = self._engine, self._layer, self._boundary
         call, found = self._calls[index], self._found
@@ -294,12 +232,12 @@ class _LayerVisit:
         def run(lease: Lease) -> Tensor:
             engine.backend.set_rng_state(state)
             if anew and (needs or not lease.has_address):
-                # It is this run that is differentiated. By its input too where nobody needs that and a device compiles
-                # what is run: so the lowest layer's backward is that of the others.
+                # This run is the one that is differentiated. On a device that compiles what is run, by its input even
+                # where nobody needs that, because the lowest layer's backward then is the graph of the others'.
                 given = graph_input(engine.anchor, boundary[0], found, index)
             else:
                 given = boundary[0].detach().requires_grad_(needs)
-            # Leaves again: what a module saves depends on whether its weight requires grad.
+            # Leaves again, because what a module saves depends on whether its weight requires grad.
             weights = {**lease.weights, **engine.trained.leaves(layer, lease)}
             return engine.split.run_layer(layer, weights, call, given, compiled=compiled)
 
@@ -338,6 +276,7 @@ class _Turn(torch.autograd.Function):
         with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             ctx.leaves = engine.trained.leaves(top, lease)
+            # Begun in the forward, because the top layer is differentiated here, while it is on lease.
             engine.trained.begin(top, ctx.leaves)
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
                 engine.stop.poll()
@@ -390,6 +329,7 @@ def _turned(
     with retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
         value, gradient = ends.turn(index, output.detach())
     engine.look(top + 1, [gradient])
+    # The gradients are returned and not added, because the one that arrives in the backward may still scale them.
     given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
     wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
     with retry.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
@@ -403,4 +343,4 @@ def _turned(
 
 
 def _unseen(layer: int, gradients: Sequence[Tensor | None]) -> None:
-    """Nobody looks."""
+    """Look at no gradient: what `Engine.look` is where nobody asks for them."""

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lema.backend import Backend
 from lema.errors import LemaError
 from lema.model.capture import LayerCall, tensors_in
-from lema.model.layer_kinds import Attribute, kinds_of
+from lema.model.layer_kinds import Attribute, compare_layers
 
 __all__ = ["CompiledLayers"]
 
@@ -61,7 +61,7 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         self._layers, self._name, self._backend = layers, name, backend
-        kinds = kinds_of(layers, name)
+        kinds = compare_layers(layers, name)
         self.kinds, self._firsts = kinds.of, kinds.firsts
         self.compilations = 0
         self._runs = 0  # of compiled graphs
@@ -108,7 +108,7 @@ class CompiledLayers:
                 self._try(index, whole, args, kwargs)
             except _NotCompiled as error:
                 self._refused[kind, training] = str(error)
-                self.compiles(index)  # no more, and it is said
+                self.compiles(index)  # asked because that warns of the refusal
                 return NotImplemented
             self._tried[kind].add(seen)
         runs = self._runs
@@ -150,7 +150,7 @@ class CompiledLayers:
                 out = self._run(index, tensors, args, kwargs)
                 if torch.is_grad_enabled() and self.compilations > compilations:
                     _differentiate(out, [*tensors_in((args, kwargs)), *tensors.values()])
-        # Any error at all: what fails is a compiler, in as many ways as it has parts.
+        # Any error at all, because a compiler fails in as many ways as it has parts.
         except Exception as error:
             if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
                 raise

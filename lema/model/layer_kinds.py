@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attribute", "Kinds", "kinds_of"]
+__all__ = ["Attribute", "LayerKinds", "compare_layers"]
 
 
 # What torch keeps in every module: its parts, which are compared by themselves, and whether it trains and what hooks it
@@ -33,7 +33,7 @@ class Attribute:
 
 
 @dataclass(frozen=True)
-class Kinds:
+class LayerKinds:
     """Which layers are alike.
 
     Attributes:
@@ -50,7 +50,7 @@ class Kinds:
         return tuple(self.of.index(kind) for kind in range(max(self.of) + 1))
 
 
-def kinds_of(layers: Sequence[nn.Module], name: str) -> Kinds:
+def compare_layers(layers: Sequence[nn.Module], name: str) -> LayerKinds:
     """Compare layers with each other.
 
     Args:
@@ -62,7 +62,7 @@ def kinds_of(layers: Sequence[nn.Module], name: str) -> Kinds:
     firsts: list[int] = []
     found: list[int] = []
     for index in range(len(layers)):
-        alike = None
+        alike = None  # compared with the first of each kind only, because what equals one equals all of its kind
         for kind, first in enumerate(firsts):
             if (named := _difference(layers, name, index, first, numbers)) is not None:
                 alike = kind
@@ -71,7 +71,7 @@ def kinds_of(layers: Sequence[nn.Module], name: str) -> Kinds:
         found.append(len(firsts) if alike is None else alike)
         if alike is None:
             firsts.append(index)
-    return Kinds(tuple(found), tuple(sorted(labels, key=lambda one: (one.module, one.name))))
+    return LayerKinds(tuple(found), tuple(sorted(labels, key=lambda one: (one.module, one.name))))
 
 
 def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:

@@ -51,7 +51,12 @@ __all__ = ["Prelude", "Split", "without_casts"]
 
 
 def without_casts(layer: nn.Module) -> None:
-    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is."""
+    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is.
+
+    PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back
+    for the product, which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both
+    casts out changes no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them.
+    """
     for part in layer.modules():
         if isinstance(part, Linear) and _hands_on(part):
             part.cast_input_dtype_enabled = False
@@ -89,8 +94,8 @@ class Split:
         parallel: the processes that hold the model together; None: the backend's.
 
     Attributes:
-        lazy: whether the device compiles what is run on it, and has no addresses; what it would compile for the asking
-            is not asked of it.
+        lazy: whether the device compiles what is run on it, and its tensors have no addresses. It is then not asked
+            for values, because each answer would be a graph to compile.
         host_rows: looks tokens up where the input embeddings are in host memory.
     """
 
@@ -135,14 +140,14 @@ class Split:
             def record(*args: Any, **kwargs: Any) -> Any:
                 call, state = LayerCall.record(args, kwargs)
                 if index == 0:
-                    hidden.append(state)
+                    hidden.append(state)  # once, because the recorders hand it on to the later layers as it is
                 elif (below := calls[-1].left) is not None and below.is_in(call.args, call.kwargs):
                     call.received = below
                 elif calls:
                     calls[-1].left = None
                 calls.append(call)
                 if index == self.num_layers - 1:
-                    raise _LayerReached
+                    raise _LayerReached  # because the head needs what the layers make, and nothing has run them yet
                 if self._rest is None:
                     return state
                 call.left = HandedOn.like(self._rest, self._mark_absent)
@@ -213,6 +218,7 @@ class Split:
         `compiled` false: not compiled, even where it could be. Of processes that hold a layer together each may have
         its part of the sequence, from `enter` on, until the last layer has put the parts together."""
         parallel = self.parallel
+        # Compared in a layer's first run, because what it leaves in its arguments would be lost to the later layers.
         before = None if index in self._watched else structure([call.args, call.kwargs])
         with self.autocast():
             out: Any = NotImplemented
@@ -265,7 +271,8 @@ class Split:
         if batch is None:
             if self.host_rows is not None:
                 thrown_away = self.host_rows.nothing_looked_at()
-            placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)  # any token but padding
+            # Any token but padding, because padding could be masked.
+            placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
         with thrown_away, self.autocast(), self._unread(), self.replaced([keep] * (self.num_layers - 1) + [finish]):
             logits: Tensor = self.model(**batch, use_cache=False).logits
@@ -299,7 +306,7 @@ class Split:
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
                 raise
-            # It computes with what layers return beside the hidden state; then None must be None.
+            # With None as it is, because it may compute with what layers return beside the hidden state.
             self._mark_absent = False
             self._check(few)
         self._backend.set_rng_state(state)
@@ -329,6 +336,7 @@ class Split:
 
             return run
 
+        # With grad, because the graph of the logits says which layers' outputs they depend on.
         probes = [probe(index) for index in range(self.num_layers)]
         with torch.enable_grad(), self.autocast(), self.replaced(probes):
             logits: Tensor = self.model(**few, use_cache=False).logits

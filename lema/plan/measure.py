@@ -27,7 +27,8 @@ from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.engine.loss import LossChunks
 from lema.engine.optim import make_optimizer
-from lema.engine.visit import Engine, TrainedWeights, visit
+from lema.engine.trained_weights import TrainedWeights
+from lema.engine.visit import Engine, visit
 from lema.model import Split
 from lema.model.capture import LayerCall, tensors_in
 from lema.plan.blueprint import Blueprint

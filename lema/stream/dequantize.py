@@ -54,7 +54,7 @@ class ExpandedBuffers:
         return self._nbytes
 
     def take(self) -> Tensor:
-        """Return a buffer that nobody uses."""
+        """Return a buffer that is not in use."""
         return self._free.pop() if self._free else torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:

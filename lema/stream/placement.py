@@ -27,15 +27,15 @@ from lema.storage.slices import PartRecord
 __all__ = [
     "DTYPES",
     "PAGE",
+    "ByteRun",
     "Expansion",
     "LayerBytes",
     "Placed",
-    "Run",
     "extent",
     "moved",
     "part_bytes",
-    "part_of",
     "place",
+    "rank_share",
     "view",
     "views",
 ]
@@ -76,7 +76,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRun:
     """Bytes that follow each other in one file, and where the first of them goes in the slot."""
 
     file: Path
@@ -123,7 +123,7 @@ class LayerBytes:
     """
 
     tensors: tuple[Placed, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRun, ...]
     casts: tuple[Cast, ...]
     nbytes: int
     expansions: tuple[Expansion, ...] = ()
@@ -153,6 +153,7 @@ def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> Lay
         for name, (record, _) in quantized.items()
         for part, stored in record.parts.items()
     }
+    # The parts of quantised weights are placed like any tensor, because they too are read straight into the slot.
     placed, runs, casts, end = _place_plain(plain | parts)
     expansions, size = [], 0
     for name, (record, dtype) in quantized.items():
@@ -165,9 +166,10 @@ def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> Lay
 
 def _place_plain(
     tensors: Mapping[str, tuple[TensorRecord | PartRecord, torch.dtype]],
-) -> tuple[dict[str, Placed], tuple[Run, ...], tuple[Cast, ...], int]:
+) -> tuple[dict[str, Placed], tuple[ByteRun, ...], tuple[Cast, ...], int]:
+    """Return each tensor's place, the runs and casts that fill them, and the bytes of the slot."""
     placed: dict[str, Placed] = {}
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     casts: list[Cast] = []
     end = 0
     direct = {
@@ -177,8 +179,9 @@ def _place_plain(
     }
     for group in _consecutive(direct):
         first, last = group[0][1], group[-1][1]
+        # As far into its page as it lies in the file's, because reads past the page cache copy whole aligned pages.
         start = _round_up(end) + first.offset % PAGE
-        runs.append(Run(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
+        runs.append(ByteRun(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
         for name, plain in group:
             placed[name] = Placed(name, start + plain.offset - first.offset, tensors[name][1], torch.Size(plain.shape))
         end = start + runs[-1].nbytes
@@ -249,21 +252,22 @@ def part_bytes(nbytes: int, size: int) -> int:
     return -(-nbytes // (size * PAGE)) * PAGE
 
 
-def part_of(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
-    """Return process `rank`'s part of a layer: bytes to read into a slot of their own, tensors only once whole.
+def rank_share(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
+    """Return the share of a layer that process `rank` of `size` reads, as bytes in a slot of their own.
 
-    What lies beyond the layer's end, in the last parts, is read by nobody and looked at by nobody.
+    It has no tensors, because there are none before all shares are together. The bytes of the last shares that lie
+    beyond the layer's end are neither read nor looked at.
     """
     nbytes = part_bytes(layer.nbytes, size)
     begin, end = rank * nbytes, (rank + 1) * nbytes
     return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes)
 
 
-def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[Run]:
+def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[ByteRun]:
     for run in layer.runs:
         first, last = max(run.slot_offset, begin), min(run.slot_offset + run.nbytes, end)
         if first < last:
-            yield Run(run.file, run.offset + first - run.slot_offset, last - first, first - begin)
+            yield ByteRun(run.file, run.offset + first - run.slot_offset, last - first, first - begin)
 
 
 def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:

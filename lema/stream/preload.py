@@ -35,22 +35,22 @@ def fill(
     shared: bool,
     spans: Sequence[slice],
 ) -> tuple[dict[int, Upload], dict[int, Tensor]]:
-    """Read layers for good; return the uploads of those that stay on the device, and the others' host memory.
+    """Read the layers that stay; return the uploads of those on the device, and the others' host memory by layer.
 
-    All processes take part, with the same layers.
+    All processes call this, with the same layers.
 
     Args:
         residents: layers that stay on the device.
         host_cached: layers that stay in host memory.
-        layers: all, as bytes.
+        layers: every layer of the model, as bytes.
         backend: the device.
-        reader: who reads.
+        reader: the threads that read.
         spans: the bytes of each layer's buffer that are uploaded.
         shared: whether all processes keep the same bytes, so that those of a machine need them once.
 
     Raises:
         ReadError: reading failed, here or in another process.
-        NonFiniteError: a weight is NaN or infinite, likewise.
+        NonFiniteError: a weight is NaN or infinite, here or in another process.
     """
     if not residents and not host_cached:
         return {}, {}
@@ -68,12 +68,12 @@ def fill(
         for layer, buffer in temporary:
             uploads[layer] = backend.device_slots(buffer.numel(), 1).upload(buffer[spans[layer]])
             uploads[layer].wait()
-            backend.synchronize()  # the buffer goes here, and the copy may still be reading it
-            del buffer  # before there is another
+            backend.synchronize()  # because the buffer goes here, and the copy may still be reading it
+            del buffer  # because the next one is made before this name is given to it
         for _ in _arrived(to_read, layers, reader, host.__getitem__):
             pass
     except (ReadError, NonFiniteError) as error:
-        failure = error
+        failure = error  # not raised yet, because the other processes wait in `_agree`
     _agree(replicas, failure)
     if memory is not None and backend.memory().shared:
         read_only(memory)
@@ -108,7 +108,7 @@ def _arrived(
             yield _first(under_way)
     finally:
         for _, _, ticket in under_way:
-            ticket.settle()  # after a failure: nobody reads into a buffer that goes
+            ticket.settle()  # after a failure, because no thread may read into a buffer that goes
 
 
 def _first(under_way: deque[tuple[int, Tensor, Ticket]]) -> tuple[int, Tensor]:

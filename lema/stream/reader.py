@@ -79,7 +79,7 @@ class LayerReader:
         threads: how many reads are under way at once.
         direct: read past the page cache where the file system allows it.
         trace: records every read.
-        guard: looks at what is read for the first time; None: nobody does.
+        guard: checks the weights that are read for the first time; None: they are not checked.
     """
 
     THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
@@ -97,7 +97,9 @@ class LayerReader:
         self._files: dict[Path, _File] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
-        weakref.finalize(self, self._workers.stop).atexit = False  # of a reader that nobody closed
+        weakref.finalize(
+            self, self._workers.stop
+        ).atexit = False  # because a reader may be dropped without being closed
 
     def submit(
         self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
@@ -114,6 +116,7 @@ class LayerReader:
         ]
         parts += [partial(self._cast, name, cast, buffer) for cast in layer.casts]
         if (guard := self._guard) is not None:
+            # In the threads that read, because these mostly wait for the disk and training goes on beside them.
             looks: list[Callable[[], None] | None] = [
                 partial(guard.look, buffer[start : start + nbytes], file, offset)
                 if guard.new(file, offset, nbytes)

@@ -27,20 +27,20 @@ class LayerRing:
     Args:
         layers: each layer as bytes.
         passing: the layers that are leased from here.
-        host: of these, those that stay in host memory, and where.
+        host: those of them that stay in host memory, and that memory by layer.
         backend: the device.
         num_slots: slots, and host buffers, at most.
         spans: the bytes of each layer that are uploaded.
-        reader: who reads.
-        in_use: tells which layers may not be overwritten now.
-        counters: what is counted.
+        reader: the threads that read.
+        in_use: returns the layers that may not be overwritten now.
+        counters: where bytes, layers and seconds are counted.
         trace: records uploads and stalls.
         clock: seconds, for the counters.
 
     Attributes:
-        slots: on the device; of empty ones the first is refilled.
-        buffers: in host memory.
-        slot_bytes: of one slot: the largest layer that passes.
+        slots: the slots on the device; of empty ones the first is refilled.
+        buffers: the buffers in host memory.
+        slot_bytes: bytes of one slot, which are those of the largest layer that passes.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class LayerRing:
         self._spans = spans
         self._in_use, self._counters, self._trace, self._clock = in_use, counters, trace, clock
         self._order = Order()
-        self._full_since: float | None = None  # from when on a read has been waiting for a buffer
-        self._changing: dict[int, Callable[[], None]] = {}  # layers being written to, and what waits until they are
+        self._full_since: float | None = None  # the time from which on a read has been waiting for a buffer
+        self._changing: dict[int, Callable[[], None]] = {}  # by layer being written to, the function that waits for it
         on_disk = [layer for layer in passing if layer not in host]
         self.slot_bytes = self._largest(passing)
-        # Rings of one slot each: which slot to refill is chosen here, where it is known what is wanted next.
+        # Rings of one slot each, because the slot to refill is chosen here, where it is known what is wanted next.
         self.slots = [DeviceSlot(backend.device_slots(self.slot_bytes, 1)) for _ in range(min(num_slots, len(passing)))]
         self.buffers = [
             HostBuffer(backend.host_buffer(self._largest(on_disk))) for _ in range(min(num_slots, len(on_disk)))
@@ -106,7 +106,7 @@ class LayerRing:
         if layer in self._changing:
             self._changing[layer]()
             self._changing.pop(layer, None)
-        self.pump()
+        self.pump()  # again, because the layer may be fetched from now on
         try:
             if (buffer := self._buffer_of(layer)) is not None:
                 self._arrive(buffer)
@@ -154,7 +154,7 @@ class LayerRing:
         number = self._to_refill(self.slots, -1) if len(self.slots) > 1 else None
         if number is None:
             return False
-        self._backend.synchronize()  # no copy may still be writing to what goes, or reading from it
+        self._backend.synchronize()  # because a copy may still be writing to the slot that goes, or reading from it
         slot = self.slots.pop(number)
         if len(self.buffers) > len(self.slots):
             layers = [None if one.layer == slot.layer else one.layer for one in self.buffers]  # they may be one memory
@@ -167,11 +167,11 @@ class LayerRing:
         return True
 
     def forget(self, layer: int, written: Callable[[], None] | None = None) -> None:
-        """Let no slot hold a layer, nor anything be copied from its host memory: it is about to change.
+        """Let no slot hold a layer, nor anything be copied from its host memory, because that is about to change.
 
         Args:
             layer: its number.
-            written: blocks until it has; None: it will have, before anything else is asked of this.
+            written: blocks until it has changed; None: it changes before the ring is asked for anything else.
         """
         if written is not None:
             self._changing[layer] = written
@@ -209,6 +209,7 @@ class LayerRing:
             if layer in self._host or self._buffer_of(layer) is not None:
                 continue
             if (place := self._to_refill(self.buffers, number)) is None:
+                # Later leases are not looked at, because a layer wanted later must not take a buffer from this one.
                 self._full_since = self._clock() if self._full_since is None else self._full_since
                 break
             if self._full_since is not None:
@@ -219,7 +220,7 @@ class LayerRing:
             if any(place.layer == layer for place in self.slots):
                 continue
             if layer in self._changing:
-                break
+                break  # because its host memory is being written to
             buffer = self._buffer_of(layer)
             arrived = layer in self._host or (buffer is not None and _arrived(buffer))
             if not arrived or (place := self._to_refill(self.slots, number)) is None:

@@ -43,13 +43,13 @@ def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
 def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tuple[int, ...]:
     """Return which leases of `order` find their layer gone, or never fetched, as layers in the order they are fetched.
 
-    A layer is still there if fewer than `places` other layers were on lease since. That is what is left of Belady's
-    rule (1966: give up what is wanted last) when places are refilled as early as possible, so that reading is hidden.
+    A layer is still there if fewer than `places` other layers were on lease since. Belady's rule (1966: give up what is
+    wanted last) comes to this where places are refilled as early as possible, so that reading is hidden.
 
     Args:
         order: leases, from empty places on.
         places: slots or buffers that the layers pass through.
-        held: layers that need none, since they are elsewhere for good.
+        held: layers that need no place, because they stay in memory of their own.
     """
     recent: list[int] = []  # the layers that are there, the latest last
     found = []
@@ -60,6 +60,7 @@ def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tu
             recent.remove(layer)
         else:
             found.append(layer)
+        # The longest left is given up, because near a turn the layers just left are those wanted next.
         recent = [*recent[-places + 1 :], layer] if places > 1 else [layer]
     return tuple(found)
 
@@ -175,7 +176,7 @@ def place_to_refill(places: Sequence[int | None], order: Order, number: int, hel
     for place, layer in enumerate(places):
         if layer in held:
             continue
-        # Passes begin at the bottom: of layers that no announced lease wants, a lower one is wanted sooner.
+        # Of layers that no announced lease wants a lower one is kept, because the next pass begins at the bottom.
         wanted = (math.inf, math.inf) if layer is None else (order.next_use(layer), float(layer))
         if wanted > furthest:
             best, furthest = place, wanted

@@ -86,6 +86,6 @@ class DeviceSlot:
             self.upload.release()
 
     def empty(self) -> None:
-        """Give up the layer; an upload that nobody waited for is released too."""
+        """Give up the layer; an upload that was not waited for is released too."""
         self.release()
         self.layer = None

@@ -26,7 +26,7 @@ from lema.stream.counters import RunningCounters, StreamCounters
 from lema.stream.dequantize import ExpandedBuffers, expand_into, weights_in
 from lema.stream.gather import GatheredBuffers
 from lema.stream.lease import Lease
-from lema.stream.placement import LayerBytes, extent, moved, part_of
+from lema.stream.placement import LayerBytes, extent, moved, rank_share
 from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing
@@ -43,12 +43,12 @@ class LayerStream:
     Args:
         layers: each layer as bytes.
         backend: the device.
-        prefetch_depth: how many layers are under way, or kept, beside the one on lease.
+        prefetch_depth: how many layers are under way, or kept, besides the one on lease.
         residents: layers that stay on the device.
         host_cached: layers that are read once, at the start, and uploaded from host memory ever after; processes of one
             machine share that memory.
         sharded: of several processes, let each have its part of every layer; one layer is then on lease at a time.
-        reader: who reads; closed with the stream.
+        reader: the threads that read; closed with the stream.
         trace: records uploads and stalls.
         clock: seconds, for the counters.
 
@@ -84,21 +84,21 @@ class LayerStream:
         self._gathered: GatheredBuffers | None = None
         replicas, stored = backend.replicas, self.layers
         if sharded and replicas.size > 1:
-            stored = tuple(part_of(layer, replicas.rank, replicas.size) for layer in self.layers)
+            stored = tuple(rank_share(layer, replicas.rank, replicas.size) for layer in self.layers)
             parts = [part.nbytes for part in stored]
             self._gathered = GatheredBuffers(parts, backend, self._part, trace=trace, clock=clock)
         self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]
         self._lazy = not has_addresses(backend.device)
         if self._gathered is None and self._lazy:
-            # Where in its slot a tensor lies is part of a lazy device's graph. So that layers share one, only what
-            # tensors have is uploaded: layers that follow each other in a file begin anywhere in a page.
+            # Only the bytes from the first tensor to the last are uploaded, because a tensor's place in its slot is
+            # part of a lazy device's graph, which layers must share, and layers in a file begin anywhere in a page.
             spans = [slice(*extent(layer)) for layer in stored]
             self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(stored, spans, strict=True))
         uploads, self._host = fill(
             self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None, spans=spans
         )
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
-        # A lazy device waits for and releases residents as other layers: that is where its graphs end.
+        # A lazy device waits for and releases residents as other layers, because its graphs end there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}
         self.num_slots = prefetch_depth + 1
         self.before_lease: Callable[[], None] = _nothing
@@ -138,8 +138,8 @@ class LayerStream:
     def announce(self, order: Iterable[int]) -> None:
         """Say which layers will be leased next, after those announced before; reading starts at once.
 
-        The further ahead it is known what comes, the better is the choice of what to keep: what follows a turn is best
-        announced before the turn.
+        The further ahead leases are known, the better the stream chooses which layers to keep, so leases after a turn
+        are best announced before it.
         """
         wanted = order if self._gathered is None else self._gathered.announce(order)
         self._ring.announce(layer for layer in wanted if layer not in self.residents)
@@ -162,7 +162,7 @@ class LayerStream:
             yield self._held[layer]
             return
         self.before_lease()
-        self._ring.raise_failures()
+        self._ring.raise_failures()  # of any layer, because training should stop now and not when its turn comes
         self._counters.add(leases=1)
         if self._gathered is not None:
             with self._together(self._gathered, layer) as whole, self._open(layer, whole) as lease:
@@ -181,7 +181,7 @@ class LayerStream:
     def accompany(self, order: Iterable[int]) -> None:
         """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts.
 
-        What others cancel is cancelled here too. Not sharded, nobody needs anything.
+        What others cancel is cancelled here too. A stream that is not sharded does nothing, because no other needs it.
         """
         if self._gathered is None:
             return
@@ -194,7 +194,7 @@ class LayerStream:
 
     @contextmanager
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
-        """Hold a layer that is in `slot`, what is quantised in it expanded."""
+        """Hold the layer that lies in `slot`, with its quantised weights expanded."""
         stored = self._in_slots[layer]
         expanded = self._expanded.take() if stored.expansions else None
         try:
@@ -207,7 +207,7 @@ class LayerStream:
             yield self._held[layer]
         finally:
             if (ended := self._held.pop(layer, None)) is not None and not ended.has_address:
-                ended.weights.clear()  # a lazy device would make a copy of each view that is still there
+                ended.weights.clear()  # because a lazy device would make a copy of each view that is still there
             if expanded is not None:
                 self._expanded.give_back(expanded)
 
@@ -300,4 +300,4 @@ class LayerStream:
 
 
 def _nothing() -> None:
-    """Nobody asks for anything before a lease."""
+    """Do nothing before a lease."""

@@ -63,7 +63,7 @@ class Ticket:
         self._over.wait()
 
     def take_gate(self) -> Part | None:
-        """Return the gate, if nobody has taken it; who waits there calls `end`."""
+        """Return the gate, if no thread has taken it; the one that waits there calls `end`."""
         with self._lock:
             gate, self._gate = self._gate, None
             self._running += gate is not None

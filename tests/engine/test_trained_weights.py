@@ -11,7 +11,7 @@ from torch import Tensor
 from trainedways import bare_model
 from transformers import AutoModelForCausalLM
 
-from lema.engine.visit import TrainedWeights
+from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError, ModelError
 
 Gradients = dict[str, Tensor]

@@ -8,13 +8,12 @@ import pytest
 import torch
 from neurondoubles import RecordedXm
 from neuronmodels import batch, lora, whole_model
-from torch import nn
 
 import lema_neuron
 import lema_neuron.peft as parallel
 from lema.errors import ConfigError, DataError
 from lema_neuron.comm import Solo, XlaComm
-from lema_neuron.gradients import average_gradients, clip_gradients, reduce_gradients
+from lema_neuron.gradients import global_norm, reduce_gradients
 from lema_neuron.layers import GQAQKVColumnParallelLinear
 from lema_neuron.mappings import copy_to_group, gather_sequence, reduce_scatter_sequence
 from lema_neuron.parallelize import parallelize
@@ -77,9 +76,9 @@ def test_what_goes_one_way_forward_comes_back_another(mapping: object, there: li
 
 
 def run_a_step(ordinal: int, sequence: bool) -> list[tuple[str, dict[str, object]]]:
-    """A forward and backward pass of one rank of eight, its reductions and its clipping; what it asked of `xm`."""
+    """A forward and backward pass of one rank of eight, its reductions and its norm; what it asked of `xm`."""
     xm = RecordedXm()
-    tensor, data = XlaComm(TENSOR, xm, ordinal), XlaComm(DATA, xm, ordinal)
+    tensor = XlaComm(TENSOR, xm, ordinal)
     model = whole_model("llama", 2, layers=LAYERS)
     parallelize(model, tensor, sequence_parallel=sequence)
     over = parallel.get_peft_model(model, lora("llama"), seed=1)
@@ -88,8 +87,7 @@ def run_a_step(ordinal: int, sequence: bool) -> list[tuple[str, dict[str, object
     xm.calls.append(("gradients", {}))
     trained = [parameter for parameter in over.parameters() if parameter.requires_grad]
     reduce_gradients(trained)
-    average_gradients(trained, data)
-    clip_gradients(trained, 1.0, tensor)
+    global_norm(trained, tensor)
     return xm.calls
 
 
@@ -99,27 +97,13 @@ def test_all_ranks_ask_for_the_same_in_the_same_order(sequence: bool) -> None:
     assert run_a_step(6, sequence) == first
     after = [given["groups"] for name, given in first[first.index(("gradients", {})) + 1 :]]
     sharing = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert sorted(map(str, after)) == sorted(map(str, [TENSOR, sharing, DATA, TENSOR]))  # factors, keys, data, the norm
-    assert after[-2:] == [DATA, TENSOR]  # averaged once reduced, clipped last
+    assert sorted(map(str, after)) == sorted(map(str, [TENSOR, sharing, TENSOR]))  # factors, keys, the norm
+    assert after[-1] == TENSOR  # the norm is that of gradients that are reduced
     during = [name for name, given in first[: first.index(("gradients", {}))]]
     assert set(during) == ({"all_gather", "reduce_scatter"} if sequence else {"all_reduce"})
     ends = 2  # of a block; and two rows of it, the weight's and the adapter's
     assert len(during) == (LAYERS * 2 * 2 * (1 + ends) if sequence else LAYERS * 2 * (1 + ends) - 1)
     # the embeddings are frozen: no gradient is summed where the first block begins; the last layer gathers all tokens
-
-
-def test_gradients_are_averaged_over_data_parallel_ranks() -> None:
-    parameters = [
-        nn.Parameter(torch.zeros(3)),
-        nn.Parameter(torch.zeros(2, dtype=torch.float64)),
-        nn.Parameter(torch.ones(1)),
-    ]
-    for number, one in enumerate(parameters[:2]):
-        one.grad = torch.full_like(one, number + 1.0)
-    xm = RecordedXm()  # every other rank has the same, so that the average is what each has
-    average_gradients(parameters, XlaComm(DATA, xm, 3))
-    assert [one.grad is None or set(one.grad.tolist()) for one in parameters] == [{1.0}, {2.0}, True]
-    assert len(xm.calls) == 2  # one for each dtype, not for each parameter
 
 
 def test_copies_of_a_layer_lie_over_the_same_processes() -> None:

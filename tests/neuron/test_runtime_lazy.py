@@ -21,7 +21,7 @@ from lema import LemaModel
 from lema.backend import Backend, BackendOptions
 from lema.backend.torchrun import Joined
 from lema.errors import BackendUnavailable, ConfigError
-from lema.stream.placement import PAGE, LayerBytes, Placed, Run, extent, moved, views
+from lema.stream.placement import PAGE, ByteRun, LayerBytes, Placed, extent, moved, views
 from lema.testing import BackendContract
 from lema_neuron.compiles import Compiles
 from lema_neuron.probe import Found, choose_runtime
@@ -214,7 +214,7 @@ def test_layers_that_begin_anywhere_in_a_page_look_the_same_once_moved() -> None
     def layer(start: int) -> LayerBytes:
         shape = torch.Size((2, 4))
         tensors = tuple(Placed(name, start + at, torch.float32, shape) for name, at in (("a", 0), ("b", 32)))
-        return LayerBytes(tensors, (Run(Path("weights"), start, 64, start),), (), PAGE)
+        return LayerBytes(tensors, (ByteRun(Path("weights"), start, 64, start),), (), PAGE)
 
     slot = torch.arange(PAGE // 4, dtype=torch.float32).view(torch.uint8)
     first, second = layer(128), layer(512)

@@ -22,7 +22,7 @@ from lema.backend.hostmemory import anonymous
 from lema.errors import ReadError
 from lema.storage.header import TensorRecord
 from lema.stream import LayerStream, StreamCounters
-from lema.stream.placement import PAGE, part_bytes, part_of, place, views
+from lema.stream.placement import PAGE, part_bytes, place, rank_share, views
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import fetched, training_order
 from lema.stream.workers import Ticket
@@ -70,7 +70,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 @given(index=LAYER, size=st.integers(1, 9))
 def test_the_parts_of_a_layer_are_the_layer(stored: Stored, index: int, size: int) -> None:
     layer, reader = stored.layers[index], LayerReader(threads=1)
-    parts = [part_of(layer, rank, size) for rank in range(size)]
+    parts = [rank_share(layer, rank, size) for rank in range(size)]
     assert {part.nbytes for part in parts} == {part_bytes(layer.nbytes, size)}
     assert layer.nbytes <= size * parts[0].nbytes < layer.nbytes + size * PAGE
     whole = torch.empty(size * parts[0].nbytes + PAGE, dtype=torch.uint8)
@@ -299,7 +299,7 @@ def test_each_process_moves_its_part_of_the_bytes(
         process.announce(list(whole))
         process.follow(len(whole))
         counters = stream.counters
-        parts = [part_of(layer, replica.rank, size) for layer in stored.layers]
+        parts = [rank_share(layer, replica.rank, size) for layer in stored.layers]
         assert counters.bytes_read == sum(parts[layer].read_bytes for layer in [*read, *once])
         assert stream.slot_bytes == max(parts[layer].nbytes for layer in range(NUM_LAYERS) if layer not in held)
         assert all(one.numel() == parts[layer].nbytes for layer, one in stream._host.items())
@@ -368,7 +368,7 @@ def test_after_a_cancel_reading_begins_with_what_is_announced(stored: Stored) ->
         process.cancel(None)
         before = len(reader.tickets)
         process.announce([1, 0, 5, 4])
-        asked = [part_of(stored.layers[layer], replica.rank, 2) for layer in (5, 4)]
+        asked = [rank_share(stored.layers[layer], replica.rank, 2) for layer in (5, 4)]
         assert [layer for layer, _, _ in reader.tickets[before:]] == asked
         process.follow(4)
         stream.close()

@@ -11,7 +11,7 @@ from lema.errors import NonFiniteError
 from lema.storage.header import read_header
 from lema.stream import reader
 from lema.stream import weightcheck as baseguard
-from lema.stream.placement import DTYPES, PAGE, LayerBytes, part_of, place
+from lema.stream.placement import DTYPES, PAGE, LayerBytes, place, rank_share
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard, first_non_finite
 from lema_cpu import CpuBackend
@@ -109,7 +109,7 @@ def test_the_parts_of_several_processes_are_looked_at_too(rank: int, tmp_path: P
     (run,) = layer.runs
     records = read_header(tmp_path / "one.safetensors")[1]
     at = run.slot_offset + records["b"].offset + (20 * 65 + 1) * 4 - run.offset
-    part = part_of(layer, rank, 3)
+    part = rank_share(layer, rank, 3)
     if at // part.nbytes == rank:
         with pytest.raises(NonFiniteError, match=r"layers\.3\.b"):
             read(part, guard)

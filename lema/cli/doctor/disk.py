@@ -92,7 +92,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         ReadError: it could not be read.
     """
     from lema.backend.hostmemory import anonymous
-    from lema.stream.placement import LayerBytes, Run
+    from lema.stream.placement import ByteRun, LayerBytes
     from lema.stream.speed import read_speed
 
     with _nameless(directory) as (descriptor, path):
@@ -102,7 +102,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         write = written / max(clock() - began, 1e-9)
         if hasattr(os, "posix_fadvise"):  # macOS has none
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        runs = [Run(path, start, min(PART, written - start), 0) for start in range(0, written, PART)]
+        runs = [ByteRun(path, start, min(PART, written - start), 0) for start in range(0, written, PART)]
         buffers = [anonymous(PART) for _ in range(AT_ONCE)]
         for buffer in buffers:
             buffer.zero_()  # its pages are there before the clock runs, as in the second step of a run

@@ -29,7 +29,7 @@ from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.loss import trained_tokens
 from lema.engine.optim import make_optimizer, set_update
-from lema.engine.visit import Leaves, TrainedWeights
+from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.errors import NonFiniteError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint

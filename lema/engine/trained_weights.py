@@ -1,0 +1,77 @@
+"""Weights of streamed layers that train themselves: the leaves that stand for them in a layer's graph.
+
+A leased weight is a view of memory that soon holds another layer. In a graph a leaf stands for it: the same bytes, and
+it requires grad. The gradients of a layer are complete when its one backward is over, for all micro-batches, added up
+one by one as gradient accumulation on the whole model adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from torch import Tensor
+
+from lema.errors import ModelError
+from lema.stream import Lease
+
+__all__ = ["Leaves", "TrainedWeights", "add"]
+
+
+Leaves = dict[str, Tensor]
+
+
+class TrainedWeights:
+    """The weights of decoder layers that train themselves, and the function that takes their gradients.
+
+    Args:
+        names: for each layer that trains, the names of the parameters that do, as a lease has them.
+        done: called with a layer's number and the gradients of its weights by name, on the device, once they are
+            complete for the pass; a weight that nothing reached has none. The gradients are the callee's from then on.
+        begun: returns the gradient that a weight has from the passes before, to which this pass adds; None: none.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, Collection[str]],
+        done: Callable[[int, Leaves], None],
+        begun: Callable[[int, str], Tensor | None] = lambda *_: None,
+    ) -> None:
+        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
+        self._done, self._begun = done, begun
+
+    def trains(self, layer: int) -> bool:
+        """Whether anything of a layer's own trains."""
+        return layer in self._names
+
+    def leaves(self, layer: int, lease: Lease) -> Leaves:
+        """Return a leaf for each weight of a layer that trains: the same bytes, and it requires grad.
+
+        Raises:
+            ModelError: one is not in the lease, or is of a type that has no gradient.
+        """
+        found: Leaves = {}
+        for name in sorted(self._names.get(layer, ())):
+            weight = lease.weights.get(name)
+            if weight is None or not weight.is_floating_point():
+                what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
+                raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
+            found[name] = weight.detach().requires_grad_()
+        return found
+
+    def begin(self, layer: int, leaves: Leaves) -> None:
+        """Give the leaves the gradients of the passes before, so that those of this pass are added to them."""
+        for name, leaf in leaves.items():
+            leaf.grad = self._begun(layer, name)
+
+    def end(self, layer: int, leaves: Leaves) -> None:
+        """Hand the gradients of a layer over, because nothing adds to them any more in this pass."""
+        if leaves:
+            self._done(layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+        for leaf in leaves.values():
+            leaf.grad = None
+
+
+def add(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Add a gradient to that of a leaf, as autograd does; the first one is taken as it is."""
+    if gradient is not None:
+        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
