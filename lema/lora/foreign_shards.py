@@ -1,4 +1,4 @@
-"""Reads the sharded checkpoints of neuronx-distributed, and puts their adapters together as PEFT has them.
+"""Reads the sharded checkpoints of another parallel library, and puts their adapters together as PEFT has them.
 
 `model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt` is a pickle with the tensors of a rank by name. In the other form it holds a
 reference in the place of every tensor, and `tensor_N.pt` in a neighbouring directory, `....pt.tensors`, is the N-th.
@@ -8,7 +8,7 @@ code.
 The checkpoints' metadata has a specification for every module whose projections were fused, by the name of its class:
 linear modules one after the other, or the queries, keys and values of an attention, with keys and values replicated.
 Fused projections share one A, so each of them gets that A. Replicated tensors must agree on all ranks; where a run did
-not keep them so, the caller can ask for the first rank's, as neuronx-distributed itself would take.
+not keep them so, the caller can ask for the first rank's, as that library itself would take.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How many parameters a phase trains, counted on a model without weights.
+"""The two-phase trainer: full parameters first, then adapters, under the names that two-phase trainers use.
 
-Full parameters first, then adapters: `lema.train.phases` under the names that two-phase trainers use.
+It runs the phases of `lema.train.phases`, and counts what each trains on a model without weights.
 """
 
 from __future__ import annotations

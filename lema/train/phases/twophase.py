@@ -1,4 +1,4 @@
-"""Full parameters first, then adapters: a phase plan as lists of stages, with the names that two-phase trainers use."""
+"""A phase plan as lists of stages: full parameters first, then adapters, with the names that two-phase trainers use."""
 
 from collections.abc import Iterator
 from os import PathLike
