@@ -236,7 +236,7 @@ class PhaseLog:
 
     def _write(self, what: Mapping[str, Any]) -> dict[str, Any]:
         boundary = self._boundaries[self._index]
-        per_step = self._plan.batch_size * self._plan.block_size
+        per_step = self._plan.batch_size * self._plan.max_length
         row = {
             "phase": boundary.name,
             "stage": self._index,

@@ -208,19 +208,20 @@ def _needs(
 ) -> PhaseNeeds:
     settings = {
         **config.to_dict(),
+        **phase.overrides,
         **of_kind(phase),
         "seed": plan.seed,
         "learning_rate": phase.learning_rate,
         "batch_size": plan.batch_size,
         "micro_batch_size": plan.micro_batch_size,
-        "max_length": plan.block_size,
+        "max_length": plan.max_length,
         "gradient_accumulation_steps": 1,
     }
     return plan_phase(
         LemaConfig(**settings),
         place,
         chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
-        device_memory=config.device_memory,
+        device_memory=phase.overrides.get("device_memory", config.device_memory),
         processes=processes,
         trust_remote_code=trusted,
     )
@@ -229,7 +230,7 @@ def _needs(
 def _look_at(plan: PhasePlan, index: int, sources: Mapping[str, Source]) -> None:
     """Make a phase's mixture, which refuses what does not fit."""
     options: dict[str, Any] = {"stage": index, "fade": plan.fade(index), "starts": plan.starts(index)}
-    Mixture(plan.phases[index].mixture, sources, plan.seed, plan.block_size, **options)
+    Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: PhaseNeeds) -> PhaseEntry:
@@ -246,7 +247,7 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: PhaseNeeds) -
         last_step=boundary.stop_step,
         tokens=size.tokens,
         leftover=size.leftover,
-        tokens_per_source={name: count * plan.block_size for name, count in plan.counts(index).items()},
+        tokens_per_source={name: count * plan.max_length for name, count in plan.counts(index).items()},
         rates=Rates(rates[0], max(rates), rates[-1]),
         moved=needs.moved(size.steps),
         memory=PhaseMemory(

@@ -39,7 +39,7 @@ from lema.train.checkpoint.resume import check_same_run
 from lema.train.guards import watched
 from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.model import LemaModel
-from lema.train.phases.file import PhaseFile, read_sources
+from lema.train.phases.file import PhaseFile, evaluate_end, read_sources
 from lema.train.phases.kinds import Adapters, Weights, of_kind
 from lema.train.phases.loop import PhaseLog, Underway
 from lema.train.phases.phase import Phase
@@ -210,7 +210,7 @@ class PhaseRun:
             phase.mixture,
             self.sources,
             self.plan.seed,
-            self.plan.block_size,
+            self.plan.max_length,
             stage=index,
             held_out=self.held_out,
             fade=self.plan.fade(index),
@@ -244,6 +244,7 @@ class PhaseRun:
             "output_dir": str(self.places.place(index)),
             "seed": self.plan.seed,
             "learning_rate": phase.learning_rate,
+            **phase.overrides,
             **of_kind(phase),
         }
         if under := self.places.based(index):
@@ -353,8 +354,9 @@ def train_phases(
         if backend.replicas.size > 1:
             say(f"{backend.replicas.num_processes} processes, each with its share of every batch")
         reading: dict[str, Any] = {"say": say, "trust_remote_code": trust_remote_code}
-        sources = read_sources(config, plan, file.datasets, "train", **reading)
-        held_out = read_sources(config, plan, file.held_out, "val", **reading) or None
+        sources = read_sources(config, plan, file.train_data, "train", **reading)
+        held_out = read_sources(config, plan, file.eval_data, "val", **reading) or None
+        measured = read_sources(config, plan, file.evaluations, "val", also=file.evaluations, **reading)
         size = backend.replicas.size
         report = phase_report(config, plan, sources, processes=size, trust_remote_code=trust_remote_code)
         show_report(report, shown)
@@ -375,6 +377,10 @@ def train_phases(
                 say=say,
             )
         say(f"the last phase ended in {end}")
+        if measured:
+            found = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
+            for name, numbers in found.items():
+                say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
     return end
 
 
