@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from lema.data import Sampling
     from lema.errors import LemaError
     from lema.train import LemaModel, LemaTrainer
-    from lema.train.phases import LoRAConfig, LoRATrainer, LoRATrainerConfig, LoRATrainState, Phase, PhasePlan
+    from lema.train.phases import (
+        LoRAConfig,
+        LoRATrainer,
+        LoRATrainerConfig,
+        LoRATrainState,
+        Phase,
+        PhasePlan,
+        transition_to_lora,
+    )
 
     __version__: str
 
@@ -36,6 +44,7 @@ __all__ = [
     "Sampling",
     "__version__",
     "prepare_monolithic_safetensors",
+    "transition_to_lora",
 ]
 
 _HOMES = {
@@ -52,6 +61,7 @@ _HOMES = {
     "PhasePlan": "lema.train.phases",
     "Sampling": "lema.data.sampling",
     "prepare_monolithic_safetensors": "lema.convert.prepare",
+    "transition_to_lora": "lema.train.phases.loratrainer",
 }
 
 

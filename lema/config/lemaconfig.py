@@ -3,40 +3,35 @@
 import json
 import os
 import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError
 
+from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
-from lema.config.peft import contradictions
-from lema.config.problems import Contradiction, Problem, SettingsError, problems_of, unknown_setting
+from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
+from lema.config.settings import Settings
 from lema.config.types import (
     Beta,
     Count,
+    DataFiles,
     Dtype,
-    Indices,
-    InitialValues,
     Kept,
     Location,
     Memory,
     MemoryStrategy,
     Name,
-    NameList,
-    Names,
     NotNegative,
     Offloading,
-    Pattern,
-    Patterns,
     Reports,
     RowSplit,
     Scale,
     Scheduler,
     Strategy,
-    Targets,
-    TokenIndices,
 )
 from lema.config.yaml import read_yaml
 from lema.errors import ConfigError, DiskError
@@ -52,23 +47,8 @@ _EARLIER = {"ram_buffer_size", "use_lora", "vram_fraction", "training_mode"}
 _AT = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 
-class LemaConfig(BaseModel):
-    """Every setting of a run. Unknown names and wrong types are errors that list every problem at once.
-
-    Settings may be given by position, in the order below, or by name. Assigning one checks it too.
-
-    Raises:
-        ConfigError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        validate_assignment=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
+class _First(Settings):
+    """What stands first, in the order in which it is given by position; two settings of adapters are among it."""
 
     model_name_or_path: Location
     """Model directory, one .safetensors file in such a directory, or hub id."""
@@ -85,17 +65,24 @@ class LemaConfig(BaseModel):
     output_dir: Location = "output"
     """Directory for the adapter, checkpoints and metrics."""
     lora_rank: Count = 16
-    """Rank of the adapter's two matrices (LoRA, arXiv:2106.09685)."""
     lora_alpha: Scale = 32
-    """Adapters are scaled by lora_alpha / lora_rank."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     """Peak learning rate."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass, so that only its input is kept."""
-    lora_target_modules: Targets | None = None
-    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
-    lora_dropout: Beta = 0.0
-    """Dropout on the adapter's input."""
+
+
+class LemaConfig(AdapterSettings, _First):
+    """Every setting of a run. Unknown names and wrong types are errors that list every problem at once.
+
+    Settings may be given by position, in the order below, or by name. Assigning one checks it too.
+
+    Raises:
+        ConfigError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
+    """
+
+    model_config = ConfigDict(validate_assignment=True)
+
     dtype: Dtype | None = None
     """Type of the frozen weights; None: the checkpoint's."""
     attn_implementation: Name | None = None
@@ -143,10 +130,10 @@ class LemaConfig(BaseModel):
     """Optimizer steps over which the learning rate rises from 0."""
     warmup_ratio: Beta = 0.0
     """The same as a fraction of all steps."""
-    train_data: Names | None = None
-    """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt."""
-    eval_data: Names | None = None
-    """Data to evaluate on, likewise."""
+    train_data: DataFiles | None = None
+    """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt; or data sets by name, each its files."""
+    eval_data: DataFiles | None = None
+    """Data to evaluate on, given in the same ways."""
     eval_split: RowSplit | None = None
     """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
     eval_steps: Count | None = None
@@ -159,34 +146,6 @@ class LemaConfig(BaseModel):
     """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names."""
     run_name: Name | None = None
     """Name of the run in those reports."""
-    lora_exclude_modules: Targets | None = None
-    """Modules not to adapt, though `lora_target_modules` matches them; likewise names or one regular expression."""
-    lora_rank_pattern: dict[Pattern, Count] = Field(default_factory=dict)
-    """Ranks that differ: the end of a module's name, or a regular expression for it, to a rank."""
-    lora_alpha_pattern: dict[Pattern, Scale] = Field(default_factory=dict)
-    """Alphas that differ, likewise."""
-    lora_use_rslora: bool = False
-    """Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv:2312.03732)."""
-    lora_layers_to_transform: Indices | None = None
-    """Decoder layers to adapt, counted from 0: one number or several; None: all."""
-    lora_layers_pattern: Patterns | None = None
-    """Name of the list that those numbers count in, where the model has several; only with them."""
-    lora_init: InitialValues = True
-    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (both drawn)."""
-    lora_lora_bias: bool = False
-    """Give the adapter's B a bias (PEFT's `lora_bias`)."""
-    lora_bias: Literal["none", "all", "lora_only"] = "none"
-    """Biases of the model that train as well: "none", "all", or "lora_only", those of adapted modules."""
-    lora_modules_to_save: NameList | None = None
-    """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
-    lora_use_dora: bool = False
-    """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
-    lora_target_parameters: NameList | None = None
-    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts."""
-    lora_trainable_token_indices: TokenIndices | None = None
-    """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
-    lora_ensure_weight_tying: bool = False
-    """Keep what is tied in the model tied where both of it train."""
     revision: Name | None = None
     """Branch, tag or commit of a hub id; None: its main branch. A directory has none."""
     boundary_activations: Literal["auto", "device", "host", "disk"] = "auto"
@@ -235,10 +194,7 @@ class LemaConfig(BaseModel):
         if own := settings.keys() & backend_settings().keys():
             given = settings.pop("backend_settings", None) or {}
             settings["backend_settings"] = {**given, **{key: settings.pop(key) for key in own}}
-        try:
-            super().__init__(**by_position, **settings)
-        except ValidationError as error:
-            raise SettingsError(problems_of(error, self._defaults())) from error
+        super().__init__(**by_position, **settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
@@ -250,62 +206,51 @@ class LemaConfig(BaseModel):
             # Checks between settings run after pydantic has stored the value: a refused value must not stay.
             self.__dict__.update(before)
             self.__pydantic_fields_set__.intersection_update(given)
-            raise SettingsError(problems_of(error, self._defaults())) from error
+            raise SettingsError(problems_of(error, self.defaults())) from error
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in backend_settings():
             return self.backend_settings.get(name, backend_setting(name).default)
         return super().__getattr__(name)  # type: ignore[misc] # pydantic hides it from type checkers
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield what is wrong between settings, each of which is right by itself."""
+        yield from super().disagreements()
         for key, what in check_backend_settings(self.backend_settings):
-            raise Contradiction(key, what)
+            yield Problem(key, what)
         for one, other in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
             if getattr(self, one) and getattr(self, other):
-                raise ValueError(f"{one} and {other} exclude each other; leave one of them out")
+                yield Problem("", f"{one} and {other} exclude each other; leave one of them out")
         if self.max_steps is not None and self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
-        if self.boundary_activations in ("host", "disk") and not self.gradient_checkpointing:
-            raise Contradiction(
-                "boundary_activations", "without gradient_checkpointing no layer's input waits; set it to true"
-            )
-        self._agree_on_offloading()
+            yield Problem("", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+        yield from self._about_offloading()
         if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
-            raise Contradiction(
-                "cache_frozen_prefix",
-                "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1",
-            )
+            what = "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1"
+            yield Problem("cache_frozen_prefix", what)
         if self.host_embeddings and self.lora_trainable_token_indices is not None:
-            raise Contradiction(
-                "host_embeddings", "lora_trainable_token_indices trains rows of the embeddings; set it to false"
-            )
+            what = "lora_trainable_token_indices trains rows of the embeddings; set it to false"
+            yield Problem("host_embeddings", what)
         if self.shard_weights and self.cache_frozen_prefix:
-            raise Contradiction(
-                "shard_weights",
-                "with cache_frozen_prefix processes leave out layers that others need; set one to false",
-            )
+            what = "with cache_frozen_prefix processes leave out layers that others need; set one to false"
+            yield Problem("shard_weights", what)
         if self.max_length and self.pad_to_multiple_of and self.max_length % self.pad_to_multiple_of:
-            raise Contradiction(
-                "pad_to_multiple_of", f"max_length is {self.max_length}, no multiple of {self.pad_to_multiple_of}"
-            )
-        for key, what in contradictions(self):
-            raise Contradiction(key, what)
-        return self
+            what = f"max_length is {self.max_length}, no multiple of {self.pad_to_multiple_of}"
+            yield Problem("pad_to_multiple_of", what)
 
-    def _agree_on_offloading(self) -> None:
+    def _about_offloading(self) -> Iterator[Problem]:
         mode, place = self.activation_offloading, self.boundary_activations
+        if place in ("host", "disk") and not self.gradient_checkpointing:
+            what = "without gradient_checkpointing no layer's input waits; set it to true"
+            yield Problem("boundary_activations", what)
         if mode == "hidden_states" and not self.gradient_checkpointing:
-            raise Contradiction(
-                "activation_offloading",
-                "without gradient_checkpointing layers keep more than their inputs; set that to true, or this to true",
+            what = (
+                "without gradient_checkpointing layers keep more than their inputs; set that to true, or this to true"
             )
+            yield Problem("activation_offloading", what)
         offloaded = self.offloading_tier
         if offloaded is not None and self.gradient_checkpointing and place not in ("auto", offloaded):
-            raise Contradiction(
-                "boundary_activations",
-                f"with activation_offloading the layers' inputs wait {_AT[offloaded]}, not {_AT[place]}; leave one out",
-            )
+            what = f"with activation_offloading the layers' inputs wait {_AT[offloaded]}, not {_AT[place]}"
+            yield Problem("boundary_activations", f"{what}; leave one out")
 
     @property
     def offloading_tier(self) -> Literal["host", "disk"] | None:
@@ -315,9 +260,9 @@ class LemaConfig(BaseModel):
         return "disk" if self.activation_offloading == "disk" else "host"
 
     @classmethod
-    def _defaults(cls) -> dict[str, Any]:
-        own = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
-        return own | dict.fromkeys(backend_settings())
+    def defaults(cls) -> dict[str, Any]:
+        """Return the default of every setting by name, None for those that only a backend has."""
+        return super().defaults() | dict.fromkeys(backend_settings())
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
@@ -380,7 +325,7 @@ class LemaConfig(BaseModel):
             gone = [name for name in values if name not in cls.model_fields]
             warnings.warn(f"{file} is of an earlier version; ignored: {', '.join(gone)}", stacklevel=2)
             values = {name: value for name, value in values.items() if name not in gone}
-        return cls._located({**values, **overrides}, {key: str(file) for key in values.keys() - overrides.keys()})
+        return cls._located({**values, **overrides}, {"": str(file)}, overrides)
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
@@ -390,12 +335,11 @@ class LemaConfig(BaseModel):
             ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
         """
         yaml = read_yaml(path)
-        places = {key: place for key, place in yaml.places().items() if key not in overrides}
-        return cls._located({**yaml.values, **overrides}, {"": str(path), **places})
+        return cls._located({**yaml.values, **overrides}, yaml.places(), overrides)
 
     @classmethod
-    def _located(cls, values: dict[str, Any], places: dict[str, str]) -> Self:
+    def _located(cls, values: dict[str, Any], places: dict[str, str], apart: Iterable[str]) -> Self:
         try:
             return cls(**values)
         except SettingsError as error:
-            raise error.located(places) from error.__cause__
+            raise error.located(places, apart) from error.__cause__

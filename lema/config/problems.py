@@ -11,29 +11,74 @@ from pydantic_core import ErrorDetails
 from lema.config.peft import SETTING_OF
 from lema.errors import ConfigError
 
-__all__ = ["Contradiction", "Problem", "SettingsError", "nearest", "problems_of", "unknown_setting"]
+__all__ = [
+    "Problem",
+    "SettingsError",
+    "Several",
+    "as_problem",
+    "nearest",
+    "prefixed",
+    "problems_of",
+    "unknown_setting",
+]
 
 
-# Names other trainers use for the same thing, where spelling alone would not lead a newcomer there.
-_ELSEWHERE = {
-    **SETTING_OF,
-    "alpha": "lora_alpha",
-    "base_model": "model_name_or_path",
-    "dataset": "train_data",
-    "datasets": "train_data",
-    "epochs": "num_train_epochs",
-    "gradient_clipping": "max_grad_norm",
-    "lora_r": "lora_rank",
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "max_seq_length": "max_length",
-    "max_seq_len": "max_length",
-    "num_epochs": "num_train_epochs",
-    "per_device_train_batch_size": "batch_size",
-    "rank": "lora_rank",
-    "sequence_len": "max_length",
-    "torch_dtype": "dtype",
-    "val_set_size": "eval_split",
+# Names that other trainers, and other settings here, use for the same thing, where spelling alone would not lead a
+# newcomer there: to the settings that are meant, of which the first is offered that there is where the name stands.
+_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    **{option: (setting, option) for option, setting in SETTING_OF.items()},
+    "alpha": ("lora_alpha",),
+    "base_model": ("model_name_or_path",),
+    "block": ("max_length", "block_size"),
+    "block_size": ("max_length",),
+    "constant_pct": ("tail_ratio",),
+    "data": ("train_data", "mixture", "datasets"),
+    "dataset": ("train_data", "mixture", "datasets"),
+    "datasets": ("train_data", "mixture"),
+    "decay": ("decay_ratio", "decay_pct"),
+    "decay_pct": ("decay_ratio",),
+    "epochs": ("num_train_epochs",),
+    "eval_dataset": ("eval_data",),
+    "global_batch": ("batch_size",),
+    "global_batch_size": ("batch_size",),
+    "gradient_clipping": ("max_grad_norm",),
+    "held_out": ("eval_data",),
+    "kind": ("trains",),
+    "learning_rate": ("lr",),
+    "lora": ("lora_rank",),
+    "lora_r": ("lora_rank",),
+    "lr": ("learning_rate",),
+    "lr_scheduler": ("lr_scheduler_type", "schedule"),
+    "lr_scheduler_type": ("schedule",),
+    "max_length": ("block_size",),
+    "max_seq_len": ("max_length", "block_size"),
+    "max_seq_length": ("max_length", "block_size"),
+    "mode": ("trains",),
+    "num_epochs": ("num_train_epochs",),
+    "per_device_batch_size": ("micro_batch_size",),
+    "per_device_train_batch_size": ("batch_size",),
+    "proportion": ("rate",),
+    "r": ("lora_rank", "rank"),
+    "rank": ("lora_rank",),
+    "ratio": ("rate",),
+    "samplings": ("mixture", "train_data"),
+    "schedule": ("lr_scheduler_type",),
+    "schedule_type": ("lr_scheduler_type", "schedule"),
+    "scheduler": ("lr_scheduler_type", "schedule"),
+    "seq_len": ("max_length", "block_size"),
+    "sequence_len": ("max_length", "block_size"),
+    "sequence_length": ("max_length", "block_size"),
+    "tail": ("tail_ratio", "constant_pct"),
+    "targets": ("lora_target_modules", "target_modules"),
+    "torch_dtype": ("dtype",),
+    "train": ("trains",),
+    "train_data": ("mixture", "datasets"),
+    "type": ("trains",),
+    "val_set_size": ("eval_split",),
+    "warmup": ("warmup_ratio", "warmup_pct"),
+    "warmup_pct": ("warmup_ratio",),
+    "warmup_ratio": ("warmup_pct",),
+    "weight": ("rate",),
 }
 
 # What is asked for in another place.
@@ -41,6 +86,9 @@ _NO_SETTINGS = {"trust_remote_code": "a file must not say what code is run; give
 
 # Likeness below which a name is not offered, and how far below the best still counts as about as close.
 _LIKE, _TIE = 0.5, 0.1
+
+# Names that a message may list.
+_FEW = 12
 
 _NOUNS = {
     "bool_type": "true or false",
@@ -82,17 +130,12 @@ class Problem:
         return head + self.what + (f" ({self.how})" if self.how else "")
 
 
-class Contradiction(ValueError):
-    """One setting contradicts another; raised where settings are checked together.
+class Several(ValueError):
+    """What a validator has found wrong: problems whose keys are as seen from the settings that it validates."""
 
-    Args:
-        key: the setting to say it of.
-        what: what is wrong, and how to mend it.
-    """
-
-    def __init__(self, key: str, what: str) -> None:
-        self.key = key
-        super().__init__(what)
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(str(problem) for problem in self.problems))
 
 
 class SettingsError(ConfigError):
@@ -107,17 +150,51 @@ class SettingsError(ConfigError):
             listed = "".join(f"\n  - {problem}" for problem in self.problems)
             super().__init__(f"{len(self.problems)} settings are wrong:{listed}")
 
-    def located(self, places: Mapping[str, str]) -> "SettingsError":
-        """The same problems, with the place of every key that `places` knows."""
-        return SettingsError([replace(p, place=places.get(p.key, p.place)) for p in self.problems])
+    def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
+        """The same problems, each with its place: that of its key, or else of what the key would stand in.
+
+        Args:
+            places: `file:line` by path (`phases[1].tokens`); that of "" is the file.
+            apart: settings at the top that were not given there.
+        """
+        found, elsewhere = [], set(apart)
+        for problem in self.problems:
+            key = problem.key
+            if key and key.partition(".")[0].partition("[")[0] in elsewhere:
+                found.append(problem)
+                continue
+            while key and key not in places:
+                key = key[: max(key.rfind("."), key.rfind("["), 0)]
+            found.append(replace(problem, place=places.get(key, problem.place)))
+        return SettingsError(found)
+
+
+def as_problem(error: ConfigError, key: str) -> Problem:
+    """Return what a function refused as a problem of a setting."""
+    return Problem(key, f"{key}: {error.what}", error.how)
+
+
+def prefixed(problem: Problem, path: str) -> Problem:
+    """Return a problem as it is called where `path` leads to what it is of."""
+    if not path:
+        return problem
+    key = _joined(path, problem.key)
+    head = problem.what.partition(": ")[0]  # a path of the problem already, or its words
+    begins = problem.key and (problem.what.startswith(problem.key) or problem.key.startswith((f"{head}.", f"{head}[")))
+    what = _joined(path, problem.what) if begins else f"{path}: {problem.what}"
+    return replace(problem, key=key, what=what)
+
+
+def _joined(path: str, rest: str) -> str:
+    return path + rest if not rest or rest.startswith("[") else f"{path}.{rest}"
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Up to three known names spelt like `name`, the likeliest first."""
     known = list(known)
     lowered = name.lower().replace("-", "_")
-    if (meant := _ELSEWHERE.get(lowered)) in known:
-        return [meant]
+    if meant := [one for one in _ELSEWHERE.get(lowered, ()) if one in known]:
+        return meant[:1]
     likeness = {one: _likeness(lowered, one) for one in known}
     ranked = sorted(known, key=lambda one: -likeness[one])[:3]
     # One clear winner is offered alone; names about as close are offered with it.
@@ -134,27 +211,40 @@ def unknown_setting(key: str, known: Iterable[str]) -> Problem:
     """The problem of a key that is no setting, with the nearest names."""
     if how := _NO_SETTINGS.get(key):
         return Problem(key, f"unknown setting {key!r}", how)
+    known = list(known)
     near = nearest(key, known)
-    how = f"did you mean {_listed(near)}?" if near else "`lema config schema` lists every setting"
+    if near:
+        how = f"did you mean {_listed(near)}?"
+    elif "device" in known:
+        how = "`lema config schema` lists every setting"
+    else:
+        how = f"there are {', '.join(known)}" if len(known) <= _FEW else "docs/phases.md lists every setting"
     return Problem(key, f"unknown setting {key!r}", how)
 
 
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
-    """Pydantic's complaints, one problem per setting, in the order the settings were checked.
+    """Pydantic's complaints, those of settings inside settings too: one problem per setting, in the order of checking.
+
+    A path is written as one would in Python: `phases[1].mixture[0].rate`.
 
     Args:
         error: what pydantic raised.
         defaults: every setting's default by name; the keys are the known names.
     """
+    found: dict[str, list[Problem]] = {}
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        by_key.setdefault(_key(detail), []).append(detail)
-    return [_problem(key, details, defaults) for key, details in by_key.items()]
-
-
-def _key(detail: ErrorDetails) -> str:
-    error = detail.get("ctx", {}).get("error")
-    return str(detail["loc"][0]) if detail["loc"] else error.key if isinstance(error, Contradiction) else ""
+        cause, loc = detail.get("ctx", {}).get("error"), detail["loc"]
+        if isinstance(cause, Several):
+            path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in loc).removeprefix(".")
+            found.setdefault(path, []).extend(prefixed(problem, path) for problem in cause.problems)
+        else:
+            key = str(loc[0]) if loc else ""
+            found.setdefault(key, [])
+            by_key.setdefault(key, []).append(detail)
+    for key, details in by_key.items():
+        found[key].append(_problem(key, details, defaults))
+    return [problem for problems in found.values() for problem in problems]
 
 
 def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any]) -> Problem:

@@ -15,6 +15,7 @@ from lema.config.units import memory_bytes
 __all__ = [
     "Beta",
     "Count",
+    "DataFiles",
     "Dtype",
     "Indices",
     "InitialValues",
@@ -29,6 +30,7 @@ __all__ = [
     "Offloading",
     "Pattern",
     "Patterns",
+    "Positive",
     "Reports",
     "RowSplit",
     "Scale",
@@ -36,6 +38,7 @@ __all__ = [
     "Strategy",
     "Targets",
     "TokenIndices",
+    "Tokens",
 ]
 
 
@@ -122,6 +125,8 @@ Kept = Annotated[int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_k
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
+# One data set, or several by name.
+DataFiles = Names | Annotated[dict[Name, Names], Field(min_length=1)]
 RowSplit = Annotated[int | float, BeforeValidator(_split)]
 Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]
 Pattern = Annotated[Name, AfterValidator(_pattern)]
@@ -158,3 +163,14 @@ Scheduler = Literal[
 ]
 
 Positive = Annotated[float, Field(gt=0)]
+
+
+def _tokens(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():  # YAML reads 1e9 as a float
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        raise ValueError(f"must be at least 1, not {value}; leave out what is not trained on")
+    return value
+
+
+Tokens = Annotated[Count, BeforeValidator(_tokens)]

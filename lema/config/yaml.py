@@ -17,11 +17,10 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from lema.config.nested import placed
 from lema.config.problems import SettingsError
 from lema.errors import ConfigError
 
-__all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml", "yaml_places"]
+__all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml"]
 
 
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
@@ -34,7 +33,7 @@ class YamlFile:
     Args:
         path: the file, as the user named it.
         values: the mapping at the top of the file.
-        lines: the line, counted from 1, on which each key stands.
+        lines: the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`.
     """
 
     path: Path
@@ -42,8 +41,8 @@ class YamlFile:
     lines: dict[str, int]
 
     def places(self) -> dict[str, str]:
-        """`file:line` of every key, for error messages."""
-        return {key: f"{self.path}:{line}" for key, line in self.lines.items()}
+        """`file:line` of every key by its path, and of "" the file, for error messages."""
+        return {"": str(self.path)} | {key: f"{self.path}:{line}" for key, line in self.lines.items()}
 
 
 def read_yaml(path: str | PathLike[str]) -> YamlFile:
@@ -66,7 +65,7 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
             how="write one `key: value` per line, with a space after the colon",
         )
     values = _parsed(_yaml().load, text, str(file))
-    lines = {key.value: key.start_mark.line + 1 for key, _ in root.value if isinstance(key.value, str)}
+    lines = dict(_lines(root, "", set()))
     for key in values:
         if not isinstance(key, str):
             line = lines.get(str(key))
@@ -156,24 +155,18 @@ def from_yaml(
     Raises:
         ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
     """
-    values = {**read_yaml(path).values, **overrides}
+    file = read_yaml(path)
     try:
-        return make(**values)
+        return make(**{**file.values, **overrides})
     except SettingsError as error:
-        places = yaml_places(path)
+        places = file.places()
         for other, name in spellings.items():
             places |= {name + key.removeprefix(other): at for key, at in places.items() if _is_in(key, other)}
-        raise placed(error, places, overrides) from error.__cause__
+        raise error.located(places, overrides) from error.__cause__
 
 
 def _is_in(key: str, setting: str) -> bool:
     return key == setting or key.startswith((f"{setting}[", f"{setting}."))
-
-
-def yaml_places(path: str | PathLike[str]) -> dict[str, str]:
-    """Return `file:line` by path (`phases[1].tokens`) of a file that `lema.config.yaml.read_yaml` has read."""
-    root = YAML(typ="safe", pure=True).compose(Path(path).read_text(encoding="utf-8-sig"))
-    return {"": str(path)} | {key: f"{path}:{line}" for key, line in _lines(root, "", set())}
 
 
 def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:

@@ -47,11 +47,14 @@ class Row:
 def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """The data files that files, directories and globs stand for, in a fixed order.
 
-    A directory gives the data files directly inside it, sorted by name; a glob its matches, sorted.
+    A directory gives the data files directly inside it, sorted by name; a glob its matches, sorted. Of data sets by
+    name, these are the files of all of them.
 
     Raises:
         DataError: a path does not exist, matches nothing, or is of a kind which cannot be read.
     """
+    if isinstance(paths, Mapping):
+        return [file for files in paths.values() for file in find_files(files)]
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not given:
         raise DataError("no data files were given", how="set train_data to a file, a directory or a glob")

@@ -138,7 +138,7 @@ class Mixture:
         """
         if self._held_out is None:
             what = "there is nothing to validate on: the mixture has no rows held out"
-            raise ConfigError(what, where="held_out", how="give the rows to validate on, of every data set")
+            raise ConfigError(what, where="eval_data", how="give the rows to validate on, of every data set")
         mine = share_of(_span(0, count), rank, size, micro_batch_size)
         draws = []
         for name, taken in map(self._own.slot, mine):  # not shuffled: also a small batch has all rates
@@ -196,7 +196,7 @@ def _found(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: 
         if name not in sources:
             near = nearest(name, sources) or sorted(sources)[:3]
             how = f"did you mean {' or '.join(near)}?" if near else "give its rows"
-            raise ConfigError(f"there is no data set {name!r}", where="datasets", how=how)
+            raise ConfigError(f"there is no data set {name!r}", where="train_data", how=how)
         _check(sampling, sources[name], block)
         found[name] = sources[name]
     return found

@@ -237,7 +237,7 @@ class Planner:
         raise MemoryLimitError(
             f"training these weights takes {needed:,} bytes of device memory, and there are {limit:,}",
             where="device_memory",
-            how=f"{', or '.join(options) or 'shorten block_size'}; of it {parts['slots']:,} bytes are layers passing "
+            how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes are layers passing "
             f"through, {parts['gradients']:,} their gradients, {parts['working']:,} one micro-batch in one layer",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
     return train_data, None
 
 
-def read_data(model: LemaModel, paths: str | list[str]) -> TokenDataset:
+def read_data(model: LemaModel, paths: str | Iterable[str]) -> TokenDataset:
     """Read and tokenise data files with the model's tokenizer and the config's limits.
 
     Raises:

@@ -25,9 +25,9 @@ HEAVY = ("torch", "transformers", "peft", "datasets")
 WRONG: tuple[Any, ...] = ({"a": "x"}, [[1]], float("nan"), "", -1.5)
 PHASES = {
     "model_name_or_path": "m",
-    "datasets": {"text": ".", "chat": "."},
+    "train_data": {"text": ".", "chat": "."},
     "batch_size": 2,
-    "block_size": 16,
+    "max_length": 16,
     "phases": [
         {"trains": "full", "tokens": 64, "learning_rate": 1e-3, "mixture": [{"name": "text", "rate": 1.0}]},
         {
@@ -35,12 +35,16 @@ PHASES = {
             "tokens": 64,
             "learning_rate": 1e-3,
             "mixture": [{"name": "chat", "rate": 1.0}],
-            "lora": {"rank": 2},
+            "lora_rank": 2,
             "fade": {"steps": 2},
         },
     ],
 }
-ALLOWED: list[list[Any]] = [["suffix", ""]]  # of the wrong values, those that are not wrong everywhere
+ALLOWED: list[list[Any]] = [
+    ["suffix", ""],
+    ["train_data", {"a": "x"}],
+    ["eval_data", {"a": "x"}],
+]  # of the wrong values, those that are not wrong everywhere
 SLIPS = 3  # of each setting
 
 
@@ -119,15 +123,14 @@ def _levels() -> Iterator[Level]:
     from lema.config import LemaConfig
     from lema.config.backendsettings import backend_settings
     from lema.data import Sampling
-    from lema.train.phases import LoRAConfig, Phase, PhasePlan
+    from lema.train.phases import Phase, PhasePlan
     from lema.train.phases.derived import FadeConfig
 
-    yield Level("settings", tuple(LemaConfig.model_fields)[1:])
+    yield Level("settings", tuple(name for name in LemaConfig.model_fields if name != "model_name_or_path"))
     yield Level("settings of backends", tuple(backend_settings()))
     yield Level("plan", tuple(name for name in PhasePlan.model_fields if name != "phases"), ())
     yield Level("phase", tuple(Phase.model_fields), ("phases", 1))
     yield Level("data set", tuple(_fields(Sampling)), ("phases", 1, "mixture", 0))
-    yield Level("adapter", tuple(LoRAConfig.model_fields), ("phases", 1, "lora"))
     yield Level("fade", tuple(FadeConfig.model_fields), ("phases", 1, "fade"))
 
 

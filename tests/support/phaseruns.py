@@ -46,7 +46,7 @@ LORA = {"trains": "lora", "tokens": 4 * STEP, "mixture": HALF, "learning_rate": 
 
 
 def plan_of(*given: dict[str, Any], **settings: Any) -> PhasePlan:
-    return PhasePlan(phases=list(given), batch_size=ROWS, block_size=BLOCK, **{"micro_batch_size": 2, **settings})
+    return PhasePlan(phases=list(given), batch_size=ROWS, max_length=BLOCK, **{"micro_batch_size": 2, **settings})
 
 
 def two(steps: int = 2, **settings: Any) -> PhasePlan:

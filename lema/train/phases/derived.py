@@ -11,13 +11,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict
 
-from lema.config.nested import PhaseSettings, Several, Tokens
 from lema.config.problems import Problem
-from lema.config.types import Count
+from lema.config.settings import Settings
+from lema.config.types import Count, Tokens
 from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 
@@ -44,12 +44,14 @@ def _shape(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-class FadeConfig(PhaseSettings):
+class FadeConfig(Settings):
     """Over its first so many steps or tokens, the mixture of a phase comes in for that of the phase before.
 
     Raises:
         SettingsError: a setting is unknown or out of range, or both lengths are given, or neither is.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     steps: Count | None = None
     """Optimizer steps that it takes."""
@@ -58,17 +60,16 @@ class FadeConfig(PhaseSettings):
     shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_shape)] = "linear"
     """How the weight of the mixture before falls from 1 to 0; `lema.data.interleave` has the formulas."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield that both lengths are given, or neither."""
         if (self.steps is None) == (self.tokens is None):
             both = self.steps is not None
             what = "steps and tokens both say how long it is" if both else "steps is not given, nor is tokens"
-            raise Several([Problem("steps", what, "keep one" if both else "add one of them")])
-        return self
+            yield Problem("steps", what, "keep one" if both else "add one of them")
 
-    def samples(self, batch_size: int, block_size: int) -> int:
+    def samples(self, batch_size: int, max_length: int) -> int:
         """Return over how many samples it goes."""
-        return self.tokens // block_size if self.steps is None and self.tokens else (self.steps or 0) * batch_size
+        return self.tokens // max_length if self.steps is None and self.tokens else (self.steps or 0) * batch_size
 
 
 def fade_problems(before: Phase | None, phase: Phase, path: str) -> Iterator[Problem]:
@@ -87,17 +88,17 @@ def fade_problems(before: Phase | None, phase: Phase, path: str) -> Iterator[Pro
             yield Problem(path, what, "give a data set one style")
 
 
-def fade_too_long(phase: Phase, steps: int, batch_size: int, block_size: int, path: str) -> Iterator[Problem]:
+def fade_too_long(phase: Phase, steps: int, batch_size: int, max_length: int, path: str) -> Iterator[Problem]:
     """Yield what is wrong with how long a fade is, where its phase has so many steps."""
     if phase.fade is None:
         return
     key = f"{path}.{'tokens' if phase.fade.steps is None else 'steps'}"
-    samples, most = phase.fade.samples(batch_size, block_size), steps * batch_size
+    samples, most = phase.fade.samples(batch_size, max_length), steps * batch_size
     if samples > most:
         what = f"{key}: the fade is {samples} rows, and the phase has {most} of them"
         yield Problem(key, what, "make it shorter, or give the phase more tokens")
     if not samples:
-        yield Problem(key, f"{key}: the fade is less than one row of {block_size} tokens", "make it longer")
+        yield Problem(key, f"{key}: the fade is less than one row of {max_length} tokens", "make it longer")
 
 
 def fade_of(plan: PhasePlan, index: int) -> Fade | None:
@@ -105,7 +106,7 @@ def fade_of(plan: PhasePlan, index: int) -> Fade | None:
     fade = plan.phases[index].fade
     if fade is None:
         return None
-    samples = fade.samples(plan.batch_size, plan.block_size)
+    samples = fade.samples(plan.batch_size, plan.max_length)
     return Fade(tuple(plan.phases[index - 1].mixture), samples, fade.shape)
 
 
@@ -128,7 +129,7 @@ def starts_of(plan: PhasePlan) -> Sequence[dict[str, Start]]:
     return found
 
 
-_FORMAT = 2  # of the numbers; another one when what a setting means has changed
+_FORMAT = 3  # of the numbers; another one when what a setting means has changed
 _NOTHING = "nothing"
 
 
@@ -144,7 +145,7 @@ def numbers_of(plan: PhasePlan, num_phases: int | None = None) -> dict[str, Any]
     """
     starts = starts_of(plan)
     phases = [_of_phase(plan, index, starts[index]) for index in range(len(plan.phases))][:num_phases]
-    same = {"seed": plan.seed, "batch_size": plan.batch_size, "block_size": plan.block_size}
+    same = {"seed": plan.seed, "batch_size": plan.batch_size, "max_length": plan.max_length}
     plain: dict[str, Any] = json.loads(json.dumps({"format": _FORMAT, **same, "phases": phases}, allow_nan=False))
     return plain
 
@@ -158,12 +159,12 @@ def _of_phase(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[
         "steps": steps,
         "mixture": [asdict(sampling) for sampling in phase.mixture],
         "learning_rate": phase.learning_rate,
-        "schedule": phase.schedule,
+        "lr_scheduler_type": phase.lr_scheduler_type,
         "schedule_steps": phase.schedule_total(steps),
         "schedule_start": phase.schedule_start,
         **asdict(phase.spans(steps)),
         "optimizer": phase.optimizer,
-        "lora": None if phase.adapters is None else phase.adapters.numbers(),
+        **({} if phase.adapters is None else phase.adapters.adapter_numbers()),
         "merge": phase.merge,
         "rounding": (phase.rounding or "nearest") if phase.merge else None,
         "fade": None if fade is None else {"samples": fade.samples, "shape": fade.shape},
@@ -252,7 +253,9 @@ def _phase(plan: PhasePlan, index: int) -> Iterator[PlanWarning]:
     if not goes_on and ends <= spans.warmup:
         what = f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of warm-up; {moves}"
         what += f", and never reaches {phase.learning_rate:.2g}"
-        yield PlanWarning(f"{path}.warmup", what, "shorten the warm-up, or give the phase more tokens")
+        yield PlanWarning(
+            f"{path}.{phase.length_key('warmup')}", what, "shorten the warm-up, or give the phase more tokens"
+        )
     elif not goes_on and ends < total:
         what = f"{called} ends at step {ends} of a schedule of {total}; {moves}"
         yield PlanWarning(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
@@ -266,5 +269,5 @@ def _goes_on(plan: PhasePlan, index: int, ends: int, total: int) -> bool:
     if index + 1 == len(plan.phases):
         return False
     after = plan.phases[index + 1]
-    same = after.schedule == plan.phases[index].schedule and after.schedule_start == ends
+    same = after.lr_scheduler_type == plan.phases[index].lr_scheduler_type and after.schedule_start == ends
     return same and after.schedule_total(plan.steps(index + 1).steps) == total

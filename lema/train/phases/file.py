@@ -1,58 +1,65 @@
-"""A YAML file of phases: the plan, the data sets it names with their rows, and the settings of a run."""
+"""A YAML file of phases: the settings of a run, the phases that override them, and the data sets that both name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lema.config import LemaConfig
+from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
-from lema.config.nested import placed
-from lema.config.problems import SettingsError, unknown_setting
-from lema.config.yaml import read_yaml, yaml_places
+from lema.config.problems import Problem, SettingsError, nearest, unknown_setting
+from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
 from lema.errors import ConfigError
+from lema.train.phases.phase import LENGTHS
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
 
 if TYPE_CHECKING:
     from lema.data.mixture import Source
 
-__all__ = ["DATASETS", "HELD_OUT", "Files", "PhaseFile", "clipped", "has_phases", "read_phase_file", "read_sources"]
+__all__ = [
+    "EVALUATIONS_NAME",
+    "Files",
+    "PhaseFile",
+    "clipped",
+    "evaluate_end",
+    "has_phases",
+    "named_files",
+    "read_phase_file",
+    "read_sources",
+]
 
 
-DATASETS, HELD_OUT = "datasets", "held_out"
-EVAL_ROWS, EVAL_STEPS = "eval_rows", "eval_steps"
-PHASES = "phases"
+EVAL_ROWS, PHASES = "eval_rows", "phases"
+EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
+ONLY = "train"  # name of the data set where the file names none
 
 STAGES = frozenset(
     f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
 )  # names of a two-phase trainer
 
-# What a phase, or the plan, says itself: beside them these would be read and do nothing.
-OF_PHASES = frozenset(
-    [
-        "train_data",
-        "eval_data",
-        "eval_split",
-        "num_train_epochs",
-        "max_steps",
-        "max_length",
-        "shuffle",
-        "gradient_accumulation_steps",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "warmup_ratio",
-        "learning_rate",
-        *(key for key in LemaConfig.model_fields if key.startswith("lora_")),
-        "cache_frozen_prefix",
-    ]
-)
+# What a phase says by its tokens and its mixture: beside them these would be read and do nothing.
+IDLE = {
+    "eval_split": "name files to validate on with `eval_data`",
+    "num_train_epochs": "each phase has its `tokens`",
+    "max_steps": "each phase has its `tokens`",
+    "shuffle": "each phase has its `mixture`",
+    "gradient_accumulation_steps": "`batch_size` is the rows of an optimizer step, `micro_batch_size` those at once",
+    "cache_frozen_prefix": "leave it out",
+}
+
+# Settings of the run that a phase has, too, and takes from the run where it does not say otherwise.
+SHARED = {"learning_rate", "lr_scheduler_type", *(key for keys in LENGTHS.values() for key in keys)}
+OF_ADAPTERS = frozenset(AdapterSettings.model_fields)
 
 
 @dataclass(frozen=True)
@@ -60,18 +67,20 @@ class PhaseFile:
     """What a file says.
 
     Attributes:
-        config: the settings of the run that no phase has of its own.
-        plan: the phases.
-        datasets: files, or a directory of packed tokens, of each data set, by name.
-        held_out: likewise, of what is validated on; empty: there is no validation.
+        config: the settings of the run.
+        plan: the phases, each with what it overrides.
+        train_data: files, or a directory of packed tokens, of each data set, by name.
+        eval_data: the same of what is validated on; empty: there is no validation.
         eval_rows: rows of the batch that is validated on; None: as many as a step has.
+        evaluations: files of the data sets that are measured whole when the last phase has ended, by name.
     """
 
     config: LemaConfig
     plan: PhasePlan
-    datasets: dict[str, Any]
-    held_out: dict[str, Any]
+    train_data: dict[str, Any]
+    eval_data: dict[str, Any]
     eval_rows: int | None = None
+    evaluations: dict[str, Any] = field(default_factory=dict)
 
 
 def has_phases(path: str | PathLike[str]) -> bool:
@@ -88,55 +97,166 @@ def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
     Raises:
         ConfigError: it is not YAML, or a setting is wrong; names file, line and key.
     """
-    values = {**read_yaml(path).values, **overrides}
-    places = {key: place for key, place in yaml_places(path).items() if key not in overrides}
-    if PHASES in values and (both := STAGES & values.keys()):
-        raise ConfigError(
-            f"{PHASES} and {min(both)} both say what the phases are",
-            where=places.get(PHASES, str(path)),
-            how="keep one",
-        )
-    kind = PhasePlan if PHASES in values else LoRATrainerConfig
-    own = {key: values.pop(key) for key in list(values) if key in kind.model_fields or key in STAGES}
-    if idle := sorted(OF_PHASES & values.keys()):
-        raise ConfigError(
-            f"{idle[0]} says nothing in a file of phases",
-            where=places.get(idle[0], f"--set {idle[0]}" if idle[0] in overrides else str(path)),
-            how="leave it out: each phase has its own data, tokens, learning rate, schedule and adapters",
-        )
-    found = {key: _named(values.pop(key, None), key, places.get(key, str(path))) for key in (DATASETS, HELD_OUT)}
-    if not found[DATASETS]:
-        raise ConfigError(
-            "the file names no data sets", where=str(path), how="add `datasets:` with a file for each name"
-        )
-    rows = _rows(values.pop(EVAL_ROWS, None), places.get(EVAL_ROWS, str(path)))
-    for key, given in ((EVAL_ROWS, rows), (EVAL_STEPS, values.get(EVAL_STEPS))):
-        if given is not None and not found[HELD_OUT]:
-            raise ConfigError(
-                f"{key} is of validation, and there is nothing to validate on",
-                where=places.get(key, f"--set {key}"),
-                how=f"add `{HELD_OUT}:` with a file for each data set, or leave it out",
-            )
+    yaml = read_yaml(path)
     try:
-        made = kind(**own)
-        plan = made if isinstance(made, PhasePlan) else made.plan()
-        config = clipped(LemaConfig(**values))
+        return _read({**yaml.values, **overrides})
     except SettingsError as error:
-        known = [
-            *kind.model_fields,
-            *LemaConfig.model_fields,
-            *backend_settings(),
-            DATASETS,
-            HELD_OUT,
-            EVAL_ROWS,
-            PHASES,
-        ]
-        problems = [
-            unknown_setting(one.key, known) if one.what == f"unknown setting {one.key!r}" else one
-            for one in error.problems
-        ]
-        raise placed(SettingsError(problems), places, overrides) from error.__cause__
-    return PhaseFile(config, plan, found[DATASETS], found[HELD_OUT], rows)
+        placed = error.located(yaml.places(), overrides)
+        raise placed.located({key: f"--set {key}" for key in overrides}) from error.__cause__
+
+
+def _read(values: dict[str, Any]) -> PhaseFile:
+    staged = PHASES not in values
+    problems = list(_unfit(values, staged=staged))
+    values = {key: value for key, value in values.items() if key not in {problem.key for problem in problems}}
+    stages: LoRATrainerConfig | None = None
+    config: LemaConfig | None = None
+    plan: PhasePlan | None = None
+    rows = values.pop(EVAL_ROWS, None)
+    given = values.pop(PHASES, None)
+    if staged:
+        own = {key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES}
+        try:
+            stages = LoRATrainerConfig(**own)
+            plan = stages.plan()
+        except SettingsError as error:
+            problems += error.problems
+    try:
+        config = LemaConfig(**{key: value for key, value in values.items() if not _only_of_phases(key, value)})
+    except SettingsError as error:
+        problems += error.problems
+    if not staged:
+        try:
+            plan = _plan(given, values, config)
+        except SettingsError as error:
+            # What is wrong with the run's own settings is told already, and is so in the plan.
+            told = {problem.key for problem in problems}
+            problems += [problem for problem in error.problems if problem.key not in told]
+    if problems:
+        raise SettingsError([_renamed(problem, staged=staged) for problem in problems])
+    assert config is not None and plan is not None, "what could not be made has problems"
+    return _file(config, plan, stages, rows)
+
+
+def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None, rows: Any) -> PhaseFile:
+    """Return what a file says whose settings are each right by themselves."""
+    train_data, eval_data = named_files(config.train_data), named_files(config.eval_data)
+    problems = list(_missing(config))
+    if not train_data:
+        problems.append(Problem("train_data", "the file names no data sets", "add `train_data:` with files"))
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        problems.append(Problem(EVAL_ROWS, f"{EVAL_ROWS} is a number of rows, 1 or more, not {rows!r}", "correct it"))
+    for key, one in ((EVAL_ROWS, rows), ("eval_steps", config.eval_steps)):
+        if one is not None and not eval_data:
+            what = f"{key} is of validation, and there is nothing to validate on"
+            problems.append(Problem(key, what, "add `eval_data:` with files of each data set, or leave it out"))
+    used = {one.full_name for phase in plan.phases for one in phase.mixture}
+    for name in sorted(used - train_data.keys()) if train_data else ():
+        near = nearest(name, train_data)
+        how = f"did you mean {near[0]}?" if near else "give its files"
+        problems.append(Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how))
+    measured = stages.evaluations if stages is not None else []
+    for name in (one for one in measured if one not in eval_data):
+        problems.append(Problem("evaluations", f"eval_data has no data set {name!r} to evaluate on", "give its files"))
+    if problems:
+        raise SettingsError(problems)
+    if stages is None:
+        return PhaseFile(clipped(config), plan, train_data, eval_data, rows)
+    return PhaseFile(
+        clipped(stages.settings_of_run(config)),
+        plan,
+        train_data,
+        eval_data if stages.validate else {},
+        rows or stages.validation_steps,
+        {name: eval_data[name] for name in measured},
+    )
+
+
+def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
+    """Yield the settings that say nothing in a file of phases, or what another one there says."""
+    if not staged and (both := STAGES & values.keys()):
+        yield Problem(min(both), f"{PHASES} and {min(both)} both say what the phases are", "keep one")
+    for key in values.keys() & IDLE.keys():
+        yield Problem(key, f"{key} says nothing in a file of phases", IDLE[key])
+    if not staged:
+        return
+    same = {"learning_rate": "lr", "max_length": "block_size", "micro_batch_size": "per_device_batch_size"}
+    same |= {"lr_scheduler_type": "schedule", "warmup_ratio": "warmup_pct", "warmup_steps": "warmup_pct"}
+    same |= dict.fromkeys(OF_ADAPTERS, "lora")
+    for key in values.keys() & same.keys():
+        how = f"use {same[key]}, which is the name beside them"
+        yield Problem(key, f"{key} says nothing beside the stages of pre_lora_tokens and post_lora_tokens", how)
+
+
+def _only_of_phases(key: str, value: Any) -> bool:
+    """Whether a setting of the run is one that phases alone have, and is written above them to hold for all."""
+    if key == "lr_scheduler_type":
+        return value in ("wsd", "wsds", "cosine_rewarm")
+    return key in SHARED and key not in LemaConfig.model_fields
+
+
+def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
+    """Return the plan of phases that override the settings of a run.
+
+    Args:
+        given: the entries.
+        values: the settings of the run, as they are written.
+        config: those of them that `LemaConfig` has; None: they are wrong.
+    """
+    run = LemaConfig("model") if config is None else config
+    alone = list(named_files(run.train_data)) if run.train_data is not None else []
+    if isinstance(given, list):
+        given = [_entry(one, values, alone[0] if len(alone) == 1 else None) for one in given]
+    return PhasePlan(
+        phases=given,
+        batch_size=run.batch_size,
+        micro_batch_size=run.micro_batch_size,
+        seed=run.seed,
+        **({} if run.max_length is None else {"max_length": run.max_length}),
+    )
+
+
+def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
+    """Return an entry of `phases` with the settings of the run that it does not override.
+
+    Args:
+        entry: as it is written.
+        values: the settings of the run, as they are written.
+        alone: the name of the run's data set, where there is one; None: there are several.
+    """
+    if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
+        return entry
+    taken = SHARED | OF_ADAPTERS if entry.get("trains") == "lora" else SHARED
+    above = {key: value for key, value in values.items() if key in taken}
+    for keys in LENGTHS.values():  # a length in steps overrides one as a fraction, and the other way about
+        if entry.keys() & set(keys):
+            above = {key: value for key, value in above.items() if key not in keys}
+    if alone is not None and "mixture" not in entry:
+        above["mixture"] = {alone: 1.0}
+    return {**above, **entry}
+
+
+def _renamed(problem: Problem, *, staged: bool) -> Problem:
+    """A problem with the nearest of all names that the file may have, where its key is none of them."""
+    if problem.what != f"unknown setting {problem.key!r}":
+        return problem
+    own = LoRATrainerConfig.defaults() if staged else [PHASES, *SHARED]
+    return unknown_setting(problem.key, [*own, *LemaConfig.model_fields, *backend_settings(), EVAL_ROWS])
+
+
+def named_files(given: Any) -> dict[str, Any]:
+    """Return the files of each data set by name; one that has none is called `train`."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {ONLY: given}
+
+
+def _missing(config: LemaConfig) -> Iterator[Problem]:
+    for key in ("train_data", "eval_data"):
+        for name, files in named_files(getattr(config, key)).items():
+            for file in [files] if isinstance(files, str) else files:
+                if not any(sign in file for sign in "*?[") and not Path(file).exists():
+                    yield Problem(f"{key}.{name}" if name != ONLY else key, f"there is no {file}", "correct the path")
 
 
 def clipped(config: LemaConfig) -> LemaConfig:
@@ -149,26 +269,6 @@ def clipped(config: LemaConfig) -> LemaConfig:
     return LemaConfig(**{**config.model_dump(exclude_unset=True), "max_grad_norm": MAX_GRAD_NORM})
 
 
-def _rows(value: Any, where: str) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise ConfigError(f"{EVAL_ROWS} is a number of rows, 1 or more, not {value!r}", where=where, how="correct it")
-
-
-def _named(value: Any, key: str, where: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not all(isinstance(one, str | list) for one in value.values()):
-        raise ConfigError(
-            f"{key} is a name and its files for each data set", where=where, how=f"{key}: {{text: data/text.txt}}"
-        )
-    for name, files in value.items():
-        for file in [files] if isinstance(files, str) else files:
-            if not any(sign in file for sign in "*?[") and not Path(file).exists():
-                raise ConfigError(f"there is no {file}", where=f"{where}: {name}", how="correct the path")
-    return dict(value)
-
-
 Files = str | PathLike[str] | list[str]
 
 
@@ -178,6 +278,7 @@ def read_sources(
     given: Mapping[str, Source | Files],
     split: Literal["train", "val"],
     *,
+    also: Iterable[str] = (),
     say: Callable[[str], None] = lambda _: None,
     trust_remote_code: bool = False,
 ) -> dict[str, Source]:
@@ -188,6 +289,7 @@ def read_sources(
         plan: says which data sets are used, and which of them are packed tokens.
         given: by name, rows; or files, or a directory of packed tokens.
         split: the file of packed tokens, without its ending.
+        also: names of data sets that no phase reads, and that are wanted.
         say: is told what was read.
         trust_remote_code: run code that comes with the model.
 
@@ -200,11 +302,12 @@ def read_sources(
     from lema.train.run import read_data
 
     used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
+    used |= {name: Style.PADDED for name in also if name not in used}
     found = {name: cast("Source", one) for name, one in given.items() if name in used and not _is_files(one)}
     wanted = sorted(used.keys() & given.keys() - found.keys())
     if not wanted:
         return found
-    settings = LemaConfig(**{**config.to_dict(), "max_length": plan.block_size})
+    settings = LemaConfig(**{**config.to_dict(), "max_length": plan.max_length})
     with closing(LemaModel(settings, trust_remote_code=trust_remote_code)) as model:
         for name in wanted:
             files: Any = given[name]
@@ -214,7 +317,7 @@ def read_sources(
                         "packed tokens are one directory, and this is a list", where=name, how="name the directory"
                     )
                 vocabulary = getattr(model.skeleton.config, "vocab_size", None)
-                found[name] = PackedTokens(Path(files) / f"{split}.bin", plan.block_size, vocabulary)
+                found[name] = PackedTokens(Path(files) / f"{split}.bin", plan.max_length, vocabulary)
             else:
                 read = read_data(model, [fspath(one) for one in files] if isinstance(files, list) else fspath(files))
                 say(f"{name}: {read.counts}")
@@ -227,3 +330,37 @@ def _is_files(given: Any) -> bool:
     if isinstance(given, list):
         return bool(given) and all(isinstance(one, str | PathLike) for one in given)
     return isinstance(given, str | PathLike)
+
+
+def evaluate_end(
+    config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
+) -> dict[str, dict[str, float]]:
+    """Measure each of some data sets whole on what the last phase has left; write it to `evaluations.json`.
+
+    Args:
+        config: of the run.
+        plan: the phases that were gone through.
+        end: the directory that the last one ended with.
+        rows: of each data set, by name.
+        trust_remote_code: run code that comes with the model.
+    """
+    from lema.backend.collectives import first_alone
+    from lema.train.model import LemaModel
+    from lema.train.phases.places import Places
+
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if plan.phases[-1].trains == "lora":
+        model = LemaModel.from_pretrained(end, **options)
+    else:
+        trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
+        base = {"model_name_or_path": str(trained), "gbi_path": None, "revision": None}
+        model = LemaModel(LemaConfig(**{**config.to_dict(), **base}), **options)
+    with closing(model):
+        found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
+        file = Path(config.output_dir) / EVALUATIONS_NAME
+        first_alone(model.backend.replicas, partial(_write, file, found))
+    return found
+
+
+def _write(file: Path, found: Mapping[str, Mapping[str, float]]) -> None:
+    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

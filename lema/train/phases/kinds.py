@@ -150,4 +150,4 @@ def of_kind(phase: Phase) -> dict[str, Any]:
     if (lora := phase.adapters) is None:
         # The weights change: they are kept where they can be written to.
         return {"strategy": MemoryStrategy.RESIDENT, "device_memory": None, "lora_target_modules": None}
-    return lora.settings()
+    return lora.adapter_settings()

@@ -102,7 +102,7 @@ class PhaseRun:
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""
-        step, per_step = self._boundary.first_step + done, self._plan.batch_size * self._plan.block_size
+        step, per_step = self._boundary.first_step + done, self._plan.batch_size * self._plan.max_length
         tokens = self._boundary.first_token + done * per_step
         row = {"phase": self._boundary.name, "stage": self._index, "step": step, "step_in_phase": done}
         return Position(step, None, {**row, "tokens": tokens})

@@ -22,7 +22,7 @@ from lema.lora.attach import configured_lora
 from lema.model import meta_model, read_config
 from lema.storage import resolve_model
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.phases.file import Files, clipped, read_sources
+from lema.train.phases.file import Files, clipped, evaluate_end, read_sources
 from lema.train.phases.kinds import chosen_by, of_kind
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -31,7 +31,7 @@ from lema.train.phases.run import run_phases
 from lema.train.phases.start import find_point, find_start
 from lema.train.phases.twophase import LoRATrainerConfig
 
-__all__ = ["LoRATrainState", "LoRATrainer", "Trainable", "trainable_in"]
+__all__ = ["LoRATrainState", "LoRATrainer", "Trainable", "trainable_in", "transition_to_lora"]
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,17 @@ class LoRATrainer:
     """Trains all parameters of a model for some stages, then adapters of it for others.
 
     Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
-    bitwise as one that was not.
+    bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
+    config's `evaluations`, and so has `evaluations.json` there.
 
     Args:
         config: the stages; or any plan of phases.
         model: the model, the device, `output_dir`, and what no stage has of its own. Gradients are clipped to a norm of
             1 unless it says otherwise.
         datasets: by name, rows of tokens, or the files to read them from (a directory of packed tokens for PMD).
-        held_out: likewise, what is validated on; None: there is no validation.
-        eval_rows: how many of these rows; None: as many as a step has.
+        eval_data: rows or files of the same data sets to validate on, and of the config's `evaluations`; None: there is
+            no validation.
+        eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
         callbacks: `transformers.TrainerCallback`s.
         on_step: called with every line of metrics.
         stop: asked after each step; returns why to stop, None: go on.
@@ -132,7 +134,7 @@ class LoRATrainer:
         model: LemaConfig,
         datasets: Mapping[str, Source | Files],
         *,
-        held_out: Mapping[str, Source | Files] | None = None,
+        eval_data: Mapping[str, Source | Files] | None = None,
         eval_rows: int | None = None,
         callbacks: Sequence[Any] = (),
         on_step: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -140,13 +142,24 @@ class LoRATrainer:
         trust_remote_code: bool = False,
     ) -> None:
         self.config = config
-        self.plan = config.plan() if isinstance(config, LoRATrainerConfig) else config
-        self.model = model = clipped(model)
+        stages = config if isinstance(config, LoRATrainerConfig) else None
+        self.plan = config if isinstance(config, PhasePlan) else config.plan()
+        self.model = model = clipped(model if stages is None else stages.settings_of_run(model))
         self._trust = trust_remote_code
         self._sources = read_sources(model, self.plan, datasets, "train", trust_remote_code=trust_remote_code)
-        self._held_out = None
-        if held_out is not None:
-            self._held_out = read_sources(model, self.plan, held_out, "val", trust_remote_code=trust_remote_code)
+        wanted = stages.evaluations if stages is not None and stages.evaluate else []
+        if missing := [name for name in wanted if name not in (eval_data or {})]:
+            raise ConfigError(
+                f"there is no data set {missing[0]!r} to evaluate on", where="evaluations", how="give it in eval_data"
+            )
+        found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, trust_remote_code=trust_remote_code)
+        self._measured = {name: found[name] for name in wanted}
+        self.evaluated: dict[str, dict[str, float]] = {}
+        validated = {one.full_name for phase in self.plan.phases for one in phase.mixture} & found.keys()
+        validates = validated and (stages is None or stages.validate)
+        self._held_out = {name: found[name] for name in validated} if validates else None
+        if eval_rows is None and stages is not None:
+            eval_rows = stages.validation_steps
         self._options: dict[str, Any] = {
             "eval_rows": eval_rows,
             "callbacks": callbacks,
@@ -180,7 +193,7 @@ class LoRATrainer:
             plan = plan.model_copy(update={"phases": plan.phases[:first]})
         resume = resume or self._begun
         self._begun, self._here = True, None
-        return run_phases(
+        end = run_phases(
             self.model,
             plan,
             self._sources,
@@ -189,6 +202,9 @@ class LoRATrainer:
             start=self._start,
             **self._options,
         )
+        if self._measured and until is None:
+            self.evaluated = evaluate_end(self.model, plan, end, self._measured, trust_remote_code=self._trust)
+        return end
 
     @property
     def state(self) -> LoRATrainState:
@@ -288,7 +304,7 @@ class LoRATrainer:
         if index not in self._counted:
             self._counted[index] = trainable_in(self.model, phase, trust_remote_code=self._trust)
         lora, counted = phase.adapters, self._counted[index]
-        per_step = self.plan.batch_size * self.plan.block_size
+        per_step = self.plan.batch_size * self.plan.max_length
         return LoRATrainState(
             kind="full" if lora is None else "lora",
             phase=boundary.name,
@@ -296,8 +312,8 @@ class LoRATrainer:
             step=boundary.first_step + step,
             tokens=boundary.first_token + step * per_step,
             checkpoint=checkpoint,
-            lora_rank=None if lora is None else lora.rank,
-            lora_alpha=None if lora is None else lora.alpha,
+            lora_rank=None if lora is None else lora.lora_rank,
+            lora_alpha=None if lora is None else lora.lora_alpha,
             num_trainable=counted.num_trained,
             num_parameters=counted.num_model,
         )
@@ -330,3 +346,8 @@ class LoRATrainer:
                 where=str(given),
                 how="name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model",
             )
+
+
+def transition_to_lora(trainer: LoRATrainer) -> LoRATrainState:
+    """Go over to adapters; return where the run of the trainer is then: `LoRATrainer.transition_to_lora`."""
+    return trainer.transition_to_lora()

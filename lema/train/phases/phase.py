@@ -1,33 +1,27 @@
-"""One phase of training: what trains, on how many tokens of which mixture, with which schedule and adapters.
+"""One phase of training: what trains, on how many tokens of what, and how fast; and what fits between phases.
 
-The adapter settings of a phase have the names that `LemaConfig` has for them, without `lora_`. The agreement of two
-phases is checked here as well: the adapters, moments or model that one leaves must be those that the next one needs.
+A phase has the settings of a run that may differ from phase to phase, by the same names, and a few of its own.
 """
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, InstanceOf, model_validator
-
-from lema.config.nested import PhaseSettings, Several, Tokens, as_problem, must_name, part, unknown_part
-from lema.config.peft import contradictions
-from lema.config.problems import Problem, SettingsError
-from lema.config.types import (
-    Beta,
-    Count,
-    Indices,
-    InitialValues,
-    NameList,
-    NotNegative,
-    Pattern,
-    Patterns,
-    Positive,
-    Targets,
-    TokenIndices,
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
 )
+
+from lema.config import LemaConfig
+from lema.config.adapter import AdapterSettings
+from lema.config.problems import Problem, SettingsError, Several, as_problem, unknown_setting
+from lema.config.settings import part
+from lema.config.types import Beta, Count, NameList, NotNegative, Positive, Tokens
 from lema.data import Sampling
 from lema.data.sampling import SamplingError, check_rates
 from lema.errors import ConfigError
@@ -35,90 +29,32 @@ from lema.train.phases.derived import FadeConfig, fade_problems
 from lema.train.phases.selection import may_overlap, selection_problems
 from lema.train.phases.steps import Spans, spans_of
 
-__all__ = ["LoRAConfig", "Mixture", "Phase", "between_phases", "what_is_carried"]
+__all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases", "what_is_carried"]
 
 
-PREFIX = "lora_"
+# Each part of a schedule by the settings that say how long it is: in steps, or as a fraction of all steps.
+LENGTHS: Mapping[str, tuple[str, str]] = {
+    name: (f"{name}_steps", f"{name}_ratio") for name in ("warmup", "decay", "tail")
+}
 
-# Lists of names that match whatever their order, and names that are given twice match once.
-_SETS = ("target_modules", "exclude_modules", "modules_to_save")
-
-
-class LoRAConfig(PhaseSettings):
-    """The adapters of a phase (LoRA, arXiv:2106.09685).
-
-    Raises:
-        SettingsError: a setting is unknown, out of range, or contradicts another.
-    """
-
-    rank: Count = 16
-    """Rank of the adapter's two matrices."""
-    alpha: Positive = 16.0
-    """Adapters are scaled by alpha / rank."""
-    target_modules: Targets | None = None
-    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
-    dropout: Beta = 0.0
-    """Dropout on the adapter's input."""
-    exclude_modules: Targets | None = None
-    """Modules not to adapt, though `target_modules` matches them; likewise names or one regular expression."""
-    rank_pattern: dict[Pattern, Count] = Field(default_factory=dict)
-    """Ranks that differ: the end of a module's name, or a regular expression for it, to a rank."""
-    alpha_pattern: dict[Pattern, Positive] = Field(default_factory=dict)
-    """Alphas that differ, likewise."""
-    use_rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
-    layers_to_transform: Indices | None = None
-    """Decoder layers to adapt, counted from 0: one number or several; None: all."""
-    layers_pattern: Patterns | None = None
-    """Name of the list that those numbers count in, where the model has several; only with them."""
-    init: InitialValues = True
-    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (both drawn)."""
-    lora_bias: bool = False
-    """Give the adapter's B a bias (PEFT's `lora_bias`)."""
-    bias: Literal["none", "all", "lora_only"] = "none"
-    """Biases of the model that train as well: "none", "all", or "lora_only", those of adapted modules."""
-    modules_to_save: NameList | None = None
-    """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
-    use_dora: bool = False
-    """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
-    target_parameters: NameList | None = None
-    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts."""
-    trainable_token_indices: TokenIndices | None = None
-    """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
-    ensure_weight_tying: bool = False
-    """Keep what is tied in the model tied where both of it train."""
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        problems = []
-        for key, what in contradictions(SimpleNamespace(**self.settings())):
-            said, _, how = _unprefixed(what).partition("; ")
-            problems.append(Problem(key.removeprefix(PREFIX), said, how))
-        if problems:
-            raise Several(problems)
-        return self
-
-    def settings(self) -> dict[str, Any]:
-        """Return every setting by the name that `LemaConfig` has for it."""
-        return {f"{PREFIX}{name}": getattr(self, name) for name in type(self).model_fields}
-
-    def numbers(self) -> dict[str, Any]:
-        """Return every setting as plain JSON types, the same for adapters that are the same."""
-        plain = self.model_dump(mode="json")
-        plain |= {name: sorted(set(plain[name])) for name in _SETS if isinstance(plain[name], list)}
-        layers = plain["layers_to_transform"]
-        if layers is not None:
-            plain["layers_to_transform"] = sorted({layers} if isinstance(layers, int) else set(layers))
-        return plain
-
-
-def _unprefixed(text: str) -> str:
-    """Text about `LemaConfig`'s settings, said of these."""
-    names = sorted(LoRAConfig.model_fields, key=len, reverse=True)
-    return re.sub(rf"\b{PREFIX}({'|'.join(names)})\b", r"\1", text)
-
-
-PARTS = ("warmup", "decay", "tail")
+# Settings of a run that a phase may override besides those it has itself: how its steps are taken, and in what memory.
+OVERRIDES = frozenset(
+    [
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "gradient_checkpointing",
+        "activation_offloading",
+        "boundary_activations",
+        "loss_chunk_tokens",
+        "device_memory",
+        "host_memory",
+        "prefetch_depth",
+        "max_skipped_steps",
+    ]
+)
 
 
 def _items(value: Any) -> Any:
@@ -130,7 +66,7 @@ def _items(value: Any) -> Any:
 
 def _sampling(**values: Any) -> Sampling:
     known = [field.name for field in fields(Sampling)]
-    problems = [unknown_part(key, known) for key in values if key not in known]
+    problems = [unknown_setting(key, known) for key in values if key not in known]
     problems += [Problem(key, f"{key} is not given", f"add `{key}: ...`") for key in known[:2] if key not in values]
     if problems:
         raise SettingsError(problems)
@@ -140,19 +76,33 @@ def _sampling(**values: Any) -> Sampling:
         raise SettingsError([Problem(error.where, error.what, error.how)]) from error
 
 
-Mixture = list[Annotated[InstanceOf[Sampling], part(Sampling, _sampling)]]
+def _mixture(value: Any) -> Any:
+    """A mixture as a list; `{text: 0.8, chat: 0.2}` says the names and rates alone."""
+    if isinstance(value, Mapping):
+        return [{"name": name, "rate": rate} for name, rate in value.items()]
+    return value
 
-# Steps, or a fraction of all steps.
-Length = NotNegative | Annotated[float, Field(ge=0, lt=1)]
+
+def _must_name(value: Any) -> Any:
+    if value in ([], (), ""):
+        raise ValueError("must name something that trains, and is empty; name modules, or leave it out")
+    return value
+
+
+Mixture = Annotated[list[Annotated[InstanceOf[Sampling], part(Sampling, _sampling)]], BeforeValidator(_mixture)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
-class Phase(PhaseSettings):
+class Phase(AdapterSettings):
     """What trains, on how many tokens of what, and how fast.
+
+    A phase takes the settings of a run's adapters and those in `OVERRIDES` by the names that `LemaConfig` has.
 
     Raises:
         SettingsError: a setting is unknown, missing or out of range, or contradicts another; holds every problem.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     name: Label | None = None
     """Name of the phase in reports and directories; None: `phase-1`, `phase-2`, ..."""
@@ -163,25 +113,31 @@ class Phase(PhaseSettings):
     """Tokens to train on, padding included; what is less than an optimizer step at the end is left out."""
     mixture: Mixture
     """Data sets with their rates, which sum to 1."""
-    learning_rate: Positive
+    learning_rate: Positive = 1e-4
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"] = "linear"
+    lr_scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"
+    ] = "linear"
     """How the learning rate moves; `lema.train.phases.steps` has the formulas. It counts the steps of this phase."""
-    warmup: Length | None = None
-    """Steps over which it rises: a number, or a fraction of the schedule; None: the schedule's own."""
-    decay: Length | None = None
-    """Steps over which wsd and wsds fall, likewise."""
-    tail: Length | None = None
-    """Steps at the end over which wsds stays low, likewise."""
+    warmup_steps: NotNegative | None = None
+    """Steps over which it rises; None: as `warmup_ratio` says."""
+    warmup_ratio: Beta | None = None
+    """The same as a fraction of the schedule; None: 0.01 for wsd, wsds and cosine_rewarm, and 0 for the others."""
+    decay_steps: NotNegative | None = None
+    """Steps over which wsd and wsds fall; None: as `decay_ratio` says."""
+    decay_ratio: Beta | None = None
+    """The same as a fraction of the schedule; None: 0.1."""
+    tail_steps: NotNegative | None = None
+    """Steps at the end over which wsds stays low; None: as `tail_ratio` says."""
+    tail_ratio: Beta | None = None
+    """The same as a fraction of the schedule; None: 0.5."""
     schedule_steps: Count | None = None
     """Steps the schedule is made for, where the phase is one part of it; None: it ends with the phase."""
     schedule_start: NotNegative = 0
     """Step of the schedule that the phase begins with, where it goes on with one."""
     optimizer: Literal["reset", "carry"] = "reset"
     """`reset`: begin with empty moments. `carry`: what trained in the phase before keeps its own."""
-    lora: Annotated[LoRAConfig | None, part(LoRAConfig, optional=True)] = None
-    """The adapters, where `trains` is `lora`; None: the default ones."""
-    trainable: Annotated[NameList | None, BeforeValidator(must_name)] = None
+    trainable: Annotated[NameList | None, BeforeValidator(_must_name)] = None
     """Modules to train, by the ends of their names; None: all of those in `layers`."""
     layers: Annotated[list[int | str] | None, BeforeValidator(_items)] = None
     """Layers to train: numbers from 0, "first:N", "last:N", "embeddings", "head"; None: all that have a `trainable`."""
@@ -198,45 +154,81 @@ class Phase(PhaseSettings):
     save: Literal["model", "delta"] | None = None
     """What the last phase leaves, where it trains weights: a whole model, or what it trained alone; None: the model."""
 
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Other settings of the run that are different in this phase. They may be given as any other setting."""
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the default of every setting by name, the phase's own first."""
+        every = super().defaults()
+        own = {name: default for name, default in every.items() if name not in AdapterSettings.model_fields}
+        run = LemaConfig.defaults()
+        return {**own, **every, **{name: run[name] for name in sorted(OVERRIDES)}}
+
     @model_validator(mode="before")
     @classmethod
     def _derived(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "trains" not in values and {"trainable", "layers"} & values.keys():
-            return {**values, "trains": "selection"}
+        if not isinstance(values, dict):
+            return values
+        if "trains" not in values and {"trainable", "layers"} & values.keys():
+            values = {**values, "trains": "selection"}
+        if own := OVERRIDES & values.keys():
+            rest = {key: value for key, value in values.items() if key not in own}
+            values = {**rest, "overrides": {**rest.get("overrides", {}), **{key: values[key] for key in own}}}
         return values
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        problems: list[Problem] = []
+    @model_serializer(mode="wrap")
+    def _without_idle_settings(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = written(self)
+        if self.trains == "lora":
+            return values
+        return {name: value for name, value in values.items() if name not in AdapterSettings.model_fields}
+
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield what is wrong between the settings of the phase."""
         selected = [key for key in ("trainable", "layers") if getattr(self, key) is not None]
         if self.trains == "selection" and not selected:
             what = "trains: selection, and nothing is selected, so that nothing would train"
-            problems.append(Problem("trains", what, "name modules with `trainable`, or layers with `layers`"))
+            yield Problem("trains", what, "name modules with `trainable`, or layers with `layers`")
         if self.trains != "selection":
-            how = f"set trains: selection, or leave {{}} out (trains is {self.trains})"
-            problems += [Problem(key, f"{key} selects what trains", how.format(key)) for key in selected]
-        if self.trains != "lora" and self.lora is not None:
-            how = f"set trains: lora, or leave lora out (trains is {self.trains})"
-            problems.append(Problem("lora", "lora describes adapters, and none train", how))
+            for key in selected:
+                how = f"set trains: selection, or leave {key} out (trains is {self.trains})"
+                yield Problem(key, f"{key} selects what trains", how)
+        if self.trains == "lora":
+            yield from super().disagreements()
+        else:
+            defaults = AdapterSettings.defaults()
+            for key in (one for one, value in self.adapter_settings().items() if value != defaults[one]):
+                how = f"set trains: lora, or leave {key} out (trains is {self.trains})"
+                yield Problem(key, f"{key} describes adapters, and none train", how)
         if self.rounding is not None and not self.merge:
-            problems.append(
-                Problem("rounding", "rounding is of what is merged, and nothing is", "set merge: true, or leave it out")
-            )
+            how = "set merge: true, or leave it out"
+            yield Problem("rounding", "rounding is of what is merged, and nothing is", how)
         if self.trains == "lora" and self.save is not None:
             what = "save is of weights that train, and this phase ends with an adapter"
-            problems.append(Problem("save", what, "leave save out"))
+            yield Problem("save", what, "leave save out")
+        for steps, ratio in LENGTHS.values():
+            if getattr(self, steps) is not None and getattr(self, ratio) is not None:
+                yield Problem(ratio, f"{ratio} and {steps} both say how long that is", "keep one")
         try:
             check_rates(self.mixture)
         except ConfigError as error:
-            problems.append(as_problem(error, "mixture"))
-        if problems:
-            raise Several(problems)
-        return self
+            yield as_problem(error, "mixture")
+        yield from self._overrides_wrong()
+
+    def _overrides_wrong(self) -> Iterator[Problem]:
+        if wrong := self.overrides.keys() - OVERRIDES:
+            yield Problem("overrides", f"overrides has {min(wrong)!r}, which a phase cannot change", "leave it out")
+            return
+        try:
+            LemaConfig("model", **{"gradient_checkpointing": True, **self.overrides})
+        except SettingsError as error:
+            yield from error.problems
 
     @property
-    def adapters(self) -> LoRAConfig | None:
+    def adapters(self) -> AdapterSettings | None:
         """The adapters that train; None: none do."""
-        return (self.lora or LoRAConfig()) if self.trains == "lora" else None
+        return AdapterSettings(**self.adapter_settings()) if self.trains == "lora" else None
 
     def schedule_total(self, steps: int) -> int:
         """Return the steps the schedule is made for, where the phase has `steps`."""
@@ -248,14 +240,23 @@ class Phase(PhaseSettings):
         Raises:
             ConfigError: they do not fit into the schedule, or the schedule does not have them.
         """
-        lengths = {name: getattr(self, name) for name in PARTS}
-        return spans_of(self.schedule, self.schedule_total(steps), **lengths)
+        lengths = {part: getattr(self, self.length_key(part)) for part in LENGTHS}
+        try:
+            return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)
+        except ConfigError as error:
+            where = self.length_key(error.where) if error.where in LENGTHS else error.where
+            raise ConfigError(error.what, where=where, how=error.how) from error
+
+    def length_key(self, part_name: str) -> str:
+        """Return the setting that says how long a part of the schedule is."""
+        steps, ratio = LENGTHS[part_name]
+        return ratio if getattr(self, steps) is None else steps
 
 
 def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
     """Yield what does not fit between phases, in order."""
     before: Phase | None = None
-    attached: LoRAConfig | None = None  # adapters that are not merged yet
+    attached: AdapterSettings | None = None  # adapters that are not merged yet
     names: set[str | None] = set()
     for place, phase in enumerate(phases):
         path = f"phases[{place}]"
@@ -268,8 +269,9 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
         if phase.merge:
             attached = None
         if attached is not None and phase.adapters not in (None, attached):
-            what = f"{path}.lora: the phase goes on with adapters of rank {attached.rank}, and describes others"
-            yield Problem(f"{path}.lora", what, "make it like theirs, or set merge: true for new adapters")
+            key = f"{path}.lora_rank"
+            what = f"{key}: the phase goes on with adapters of rank {attached.lora_rank}, and describes others"
+            yield Problem(key, what, "make it like theirs, or set merge: true for new adapters")
         if phase.optimizer == "carry" and (why := _nothing_carried(before, phase)):
             what = f"{path}.optimizer: carry, and {why}"
             yield Problem(f"{path}.optimizer", what, "set optimizer: reset")
@@ -280,7 +282,7 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
         before, attached = phase, attached or phase.adapters
 
 
-def _merging(phase: Phase, attached: LoRAConfig | None, key: str) -> Iterator[Problem]:
+def _merging(phase: Phase, attached: AdapterSettings | None, key: str) -> Iterator[Problem]:
     if phase.merge and attached is None:
         yield Problem(key, f"{key}: there are no adapters to merge before this phase", "leave merge out")
     elif attached is not None and not phase.merge and phase.trains != "lora":

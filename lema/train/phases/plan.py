@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from lema.config.nested import PhaseSettings, Several, as_problem, part, placed
-from lema.config.problems import Problem, SettingsError
+from lema.config.problems import Problem, SettingsError, as_problem
+from lema.config.settings import Settings, part
 from lema.config.types import Count
 from lema.config.yaml import from_yaml
 from lema.data.interleave import Fade, faded_rates
@@ -83,7 +83,7 @@ class Place:
     step: int
 
 
-class PhasePlan(PhaseSettings):
+class PhasePlan(Settings):
     """The phases of a run.
 
     Raises:
@@ -91,23 +91,23 @@ class PhasePlan(PhaseSettings):
             under its path, such as `phases[1].learning_rate`.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     phases: Annotated[list[Annotated[Phase, part(Phase)]], BeforeValidator(_named)]
     """The phases, in order."""
     batch_size: Count = 8
     """Rows per optimizer step, of all processes together."""
-    block_size: Count = 1024
+    max_length: Count = 1024
     """Tokens of a row, padding included."""
     micro_batch_size: Count | None = None
     """Most rows that a process computes at once; None: as many as it gets. Changes no number."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the order of data, of adapters and of dropout."""
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        problems = [*between_phases(self.phases), *self._lengths()]
-        if problems:
-            raise Several(problems)
-        return self
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield what does not fit between phases, or into the steps that one has."""
+        yield from between_phases(self.phases)
+        yield from self._lengths()
 
     def _lengths(self) -> Iterator[Problem]:
         """Yield what does not fit into the steps that a phase has."""
@@ -126,7 +126,7 @@ class PhasePlan(PhaseSettings):
                 key = f"{path}.schedule_steps"
                 what = f"{key}: the schedule has {phase.schedule_steps} steps, and the phase ends at {ends}"
                 yield Problem(key, what, "make it longer, or lower schedule_start or tokens")
-            yield from fade_too_long(phase, steps, self.batch_size, self.block_size, f"{path}.fade")
+            yield from fade_too_long(phase, steps, self.batch_size, self.max_length, f"{path}.fade")
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
@@ -151,7 +151,7 @@ class PhasePlan(PhaseSettings):
         try:
             return cls(**values)
         except SettingsError as error:
-            raise placed(error, places or {}) from error.__cause__
+            raise error.located(places or {}) from error.__cause__
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -186,7 +186,7 @@ class PhasePlan(PhaseSettings):
 
     def steps(self, index: int) -> TokenSteps:
         """Return the optimizer steps of a phase, counted from 0, and its tokens."""
-        return steps_of(self.phases[index].tokens, self.batch_size, self.block_size)
+        return steps_of(self.phases[index].tokens, self.batch_size, self.max_length)
 
     @property
     def num_steps(self) -> int:
@@ -199,7 +199,7 @@ class PhasePlan(PhaseSettings):
         step = 0
         for index, phase in enumerate(self.phases):
             size = self.steps(index)
-            stop, per_step = step + size.steps, self.batch_size * self.block_size
+            stop, per_step = step + size.steps, self.batch_size * self.max_length
             found.append(Boundary(str(phase.name), step, stop, step * per_step, stop * per_step, size.leftover))
             step = stop
         return tuple(found)
@@ -218,7 +218,7 @@ class PhasePlan(PhaseSettings):
     def factor(self, index: int) -> Callable[[int], float]:
         """Return a phase's factor of the learning rate, as a function of the step counted from 0 in that phase."""
         phase, steps = self.phases[index], self.steps(index).steps
-        of_schedule = factor_of(phase.schedule, phase.schedule_total(steps), phase.spans(steps))
+        of_schedule = factor_of(phase.lr_scheduler_type, phase.schedule_total(steps), phase.spans(steps))
 
         def factor(step: int) -> float:
             return of_schedule(phase.schedule_start + step)

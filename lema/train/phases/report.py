@@ -210,19 +210,20 @@ def phase_report(
 def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, processes: int, trusted: bool) -> StepNeeds:
     settings = {
         **config.to_dict(),
+        **phase.overrides,
         **of_kind(phase),
         "seed": plan.seed,
         "learning_rate": phase.learning_rate,
         "batch_size": plan.batch_size,
         "micro_batch_size": plan.micro_batch_size,
-        "max_length": plan.block_size,
+        "max_length": plan.max_length,
         "gradient_accumulation_steps": 1,
     }
     planner = planner_of(
         LemaConfig(**settings),
         site=site,
         chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
-        device_memory=config.device_memory,
+        device_memory=phase.overrides.get("device_memory", config.device_memory),
         processes=processes,
         strict=False,
         trust_remote_code=trusted,
@@ -233,7 +234,7 @@ def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, proces
 def _look_at(plan: PhasePlan, index: int, sources: Mapping[str, Source]) -> None:
     """Make a phase's mixture, which refuses what does not fit."""
     options: dict[str, Any] = {"stage": index, "fade": plan.fade(index), "starts": plan.starts(index)}
-    Mixture(plan.phases[index].mixture, sources, plan.seed, plan.block_size, **options)
+    Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> PhaseEntry:
@@ -250,7 +251,7 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         last_step=boundary.stop_step,
         tokens=size.tokens,
         leftover=size.leftover,
-        tokens_per_source={name: count * plan.block_size for name, count in plan.counts(index).items()},
+        tokens_per_source={name: count * plan.max_length for name, count in plan.counts(index).items()},
         rates=Rates(rates[0], max(rates), rates[-1]),
         moved=needs.traffic(size.steps),
         memory=PhaseMemory(

@@ -36,7 +36,7 @@ from lema.train.full import FullTraining
 from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, cut_metrics, read_metrics
 from lema.train.model import LemaModel
-from lema.train.phases.file import PhaseFile, read_sources
+from lema.train.phases.file import PhaseFile, evaluate_end, read_sources
 from lema.train.phases.kinds import copy_adapter, leave_model, of_kind, trainer_of
 from lema.train.phases.loop import PhaseRun
 from lema.train.phases.places import Places
@@ -248,7 +248,7 @@ class Phases:
             self.plan.phases[index].mixture,
             self.sources,
             self.plan.seed,
-            self.plan.block_size,
+            self.plan.max_length,
             stage=index,
             held_out=self.held_out,
             fade=self.plan.fade(index),
@@ -268,6 +268,7 @@ class Phases:
             "output_dir": str(self.places.place(index)),
             "seed": self.plan.seed,
             "learning_rate": phase.learning_rate,
+            **phase.overrides,
             **of_kind(phase),
         }
         if under := self.places.based(index):
@@ -359,8 +360,9 @@ def train_phases(
         if backend.replicas.size > 1:
             say(f"{backend.replicas.num_processes} processes, each with its share of every batch")
         reading: dict[str, Any] = {"say": say, "trust_remote_code": trust_remote_code}
-        sources = read_sources(config, plan, file.datasets, "train", **reading)
-        held_out = read_sources(config, plan, file.held_out, "val", **reading) or None
+        sources = read_sources(config, plan, file.train_data, "train", **reading)
+        held_out = read_sources(config, plan, file.eval_data, "val", **reading) or None
+        measured = read_sources(config, plan, file.evaluations, "val", also=file.evaluations, **reading)
         size = backend.replicas.size
         report = phase_report(
             config, plan, sources, backend=backend, processes=size, trust_remote_code=trust_remote_code
@@ -383,6 +385,10 @@ def train_phases(
                 say=say,
             )
         say(f"the last phase ended in {end}")
+        if measured:
+            found = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
+            for name, numbers in found.items():
+                say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
     return end
 
 

@@ -67,6 +67,11 @@ Schedule = Callable[[int, int, Spans], float]
 
 
 def constant(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
+    """Return 1: `transformers`' constant."""
+    return 1.0
+
+
+def constant_with_warmup(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
     """Return `t / w` for t < w, else 1: `transformers`' constant_with_warmup."""
     return step / spans.warmup if step < spans.warmup else 1.0
 
@@ -133,6 +138,7 @@ def _cosine(step: int, total: int, begins: int) -> float:
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
         "constant": constant,
+        "constant_with_warmup": constant_with_warmup,
         "linear": linear,
         "cosine": cosine,
         "wsd": wsd,
@@ -147,7 +153,8 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 
 # The parts a schedule has, each with its length where none is given: a fraction of all steps.
 _PARTS: Mapping[str, Mapping[str, float]] = {
-    "constant": {"warmup": 0.0},
+    "constant": {},
+    "constant_with_warmup": {"warmup": 0.0},
     "linear": {"warmup": 0.0},
     "cosine": {"warmup": 0.0},
     "wsd": {"warmup": 0.01, "decay": 0.1},
@@ -177,7 +184,7 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     if name not in SCHEDULES:
         near = nearest(name, SCHEDULES)
         how = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(SCHEDULES)}"
-        raise ConfigError(f"there is no schedule {name!r}", where="schedule", how=how)
+        raise ConfigError(f"there is no schedule {name!r}", where="lr_scheduler_type", how=how)
     parts = _PARTS[name]
     for part, length in lengths.items():
         if length is not None and part not in parts:
@@ -329,6 +336,6 @@ def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
         raise ConfigError(
             f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens",
             where="tokens",
-            how=f"give at least {step} tokens, or lower batch_size or block_size",
+            how=f"give at least {step} tokens, or lower batch_size or the length of a row",
         )
     return TokenSteps(steps, steps * step, leftover)

@@ -1,72 +1,143 @@
-"""A phase plan as lists of stages: full parameters first, then adapters, with the names that two-phase trainers use."""
+"""Full parameters first, then adapters: a phase plan as lists of stages, with the names of the trainer that has them.
+
+The fields and their defaults are those of the two-phase trainer; what it has no name for is below them.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from os import PathLike
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field
 
-from lema.config.nested import PhaseSettings, Several, Tokens, as_problem, part
-from lema.config.problems import Problem, SettingsError
-from lema.config.types import Count
+from lema.config import LemaConfig
+from lema.config.adapter import AdapterSettings
+from lema.config.problems import Problem, SettingsError, as_problem
+from lema.config.settings import Settings, part
+from lema.config.types import Beta, Count, Name, NotNegative, Positive, Scale, Targets, Tokens
 from lema.config.yaml import from_yaml
 from lema.data import Sampling
 from lema.data.sampling import check_rates
 from lema.errors import ConfigError
-from lema.train.phases.phase import PARTS, LoRAConfig, Mixture, Phase
+from lema.train.phases.phase import LENGTHS, Mixture, Phase
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.steps import SCHEDULES, steps_of, takes
 
-__all__ = ["LoRATrainerConfig"]
+__all__ = ["LoRAConfig", "LoRATrainerConfig"]
 
 
 _TIMES = ("pre_lora", "post_lora")
 _SINGULAR = {f"{time}_dataset": f"{time}_datasets" for time in _TIMES}
-_FRACTIONS = dict(zip(("warmup_pct", "decay_pct", "constant_pct"), PARTS, strict=True))
-_DECAY = 0.01  # of the schedule; a phase of a plan has 0.1
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+_FRACTIONS = dict(zip(("warmup_pct", "decay_pct", "constant_pct"), LENGTHS, strict=True))
+
+# What this trainer calls the settings of a run.
+_INTERVALS = {
+    "report_interval": "logging_steps",
+    "checkpoint_interval": "save_steps",
+    "validation_interval": "eval_steps",
+}
 
 
-def _fineweb() -> list[list[Sampling]]:
-    return [[Sampling("fineweb", 1.0, "PMD")]]  # type: ignore[arg-type]
+class LoRAConfig(AdapterSettings):
+    """The adapters of a two-phase trainer: `rank`, `alpha`, `target_modules`, and the rest as in `LemaConfig`.
+
+    Raises:
+        SettingsError: a setting is unknown, out of range, or contradicts another.
+    """
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    lora_rank: Count = Field(default=16, alias="rank")
+    lora_alpha: Scale = Field(default=16.0, alias="alpha")
+    lora_target_modules: Targets | None = Field(default=None, alias="target_modules")
+
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield what PEFT does not allow together, by the names used here."""
+        for problem in super().disagreements():
+            yield replace(problem, key=type(self).model_fields[problem.key].alias or problem.key)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter's two matrices."""
+        return self.lora_rank
+
+    @property
+    def alpha(self) -> float:
+        """Adapters are scaled by alpha / rank."""
+        return self.lora_alpha
+
+    @property
+    def target_modules(self) -> str | list[str] | None:
+        """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
+        return self.lora_target_modules
 
 
-class LoRATrainerConfig(PhaseSettings):
-    """Stages of full-parameter training, then stages of adapters. Each list has one entry per stage.
+def _fineweb() -> list[Sampling]:
+    return [Sampling("fineweb", 1.0, "PMD")]  # type: ignore[arg-type]
+
+
+class LoRATrainerConfig(Settings):
+    """Stages of full-parameter training, then stages of adapters. Each list of stages has one entry per stage.
 
     `pre_lora_dataset` and `post_lora_dataset` are taken for `pre_lora_datasets` and `post_lora_datasets`. With no stage
-    before, training begins with adapters.
+    before, training begins with adapters. What a trainer is configured with here holds for the whole run, and the
+    settings of `LemaConfig` for all that has no name here.
 
     Raises:
         SettingsError: a setting is wrong, or two lists of stages are not equally long; holds every problem.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     batch_size: Count = 512
     """Rows per optimizer step, of all processes together."""
     per_device_batch_size: Annotated[int, Field(ge=-1)] = -1
     """Most rows that a process computes at once; -1: as many as it gets."""
+    total_tokens: Tokens = 1_000_000_000
+    """Tokens that train every parameter, in one stage, where `pre_lora_tokens` does not divide them into stages."""
+    lr: Positive = 3e-4
+    """Peak learning rate, of all stages."""
+    warmup_pct: Beta = 0.01
+    """Fraction of the schedule over which the learning rate rises, where the schedule has a warm-up."""
+    decay_pct: Beta = 0.1
+    """Fraction of the schedule over which wsd and wsds fall."""
+    validate_: bool = Field(default=True, alias="validate")
+    """Validate every `validation_interval` steps and after each stage, where there are rows to validate on."""
+    evaluate: bool = True
+    """Measure `evaluations` when the last stage has ended."""
+    datasets: Mixture = Field(default_factory=_fineweb)
+    """Data sets of the stage of `total_tokens`, where `pre_lora_datasets` does not say those of its stages."""
+    evaluations: list[Name] = Field(default_factory=list)
+    """Names of data sets, of those that are held out, whose loss and perplexity are measured after the last stage."""
     block_size: Count = 512
     """Tokens of a row, padding included."""
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate, of all stages."""
+    report_interval: Count = 32
+    """Optimizer steps between lines of metrics (`logging_steps` of a run)."""
+    checkpoint_interval: NotNegative = 1024
+    """Optimizer steps between checkpoints (`save_steps` of a run); 0: at the end of each stage alone."""
+    validation_interval: Count = 512
+    """Optimizer steps between validations (`eval_steps` of a run)."""
+    validation_steps: Count = 2048
+    """Rows that each validation measures, the same every time (`eval_rows` of a file of phases)."""
+    wandb: bool = False
+    """Report to Weights & Biases, beside what `report_to` of the run says."""
     pre_lora_tokens: list[Tokens] = Field(default_factory=lambda: [1_000_000_000])
     """Tokens of each stage that trains every parameter."""
-    pre_lora_datasets: list[Mixture] = Field(default_factory=_fineweb)
+    pre_lora_datasets: list[Mixture] = Field(default_factory=lambda: [_fineweb()])
     """Data sets of each of those stages, with their rates."""
     post_lora_tokens: list[Tokens] = Field(default_factory=lambda: [100_000_000])
     """Tokens of each stage that trains adapters."""
-    post_lora_datasets: list[Mixture] = Field(default_factory=_fineweb)
+    post_lora_datasets: list[Mixture] = Field(default_factory=lambda: [_fineweb()])
     """Data sets of each of those stages, with their rates."""
     lora: Annotated[LoRAConfig, part(LoRAConfig)] = LoRAConfig()
     """The adapters."""
-    schedule: Literal["constant", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"] = "constant"
+
+    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"] = (
+        "constant"
+    )
     """How the learning rate moves; `lema.train.phases.steps` has the formulas. cosine_rewarm begins again in each
-    stage."""
-    warmup_pct: Fraction | None = None
-    """Fraction of the schedule over which it rises; None: 0.01, and 0 for constant, linear and cosine."""
-    decay_pct: Fraction | None = None
-    """Fraction over which wsd and wsds fall; None: 0.01."""
-    constant_pct: Fraction | None = None
+    stage. Where it is not given, and `warmup_pct` or `decay_pct` is, it is wsd, which has both."""
+    constant_pct: Beta | None = None
     """Fraction at the end over which wsds stays low; None: 0.5."""
     schedule_spans: Literal["phase", "run"] = "phase"
     """`phase`: one schedule for the stages before adapters, and one for those after. `run`: both are as long as the
@@ -74,37 +145,55 @@ class LoRATrainerConfig(PhaseSettings):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the order of data, of adapters and of dropout."""
 
+    @property
+    def validate(self) -> bool:  # type: ignore[override] # pydantic's own of that name is deprecated
+        """Whether to validate; `validate_`, by the name that it is given by."""
+        return self.validate_
+
     def __init__(self, **settings: Any) -> None:
-        if both := [(one, many) for one, many in _SINGULAR.items() if {one, many} <= settings.keys()]:
+        if both := [(one, many) for one, many in _SINGULAR.items() if one in settings and many in settings]:
             raise SettingsError([Problem(one, f"{one} and {many} are one setting", "keep one") for one, many in both])
         settings = {_SINGULAR.get(key, key): value for key, value in settings.items()}
+        for whole, stages in (("total_tokens", "pre_lora_tokens"), ("datasets", "pre_lora_datasets")):
+            if whole in settings and stages not in settings:
+                settings[stages] = [settings[whole]]
         for time in _TIMES:  # no stages in one list are none in the other, whose default is for one
             lists = [f"{time}_tokens", f"{time}_datasets"]
             if any(settings.get(key) == [] for key in lists):
                 settings = {key: [] for key in lists} | settings
+        if "schedule" not in settings and {"warmup_pct", "decay_pct"} & settings.keys():
+            settings["schedule"] = "wsd"
         super().__init__(**settings)
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        problems = [problem for time in _TIMES for problem in self._stages_wrong(time)]
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield what is wrong with the stages and with their schedule."""
+        problems = [*self._whole_wrong(), *(problem for time in _TIMES for problem in self._stages_wrong(time))]
         if not self.pre_lora_tokens and not self.post_lora_tokens and not problems:
             what = "pre_lora_tokens and post_lora_tokens are empty, so that nothing would train"
             problems.append(Problem("post_lora_tokens", what, "give the tokens of one stage at least"))
-        parts = takes(self.schedule)
+        parts, fields = takes(self.schedule), type(self).model_fields
         problems += [
             Problem(
                 key, f"{key} says nothing to schedule {self.schedule}", f"leave {key} out, or choose {_having(name)}"
             )
             for key, name in _FRACTIONS.items()
-            if getattr(self, key) is not None and name not in parts
+            if getattr(self, key) != fields[key].default and name not in parts
         ]
         if not self.per_device_batch_size:
             problems.append(Problem("per_device_batch_size", "per_device_batch_size is 0", "give rows, or -1 for all"))
-        if problems:
-            raise Several(problems)
-        if problems := self._schedule_wrong():
-            raise Several(problems)
-        return self
+        if self.evaluations and not self.evaluate:
+            problems.append(Problem("evaluations", "evaluations are named, and evaluate is false", "keep one"))
+        yield from problems or self._schedule_wrong()
+
+    def _whole_wrong(self) -> Iterator[Problem]:
+        """Yield that the one stage of all parameters, where it is given, is not what their stages are."""
+        fields = type(self).model_fields
+        sums = (sum(self.pre_lora_tokens), sum(self.pre_lora_tokens) + sum(self.post_lora_tokens))
+        if self.total_tokens not in (fields["total_tokens"].default, *sums):
+            what = f"total_tokens is {self.total_tokens}, and the stages of pre_lora_tokens have {sums[0]}"
+            yield Problem("total_tokens", what, "keep one")
+        if self.datasets != _fineweb() and self.pre_lora_datasets != [self.datasets]:
+            yield Problem("datasets", "datasets and pre_lora_datasets both say what the first stages read", "keep one")
 
     def _stages_wrong(self, time: str) -> Iterator[Problem]:
         tokens, mixtures = getattr(self, f"{time}_tokens"), getattr(self, f"{time}_datasets")
@@ -124,7 +213,7 @@ class LoRATrainerConfig(PhaseSettings):
 
     def _schedule_wrong(self) -> list[Problem]:
         """What is wrong with the plan still, said of the settings here: the parts of a schedule may not fit into it."""
-        own = {f".{name}": key for key, name in _FRACTIONS.items()}
+        own = {f".{name}_ratio": key for key, name in _FRACTIONS.items()}
         try:
             self.plan()
         except SettingsError as error:
@@ -146,7 +235,7 @@ class LoRATrainerConfig(PhaseSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", by_alias=True)
 
     def plan(self) -> PhasePlan:
         """Return the phases: one per stage.
@@ -156,10 +245,31 @@ class LoRATrainerConfig(PhaseSettings):
         return PhasePlan(
             phases=[phase for time in _TIMES for phase in self._phases(time)],
             batch_size=self.batch_size,
-            block_size=self.block_size,
+            max_length=self.block_size,
             micro_batch_size=None if self.per_device_batch_size < 0 else self.per_device_batch_size,
             seed=self.seed,
         )
+
+    def settings_of_run(self, model: LemaConfig) -> LemaConfig:
+        """Return the settings of a run, with the intervals and reports that are configured here.
+
+        An interval that is given in `model` alone is that of `model`: the defaults here do not replace it.
+
+        Raises:
+            ConfigError: both give one, and they differ.
+        """
+        changed: dict[str, Any] = {}
+        for name, setting in _INTERVALS.items():
+            value, theirs = getattr(self, name), getattr(model, setting)
+            if setting not in model.model_fields_set:
+                changed[setting] = value
+            elif name in self.model_fields_set and value != theirs:
+                what = f"{name} is {value}, and {setting}, which is the same, is {theirs}"
+                raise ConfigError(what, where=name, how="keep one")
+        if self.wandb:
+            reports = [model.report_to] if isinstance(model.report_to, str) else model.report_to
+            changed["report_to"] = [*(one for one in reports if one != "wandb"), "wandb"]
+        return LemaConfig(**{**model.model_dump(exclude_unset=True), **changed})
 
     def _steps(self, time: str) -> list[int]:
         return [steps_of(count, self.batch_size, self.block_size).steps for count in getattr(self, f"{time}_tokens")]
@@ -168,6 +278,9 @@ class LoRATrainerConfig(PhaseSettings):
         steps, lora = self._steps(time), time == "post_lora"
         stages = zip(getattr(self, f"{time}_tokens"), getattr(self, f"{time}_datasets"), strict=True)
         whole = sum(steps) if self.schedule_spans == "phase" else sum(sum(self._steps(one)) for one in _TIMES)
+        parts = {
+            f"{name}_ratio": getattr(self, key) for key, name in _FRACTIONS.items() if name in takes(self.schedule)
+        }
         for stage, (tokens, mixture) in enumerate(stages):
             apart = self.schedule == "cosine_rewarm" or whole == steps[stage]
             yield Phase(
@@ -175,15 +288,13 @@ class LoRATrainerConfig(PhaseSettings):
                 trains="lora" if lora else "full",
                 tokens=tokens,
                 mixture=mixture,
-                learning_rate=self.learning_rate,
-                schedule=self.schedule,
+                learning_rate=self.lr,
+                lr_scheduler_type=self.schedule,
                 schedule_steps=None if apart else whole,
                 schedule_start=0 if apart else sum(steps[:stage]),
                 optimizer="carry" if stage else "reset",
-                lora=self.lora if lora else None,
-                warmup=self.warmup_pct,
-                decay=_DECAY if self.decay_pct is None and "decay" in takes(self.schedule) else self.decay_pct,
-                tail=self.constant_pct,
+                **parts,
+                **(self.lora.adapter_settings() if lora else {}),
             )
 
 

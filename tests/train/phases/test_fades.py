@@ -214,7 +214,7 @@ def phase(mixture: Sequence[Sampling], steps: int = 50, **options: Any) -> dict[
 
 
 def plan(*phases: dict[str, Any], **options: Any) -> PhasePlan:
-    return PhasePlan(phases=list(phases), batch_size=ROWS, block_size=BLOCK, **{"seed": 3, **options})
+    return PhasePlan(phases=list(phases), batch_size=ROWS, max_length=BLOCK, **{"seed": 3, **options})
 
 
 def of(found: PhasePlan, index: int) -> Mixture:

@@ -55,7 +55,7 @@ def stages(**changes: Any) -> LoRATrainerConfig:
         "batch_size": ROWS,
         "block_size": BLOCK,
         "per_device_batch_size": 2,
-        "learning_rate": 1e-3,
+        "lr": 1e-3,
         "pre_lora_tokens": [PRE * STEP],
         "pre_lora_datasets": [HALF],
         "post_lora_tokens": [POST * STEP],
@@ -258,7 +258,7 @@ def test_targets_that_match_nothing_are_said_before_anything_trains(trainer_of: 
 
 def test_any_plan_of_phases_may_be_given(trainer_of: Callable[..., LoRATrainer]) -> None:
     phases = [Phase(trains="selection", layers=["last:1"], tokens=STEP, mixture=HALF, learning_rate=1e-3)]
-    trainer = trainer_of(config=PhasePlan(phases=phases, batch_size=ROWS, block_size=BLOCK))
+    trainer = trainer_of(config=PhasePlan(phases=phases, batch_size=ROWS, max_length=BLOCK))
     state = trainer.state
     assert state.kind == "full" and state.phase == "phase-1"
     assert 0 < state.num_trainable < state.num_parameters / NUM_LAYERS
@@ -271,7 +271,7 @@ def test_the_adapter_at_every_boundary_is_one_of_pefts(trainer_of: Callable[...,
     full = {"trains": "full", "tokens": STEP, "mixture": HALF, "learning_rate": 1e-3}
     lora = {"trains": "lora", "tokens": 2 * STEP, "mixture": HALF, "learning_rate": 1e-2}
     phases = [Phase(**full), Phase(**lora), Phase(**lora, merge=True), Phase(**lora, optimizer="carry")]
-    trainer = trainer_of(config=PhasePlan(phases=phases, batch_size=ROWS, block_size=BLOCK))
+    trainer = trainer_of(config=PhasePlan(phases=phases, batch_size=ROWS, max_length=BLOCK))
     trainer.train()
     ids = micro_batches(1)[0]["input_ids"]
     seen = []

@@ -22,12 +22,12 @@ model_name_or_path: {model}
 device: cpu
 output_dir: {place}/out
 save_steps: 0
-datasets:
+train_data:
   rows: {place}/rows.jsonl
   packed: {place}/packed
-held_out: {{rows: {place}/rows.jsonl, packed: {place}/packed}}
+eval_data: {{rows: {place}/rows.jsonl, packed: {place}/packed}}
 batch_size: 4
-block_size: 12
+max_length: 12
 phases:
   - {{name: whole, trains: full, tokens: 144, learning_rate: 1e-3, mixture: [
       {{name: rows, rate: 0.5}}, {{name: packed, rate: 0.5, style: PMD}}]}}
@@ -37,10 +37,10 @@ STAGES = """
 model_name_or_path: {model}
 device: cpu
 output_dir: {place}/out
-datasets: {{rows: {place}/rows.jsonl}}
+train_data: {{rows: {place}/rows.jsonl}}
 batch_size: 4
 block_size: 12
-learning_rate: 1e-3
+lr: 1e-3
 pre_lora_tokens: [144]
 pre_lora_dataset: [[{{name: rows, rate: 1.0}}]]
 post_lora_tokens: [96]
@@ -70,10 +70,10 @@ def written(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callabl
 def test_both_forms_are_read(written: Callable[..., Path]) -> None:
     file = read_phase_file(written(PHASES))
     assert [phase.trains for phase in file.plan.phases] == ["full", "lora"]
-    assert file.config.save_steps == 0 and set(file.datasets) == set(file.held_out) == {"rows", "packed"}
+    assert file.config.save_steps == 0 and set(file.train_data) == set(file.eval_data) == {"rows", "packed"}
     stages = read_phase_file(written(STAGES), block_size=6)
     assert [(phase.trains, phase.tokens) for phase in stages.plan.phases] == [("full", 144), ("lora", 96)]
-    assert stages.plan.block_size == 6 and stages.plan.phases[0].learning_rate == 1e-3
+    assert stages.plan.max_length == 6 and stages.plan.phases[0].learning_rate == 1e-3
 
 
 @pytest.mark.parametrize(("line", "norm"), [("", 1.0), ("max_grad_norm: 0.3\n", 0.3), ("max_grad_norm: null\n", None)])
@@ -99,7 +99,7 @@ def test_other_files_are_not_taken_for_one(tmp_path: Path) -> None:
         ([("save_steps: 0", "save_step: 0")], "save_step"),
         ([("rows.jsonl\n", "nowhere.jsonl\n")], "there is no .*nowhere"),
         ([("save_steps: 0\n", "save_steps: 0\nmax_steps: 3\n")], "max_steps says nothing in a file of phases"),
-        ([("block_size: 12\n", "block_size: 12\npost_lora_tokens: [1]\n")], "both say what the phases are"),
+        ([("max_length: 12\n", "max_length: 12\npost_lora_tokens: [1]\n")], "both say what the phases are"),
     ],
 )
 def test_bad_input_names_the_key(changes: list[tuple[str, str]], message: str, written: Callable[..., Path]) -> None:
@@ -110,9 +110,93 @@ def test_bad_input_names_the_key(changes: list[tuple[str, str]], message: str, w
 
 def test_a_file_without_data_sets_is_refused(written: Callable[..., Path]) -> None:
     path = written(STAGES)
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "datasets" not in line))
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "train_data" not in line))
     with pytest.raises(ConfigError, match="no data sets"):
         read_phase_file(path)
+
+
+def test_the_settings_of_a_run_hold_in_every_phase_that_does_not_override_them(written: Callable[..., Path]) -> None:
+    above = "learning_rate: 3e-4\nlr_scheduler_type: wsd\nwarmup_ratio: 0.5\nlora_rank: 4\nweight_decay: 0.1\n"
+    entries = """\
+  - {trains: full, tokens: 144, mixture: {rows: 0.5, packed: 0.5}, weight_decay: 0.2}
+  - {trains: lora, tokens: 144, mixture: {rows: 1.0}, lr_scheduler_type: cosine, warmup_steps: 1, lora_dropout: 0.1}
+  - {trains: lora, tokens: 144, mixture: {rows: 1.0}, merge: true, learning_rate: 1e-2, lora_rank: 8}
+"""
+    path = written(PHASES, ("save_steps: 0\n", f"save_steps: 0\n{above}"))
+    path.write_text(path.read_text().partition("phases:\n")[0] + "phases:\n" + entries)
+    file = read_phase_file(path)
+    phases = file.plan.phases
+    assert [phase.learning_rate for phase in phases] == [3e-4, 3e-4, 1e-2]
+    assert [phase.lr_scheduler_type for phase in phases] == ["wsd", "cosine", "wsd"]
+    assert [(phase.warmup_steps, phase.warmup_ratio) for phase in phases] == [(None, 0.5), (1, None), (None, 0.5)]
+    assert [phase.adapters and phase.adapters.lora_rank for phase in phases] == [None, 4, 8]
+    assert phases[1].lora_dropout == 0.1 and phases[0].overrides == {"weight_decay": 0.2}
+    assert (file.config.weight_decay, file.config.learning_rate, file.plan.max_length) == (0.1, 3e-4, 12)
+
+
+def test_one_source_needs_no_name_and_no_mixture(written: Callable[..., Path], tmp_path: Path) -> None:
+    path = written(STAGES)
+    path.write_text(
+        f"model_name_or_path: {tmp_path}\ntrain_data: {tmp_path}/rows.jsonl\neval_data: [{tmp_path}/rows.jsonl]\n"
+        "batch_size: 4\nmax_length: 12\nphases: [{trains: full, tokens: 144}, {trains: lora, tokens: 144}]\n"
+    )
+    file = read_phase_file(path)
+    assert [[(one.name, one.rate) for one in phase.mixture] for phase in file.plan.phases] == [[("train", 1.0)]] * 2
+    assert (list(file.train_data), list(file.eval_data)) == (["train"], ["train"])
+    assert [phase.learning_rate for phase in file.plan.phases] == [1e-4, 1e-4]
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("datasets: {a: b}", "train_data"),
+        ("held_out: {a: b}", "eval_data"),
+        ("block_size: 12", "max_length"),
+        ("schedule: wsd", "lr_scheduler_type"),
+        ("warmup: 0.1", "warmup_ratio"),
+        ("lora: {rank: 3}", "lora_rank"),
+    ],
+)
+def test_another_name_for_a_setting_leads_to_its_own(written: Callable[..., Path], line: str, near: str) -> None:
+    with pytest.raises(ConfigError, match="unknown setting") as raised:
+        read_phase_file(written(PHASES, ("save_steps: 0\n", f"save_steps: 0\n{line}\n")))
+    assert f"did you mean {near}?" in str(raised.value) and "run.yaml:6" in str(raised.value)
+
+
+def test_all_that_is_wrong_is_told_at_once_with_its_line(written: Callable[..., Path]) -> None:
+    changes = (
+        ("save_steps: 0\n", "save_step: 0\nlearning_rate: -1\nmax_steps: 3\n"),
+        ("learning_rate: 1e-2", "leaning_rate: 1e-2, lora_rank: 0"),
+    )
+    with pytest.raises(ConfigError) as raised:
+        read_phase_file(written(PHASES, *changes))
+    said = str(raised.value)
+    for place, key in (
+        (5, "save_step"),
+        (6, "learning_rate"),
+        (7, "max_steps"),
+        (17, "lora_rank"),
+        (17, "leaning_rate"),
+    ):
+        assert any(f"run.yaml:{place}: " in line and key in line for line in said.splitlines()), (key, said)
+
+
+def test_stages_say_how_often_under_their_own_names(written: Callable[..., Path]) -> None:
+    more = "report_interval: 2\ncheckpoint_interval: 3\nvalidation_interval: 4\nvalidation_steps: 5\n"
+    changes = ("batch_size: 4\n", "batch_size: 4\neval_data: {rows: {place}/rows.jsonl}\nevaluations: [rows]\n" + more)
+    changes = (changes[0], changes[1].replace("{place}", "."))
+    path = written(STAGES, changes)
+    path.write_text(path.read_text().replace("./rows.jsonl", str(path.with_name("rows.jsonl"))))
+    file = read_phase_file(path)
+    config = file.config
+    assert (config.logging_steps, config.save_steps, config.eval_steps, file.eval_rows) == (2, 3, 4, 5)
+    assert list(file.eval_data) == list(file.evaluations) == ["rows"]
+    assert read_phase_file(path, validate=False).eval_data == {}
+    with pytest.raises(ConfigError, match="save_steps, which is the same, is 9"):
+        read_phase_file(path, save_steps=9)
+    with pytest.raises(ConfigError, match="learning_rate says nothing beside") as raised:
+        read_phase_file(path, learning_rate=9.0)
+    assert "--set learning_rate" in str(raised.value) and "use lr" in str(raised.value)
 
 
 @pytest.mark.slow

@@ -105,7 +105,8 @@ def test_t6_there_are_as_many_steps_as_tokens_make_and_none_more(accumulation: i
 
 # Of ten steps each, warm-up of two, decay of three, tail of four: every rate that a phase takes, peak 1.
 TRACES = {
-    "constant": [0.0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1],
+    "constant": [1.0] * 10,
+    "constant_with_warmup": [0.0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1],
     "linear": [0.0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
     "cosine": [0.0, 0.5, 1, 0.961940, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.038060],
     "wsd": [0.01, 0.505, 1, 1, 1, 1, 1, 1, 0.67, 0.34],
@@ -116,9 +117,16 @@ TRACES = {
 
 @pytest.mark.parametrize("schedule", sorted(TRACES))
 def test_t7_the_learning_rate_of_every_step_counts_from_the_beginning_of_its_phase(schedule: str) -> None:
-    parts = {"warmup": 2} | {part: {"decay": 3, "tail": 4}[part] for part in takes(schedule) if part != "warmup"}
-    one = {"trains": "full", "tokens": 10 * PER_STEP, "mixture": A, "learning_rate": 1.0, "schedule": schedule, **parts}
-    plan = PhasePlan(phases=[one, {**one, "trains": "lora", "learning_rate": 0.5}], batch_size=ROWS, block_size=BLOCK)
+    parts = {f"{part}_steps": {"warmup": 2, "decay": 3, "tail": 4}[part] for part in takes(schedule)}
+    one = {
+        "trains": "full",
+        "tokens": 10 * PER_STEP,
+        "mixture": A,
+        "learning_rate": 1.0,
+        "lr_scheduler_type": schedule,
+        **parts,
+    }
+    plan = PhasePlan(phases=[one, {**one, "trains": "lora", "learning_rate": 0.5}], batch_size=ROWS, max_length=BLOCK)
     places = [plan.phase_at(step) for step in range(plan.num_steps)]
     trace = [plan.learning_rate(place.index, place.step) for place in places]
     assert trace == pytest.approx([*TRACES[schedule], *(rate / 2 for rate in TRACES[schedule])], abs=1e-6)
@@ -141,7 +149,7 @@ def test_t7_the_finding_a_second_phase_that_ends_inside_the_warm_up_of_the_run()
     assert (plan.num_steps, plan.steps(1).steps, plan.phases[1].spans(95).warmup) == (19168, 95, 191)
     rates = [plan.learning_rate(1, step) for step in range(95)]
     assert (rates[0], rates[-1], math.fsum(rates) / 95) == pytest.approx((3e-6, 1.5e-4, 7.6e-5), rel=0.01)
-    (warning,) = [one for one in plan.warnings() if one.key == "phases[1].warmup"]
+    (warning,) = [one for one in plan.warnings() if one.key == "phases[1].warmup_ratio"]
     assert "phase 2 (post-lora-1) ends inside its warm-up: 95 steps, and 191 of warm-up" in warning.what
     assert "goes from 3e-06 to 0.00015, and never reaches 0.0003" in warning.what
     assert warning.how == "shorten the warm-up, or give the phase more tokens"
@@ -154,7 +162,7 @@ def test_t7_the_finding_a_second_phase_that_ends_inside_the_warm_up_of_the_run()
 MIX = [{"name": "a", "rate": 0.25, "style": "PMD", "suffix": "-x"}, {"name": "b", "rate": 0.75}]
 PLAN: dict[str, Any] = {
     "batch_size": 4,
-    "block_size": 16,
+    "max_length": 16,
     "micro_batch_size": 2,
     "seed": 7,
     "phases": [
@@ -164,10 +172,10 @@ PLAN: dict[str, Any] = {
             "tokens": 10 * PER_STEP,
             "mixture": MIX,
             "learning_rate": 1e-3,
-            "schedule": "wsds",
-            "warmup": 2,
-            "decay": 0.3,
-            "tail": 3,
+            "lr_scheduler_type": "wsds",
+            "warmup_steps": 2,
+            "decay_ratio": 0.3,
+            "tail_steps": 3,
             "schedule_steps": 12,
             "schedule_start": 1,
             "optimizer": "reset",
@@ -189,23 +197,21 @@ PLAN: dict[str, Any] = {
             "tokens": 640,
             "mixture": [{"name": "c", "rate": 1.0}],
             "learning_rate": 1e-4,
-            "lora": {
-                "rank": 4,
-                "alpha": 8.0,
-                "target_modules": ["q_proj"],
-                "dropout": 0.1,
-                "rank_pattern": {"q_proj": 2},
-                "alpha_pattern": {"q_proj": 2.0},
-                "use_rslora": True,
-                "layers_to_transform": [0, 1],
-                "layers_pattern": "layers",
-                "init": "gaussian",
-                "bias": "none",
-                "modules_to_save": ["head"],
-                "use_dora": True,
-                "trainable_token_indices": [1, 2],
-                "ensure_weight_tying": False,
-            },
+            "lora_rank": 4,
+            "lora_alpha": 8.0,
+            "lora_target_modules": ["q_proj"],
+            "lora_dropout": 0.1,
+            "lora_rank_pattern": {"q_proj": 2},
+            "lora_alpha_pattern": {"q_proj": 2.0},
+            "lora_use_rslora": True,
+            "lora_layers_to_transform": [0, 1],
+            "lora_layers_pattern": "layers",
+            "lora_init": "gaussian",
+            "lora_bias": "none",
+            "lora_modules_to_save": ["head"],
+            "lora_use_dora": True,
+            "lora_trainable_token_indices": [1, 2],
+            "lora_ensure_weight_tying": False,
         },
         {
             "trains": "lora",
@@ -230,7 +236,8 @@ STAGES: dict[str, Any] = {
     "batch_size": 4,
     "block_size": 16,
     "per_device_batch_size": 2,
-    "learning_rate": 1e-3,
+    "total_tokens": 704,
+    "lr": 1e-3,
     "pre_lora_tokens": [640, 64],
     "pre_lora_datasets": [MIX, [{"name": "b", "rate": 1.0}]],
     "post_lora_tokens": [640],
@@ -242,6 +249,14 @@ STAGES: dict[str, Any] = {
     "constant_pct": 0.1,
     "schedule_spans": "phase",
     "seed": 7,
+    "validate": True,
+    "evaluate": True,
+    "evaluations": ["exam"],
+    "report_interval": 1,
+    "checkpoint_interval": 2,
+    "validation_interval": 3,
+    "validation_steps": 4,
+    "wandb": False,
 }
 NAN, INF = float("nan"), float("inf")
 # What is no value of a kind, in any setting.
@@ -253,9 +268,14 @@ WRONG: dict[type, list[Any]] = {
     list: [99.5, {"a": 1}, "", [], object()],
     dict: [99.5, "a", [1], object()],
 }
-NAMES_OF_MODULES = ("rank_pattern", "alpha_pattern")
-NEEDED, NEEDED_OF_DATA = ("tokens", "mixture", "learning_rate"), ("name", "rate")
-TAKEN = [("suffix", ""), ("init", True)]  # for all that
+NAMES_OF_MODULES = ("lora_rank_pattern", "lora_alpha_pattern")
+NEEDED, NEEDED_OF_DATA = ("tokens", "mixture"), ("name", "rate")
+TAKEN = [  # for all that
+    ("suffix", ""),
+    ("lora_init", True),
+    ("evaluations", []),
+    *((of, {"a": 1}) for of in ("mixture", 0, 1)),  # a mixture may be names and rates
+]
 
 
 def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

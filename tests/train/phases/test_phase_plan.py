@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lema.config.adapter import AdapterSettings
 from lema.config.problems import SettingsError
 from lema.data import Sampling
 from lema.data.sampling import Style
@@ -28,7 +29,7 @@ def phase(trains: str | None = "full", steps: int = 10, **settings: Any) -> dict
 
 
 def plan(*phases: Any, **settings: Any) -> PhasePlan:
-    return PhasePlan(**{"phases": list(phases), "batch_size": 4, "block_size": 16, "seed": 7, **settings})
+    return PhasePlan(**{"phases": list(phases), "batch_size": 4, "max_length": 16, "seed": 7, **settings})
 
 
 def problems(make: Callable[[], Any]) -> dict[str, str]:
@@ -39,9 +40,9 @@ def problems(make: Callable[[], Any]) -> dict[str, str]:
 
 
 THREE = (
-    phase("full", 10, name="text", schedule="wsd", warmup=2, decay=3),
-    phase("lora", 5, lora={"rank": 8, "alpha": 16}, schedule="cosine"),
-    phase("lora", 6, merge=True, schedule="constant"),
+    phase("full", 10, name="text", lr_scheduler_type="wsd", warmup_steps=2, decay_steps=3),
+    phase("lora", 5, lora_rank=8, lora_alpha=16, lr_scheduler_type="cosine"),
+    phase("lora", 6, merge=True, lr_scheduler_type="constant"),
 )
 
 
@@ -67,7 +68,7 @@ def test_phases_begin_at_the_exact_step_and_token() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 64))
 def test_every_step_is_in_one_phase_and_tokens_are_steps(lengths: list[int], rows: int, block: int) -> None:
     phases = [phase("full", tokens=count * rows * block) for count in lengths]
-    found = plan(*phases, batch_size=rows, block_size=block)
+    found = plan(*phases, batch_size=rows, max_length=block)
     assert found.num_steps == sum(lengths)
     assert [found.phase_at(step).index for step in range(found.num_steps)] == [
         index for index, count in enumerate(lengths) for _ in range(count)
@@ -85,9 +86,9 @@ def test_the_learning_rate_of_each_phase_counts_from_its_own_beginning() -> None
 
 
 def test_one_schedule_can_go_on_over_a_boundary() -> None:
-    settings = {"schedule": "cosine", "schedule_steps": 16, "warmup": 0.25}
+    settings = {"lr_scheduler_type": "cosine", "schedule_steps": 16, "warmup_ratio": 0.25}
     found = plan(phase(steps=10, **settings), phase(steps=6, schedule_start=10, optimizer="carry", **settings))
-    whole = plan(phase(steps=16, schedule="cosine", warmup=4))
+    whole = plan(phase(steps=16, lr_scheduler_type="cosine", warmup_steps=4))
     trace = [found.learning_rate(place.index, place.step) for place in map(found.phase_at, range(16))]
     assert trace == [whole.learning_rate(0, step) for step in range(16)]
     assert found.warnings() == ()
@@ -105,7 +106,7 @@ def test_a_plan_comes_back_from_json() -> None:
 
 YAML = """
 batch_size: 4
-block_size: 16
+max_length: 16
 phases:
   - name: text
     trains: full
@@ -114,12 +115,13 @@ phases:
       - {name: almanac, rate: 0.75, style: pmd, suffix: -v2}
       - {name: letters, rate: 0.25}
     learning_rate: 3e-4
-    schedule: wsd
+    lr_scheduler_type: wsd
   - trains: lora
     tokens: 1_024
     mixture: [{name: letters, rate: 1}]
     learning_rate: 1e-3
-    lora: {rank: 8, target_modules: [q_proj, v_proj]}
+    lora_rank: 8
+    lora_target_modules: [q_proj, v_proj]
 """
 
 
@@ -129,13 +131,18 @@ def test_a_plan_is_read_from_yaml(tmp_path: Path) -> None:
     found = PhasePlan.from_yaml(file, seed=3)
     assert found.seed == 3
     assert found.phases[0].mixture[0] == Sampling("almanac", 0.75, Style.PMD, "-v2")
-    assert found.phases[1].adapters == LoRAConfig(rank=8, target_modules=["q_proj", "v_proj"])
+    assert found.phases[1].adapters == AdapterSettings(lora_rank=8, lora_target_modules=["q_proj", "v_proj"])
     assert [one.steps for one in map(found.steps, range(2))] == [156, 16]
 
 
 def test_every_problem_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    wrong = YAML.replace("learning_rate: 3e-4", "lr: 3e-4").replace("rank: 8", "rank: 0").replace("0.25", "-1")
+    wrong = (
+        YAML.replace("learning_rate: 3e-4", "lr: 3e-4")
+        .replace("    tokens: 1e4\n", "")
+        .replace("rank: 8", "rank: 0")
+        .replace("0.25", "-1")
+    )
     file.write_text(wrong.replace("name: text", "name: a/b") + "sede: 3\n", encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         PhasePlan.from_yaml(file)
@@ -146,13 +153,13 @@ def test_every_problem_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
         return f"{file}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
     assert placed["phases[0].lr"] == (at("lr: 3e-4"), "did you mean learning_rate?")
-    assert placed["phases[0].learning_rate"][0] == at("name: text")  # not there: where its phase is
+    assert placed["phases[0].tokens"][0] == at("name: text")  # not there: where its phase is
     assert placed["phases[0].name"][0] == at("name: text")
     assert placed["phases[0].mixture[1].rate"][0] == at("letters, rate: -1")
-    assert placed["phases[1].lora.rank"][0] == at("rank: 0")
+    assert placed["phases[1].lora_rank"][0] == at("rank: 0")
     assert placed["sede"] == (f"{file}:{len(lines) + 1}", "did you mean seed?")
     assert len(placed) == 6
-    assert f"{at('rank: 0')}: phases[1].lora.rank must be at least 1, not 0" in str(caught.value)
+    assert f"{at('rank: 0')}: phases[1].lora_rank must be at least 1, not 0" in str(caught.value)
 
 
 def test_an_alias_in_a_file_has_one_place(tmp_path: Path) -> None:
@@ -181,21 +188,35 @@ BAD = [
     (phase("selection", trainable=[]), "trainable", "is empty", "name modules"),
     (phase("selection", layers=[]), "layers", "selects nothing", "last:4"),
     (phase("selection", layers=["last:0", 1]), "layers[0]", "selects no layer", "last:1"),
-    (phase("lora", lora={"target_modules": []}), "lora.target_modules", "is empty", "name modules"),
-    (phase("lora", lora={"rank": 0}), "lora.rank", "at least 1", ""),
-    (phase("full", lora={}), "lora", "none train", "trains: lora"),
+    (phase("lora", lora_target_modules=[]), "lora_target_modules", "is empty", "name modules"),
+    (phase("lora", lora_rank=0), "lora_rank", "at least 1", ""),
+    (phase("full", lora_rank=8), "lora_rank", "none train", "trains: lora"),
     (phase("lroa"), "trains", "must be one of", "did you mean lora?"),
     (phase(learning_rate=0.0), "learning_rate", "more than 0", ""),
-    (phase(schedule="wds"), "schedule", "must be one of", "wsd"),
-    (phase(schedule="wsd", warmup=6, decay=5), "warmup", "decay (5) are more than the schedule's 10", "shorter"),
-    (phase(schedule="linear", decay=5), "decay", "linear has no decay", "wsd"),
-    (phase(warmup=1.5), "warmup", "less than 1", ""),
+    (phase(lr_scheduler_type="wds"), "lr_scheduler_type", "must be one of", "wsd"),
+    (
+        phase(lr_scheduler_type="wsd", warmup_steps=6, decay_steps=5),
+        "warmup_steps",
+        "decay (5) are more than the schedule's 10",
+        "shorter",
+    ),
+    (phase(lr_scheduler_type="linear", decay_steps=5), "decay_steps", "linear has no decay", "wsd"),
+    (phase(warmup_ratio=1.5), "warmup_ratio", "less than 1", ""),
+    (phase(warmup_steps=1, warmup_ratio=0.1), "warmup_ratio", "both say how long", "keep one"),
+    (phase(lr_scheduler_type="constant", warmup_steps=1), "warmup_steps", "constant has no warmup", "with_warmup"),
+    (phase(weight_decay=-1.0), "weight_decay", "at least 0", ""),
+    (phase(activation_offloading=3), "activation_offloading", "must be one of", ""),
+    (phase(wieght_decay=0.1), "wieght_decay", "unknown setting", "did you mean weight_decay?"),
+    (phase(schedule="wsd"), "schedule", "unknown setting", "did you mean lr_scheduler_type?"),
+    (phase(warmup=1), "warmup", "unknown setting", "did you mean warmup_ratio?"),
+    (phase("lora", lora={"rank": 2}), "lora", "unknown setting", "did you mean lora_rank?"),
+    (phase(overrides={"seed": 3}), "overrides", "a phase cannot change", "leave it out"),
     (phase(schedule_steps=9), "schedule_steps", "has 9 steps, and the phase ends at 10", "longer"),
     (phase(optimizer="carry"), "optimizer", "no phase before", "optimizer: reset"),
     (phase(merge=True), "merge", "no adapters to merge", "leave merge out"),
     (phase(name="a/b"), "name", "name", ""),
     (phase(dataset="a"), "dataset", "unknown setting", "did you mean mixture?"),
-    (phase(zzz=1), "zzz", "unknown setting", "there are name, trains"),
+    (phase(zzz=1), "zzz", "unknown setting", "lists every setting"),
     (phase(rounding="stochastic"), "rounding", "nothing is", "set merge: true"),
     (phase(rounding="up"), "rounding", "one of 'nearest' or 'stochastic'", ""),
     (phase("lora", save="model"), "save", "ends with an adapter", "leave save out"),
@@ -218,7 +239,7 @@ BETWEEN = [
     ((phase(), phase("lora", optimizer="carry")), "phases[1].optimizer", "trains full"),
     ((phase("lora"), phase("lora", merge=True, optimizer="carry")), "phases[1].optimizer", "are new"),
     ((phase("lora"), phase("full")), "phases[1].merge", "set merge: true"),
-    ((phase("lora"), phase("lora", lora={"rank": 4})), "phases[1].lora", "merge: true"),
+    ((phase("lora"), phase("lora", lora_rank=4)), "phases[1].lora_rank", "merge: true"),
     ((phase(save="delta"), phase("lora")), "phases[0].save", "set it in the last phase"),
     (
         (phase(None, layers=[0, "head"]), phase(None, layers=[1], optimizer="carry")),
@@ -243,7 +264,7 @@ def test_what_one_phase_leaves_the_next_must_fit(phases: tuple[dict[str, Any], .
 def test_phases_that_fit_are_taken() -> None:
     plan(phase("full"), phase(None, layers=["last:1"], optimizer="carry"), phase("full", optimizer="carry"))
     plan(phase("lora"), phase("lora", optimizer="carry"), phase("full", merge=True), phase("lora"))
-    plan(phase("full"), phase("lora"), phase("lora", merge=True, lora={"rank": 4}, rounding="stochastic"))
+    plan(phase("full"), phase("lora"), phase("lora", merge=True, lora_rank=4, rounding="stochastic"))
     plan(phase("lora"), phase("full", merge=True, save="delta"))
 
 
@@ -300,7 +321,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     found = problems(
         lambda: plan(
             phase(tokens=0, rat=1, layers=["lats:4"]),
-            phase("lora", lora={"rank": 0, "alfa": 1}),
+            phase("lora", lora_rank=0, lora_alfa=1),
             5,
             batch_size=0,
             sed=1,
@@ -310,32 +331,32 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "phases[0].tokens",
         "phases[0].rat",
         "phases[0].layers[0]",
-        "phases[1].lora.rank",
-        "phases[1].lora.alfa",
+        "phases[1].lora_rank",
+        "phases[1].lora_alfa",
         "phases[2]",
         "batch_size",
         "sed",
     }
-    assert "did you mean alpha?" in found["phases[1].lora.alfa"]
+    assert "did you mean lora_alpha?" in found["phases[1].lora_alfa"]
     assert list(problems(lambda: plan())) == ["phases"]
-    assert list(problems(lambda: Phase(trains="full"))) == ["tokens", "mixture", "learning_rate"]
+    assert list(problems(lambda: Phase(trains="full"))) == ["tokens", "mixture"]
 
 
 # What a change of one setting does to the fingerprint.
 NUMBERS = [
     ({"batch_size": 2}, {}),
-    ({"block_size": 8}, {}),
+    ({"max_length": 8}, {}),
     ({"seed": 8}, {}),
     ({}, {"tokens": 11 * STEP}),
     ({}, {"learning_rate": 2e-3}),
-    ({}, {"schedule": "cosine"}),
-    ({}, {"warmup": 1}),
+    ({}, {"lr_scheduler_type": "cosine"}),
+    ({}, {"warmup_steps": 1}),
     ({}, {"schedule_steps": 11}),
     ({}, {"mixture": [{"name": "letters", "rate": 1.0}]}),
     ({}, {"mixture": [{"name": "almanac", "rate": 1.0, "style": "PMD"}]}),
     ({}, {"trainable": ["q_proj"], "trains": "selection"}),
     ({}, {"trains": "lora"}),
-    ({}, {"trains": "lora", "lora": {"dropout": 0.1}}),
+    ({}, {"trains": "lora", "lora_dropout": 0.1}),
 ]
 SAME = [
     ({}, {"save": "delta"}),
@@ -343,8 +364,8 @@ SAME = [
     ({"micro_batch_size": 2}, {}),
     ({}, {"name": "other"}),
     ({}, {"tokens": 11 * STEP - 1}),
-    ({}, {"warmup": 0}),
-    ({}, {"warmup": 0.0}),
+    ({}, {"warmup_steps": 0}),
+    ({}, {"warmup_ratio": 0.0}),
     ({}, {"schedule_steps": 10}),
 ]
 
@@ -367,9 +388,8 @@ def test_rounding_decides_numbers_where_something_is_merged() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    lora = LoRAConfig(target_modules=["v_proj", "q_proj"])
-    found = plan(phase(), phase("lora", lora=lora))
-    again = plan(phase(), phase("lora", lora={"rank": 16, "target_modules": ["q_proj", "v_proj"]}))
+    found = plan(phase(), phase("lora", lora_target_modules=["v_proj", "q_proj"]))
+    again = plan(phase(), phase("lora", lora_rank=16, lora_target_modules=["q_proj", "v_proj"]))
     code = f"from lema.train.phases import PhasePlan; print(PhasePlan.from_json({found.to_json()!r}).fingerprint())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == found.fingerprint() == again.fingerprint()
@@ -387,11 +407,11 @@ def test_phases_may_be_added_after_the_one_of_a_checkpoint() -> None:
 
 def test_a_checkpoint_of_another_plan_is_told_by_key() -> None:
     then = json.loads(json.dumps(plan(phase(), phase("lora")).numbers()))
-    now = plan(phase(), phase("lora", learning_rate=2e-3, lora={"rank": 4}), seed=8)
+    now = plan(phase(), phase("lora", learning_rate=2e-3, lora_rank=4), seed=8)
     assert now.differences(then) == [
         "seed is 8, and was 7",
         "phases[1].learning_rate is 0.002, and was 0.001",
-        "phases[1].lora.rank is 4, and was 16",
+        "phases[1].lora_rank is 4, and was 16",
     ]
     assert now.differences(then, 1)[0] == "seed is 8, and was 7"
     now.check_same(now.numbers(), "checkpoint-5")
@@ -399,13 +419,13 @@ def test_a_checkpoint_of_another_plan_is_told_by_key() -> None:
 
 def test_warnings_are_data() -> None:
     found = plan(
-        phase(steps=9, schedule="wsd", schedule_steps=95, schedule_start=1),
-        phase("lora", schedule="constant", warmup=10),
+        phase(steps=9, lr_scheduler_type="wsd", schedule_steps=95, schedule_start=1),
+        phase("lora", lr_scheduler_type="constant_with_warmup", warmup_steps=10),
         phase("lora", tokens=2 * STEP - 1),
         batch_size=4,
     )
     said = {one.key: str(one) for one in found.warnings()}
-    assert list(said) == ["phases[0].schedule_steps", "phases[1].warmup", "phases[2].tokens"]
+    assert list(said) == ["phases[0].schedule_steps", "phases[1].warmup_steps", "phases[2].tokens"]
     assert "phase 1 (phase-1) ends at step 10 of a schedule of 95" in said["phases[0].schedule_steps"]
     assert f"leaves out {STEP - 1} of {2 * STEP - 1} tokens" in said["phases[2].tokens"]
     assert f"give {STEP} or {2 * STEP}" in said["phases[2].tokens"]
@@ -462,14 +482,16 @@ def test_what_selects_nothing_is_refused(item: Any, what: str, how: str) -> None
 
 
 def test_plans_need_no_torch() -> None:
-    code = "import sys; from lema.train.phases import LoRAConfig, LoRATrainerConfig, Phase, PhasePlan; "
-    code += f"PhasePlan.from_json({plan(*THREE).to_json()!r}).warnings()"
+    code = "import sys; from lema.train.phases import LoRATrainerConfig, PhasePlan; import lema.train.phases.file"
+    code += f"; PhasePlan.from_json({plan(*THREE).to_json()!r}).warnings()"
     code += "; LoRATrainerConfig().plan(); print(sorted({'torch', 'transformers', 'peft'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_the_trainers_are_the_same_settings() -> None:
-    assert LoRATrainerConfig(lora={"rank": 8}).plan().phases[1].adapters == LoRAConfig(rank=8)
+    for lora in ({"rank": 8}, {"lora_rank": 8}, LoRAConfig(rank=8)):
+        found = LoRATrainerConfig(lora=lora).plan().phases[1].adapters
+        assert found == AdapterSettings(lora_rank=8, lora_alpha=16.0)
 
 
 def test_what_does_not_stand_in_the_file_is_not_said_to(tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ max_grad_norm: 0.5
 adam_epsilon: 1.0e-2  # a small one makes the sign of every gradient a step: roundings of those near zero grow
 save_steps: 1
 eval_steps: 2
-datasets: {{one: {place}/one.jsonl}}
-held_out: {{one: {place}/held.jsonl}}
+train_data: {{one: {place}/one.jsonl}}
+eval_data: {{one: {place}/held.jsonl}}
 eval_rows: 5
 batch_size: {rows}
-block_size: {block}
+max_length: {block}
 micro_batch_size: 1
 phases:
   - {{name: whole, trains: full, tokens: {tokens}, learning_rate: 1e-2, mixture: [{{name: one, rate: 1.0}}]}}

@@ -22,8 +22,8 @@ def test_code_goes_along_where_it_is_trusted_and_is_not_run_where_it_is_not(tmp_
     shared = {"tokens": STEP, "mixture": HALF, "learning_rate": 1e-3}
     plan = plan_of(
         {"trains": "full", "name": "whole", **shared},
-        {"trains": "lora", "name": "adapters", "lora": {"target_modules": ["grind", "sift"]}, **shared},
-        {"trains": "lora", "name": "more", "merge": True, "lora": {"target_modules": ["grind"]}, **shared},
+        {"trains": "lora", "name": "adapters", "lora_target_modules": ["grind", "sift"], **shared},
+        {"trains": "lora", "name": "more", "merge": True, "lora_target_modules": ["grind"], **shared},
     )
     assert plan.batch_size == ROWS
     sources = {"one": rows(1), "two": rows(2)}

@@ -40,7 +40,7 @@ SOURCES = {"one": rows(1), "two": rows(2)}
 
 
 def plan_of(*phases: dict[str, Any], **settings: Any) -> PhasePlan:
-    return PhasePlan(phases=list(phases), batch_size=ROWS, **{"block_size": BLOCK, "micro_batch_size": 2, **settings})
+    return PhasePlan(phases=list(phases), batch_size=ROWS, **{"max_length": BLOCK, "micro_batch_size": 2, **settings})
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_what_later_phases_would_fail_with_is_said_before_the_first(config_of: C
     with pytest.raises(ConfigError, match="no weight of the model"):
         phase_report(config, plan_of(FULL, {**FULL, "name": "part", "trains": "selection", "trainable": ["none"]}))
     with pytest.raises(ConfigError, match="64 positions"):
-        phase_report(config, plan_of({**FULL, "tokens": 1000}, block_size=65))
+        phase_report(config, plan_of({**FULL, "tokens": 1000}, max_length=65))
     assert phase_report(config, plan_of(FULL), long).steps == 2  # rows of lists are looked at when they are drawn
     with pytest.raises(DataError, match="is empty"):
         phase_report(config, plan_of(FULL), {**SOURCES, "two": []})
@@ -189,7 +189,9 @@ def test_a_model_whose_costs_depend_on_values_is_reported_without_them(
 def test_it_is_legible_at_a_hundred_columns_and_parted_by_tabs_where_it_is_piped(
     config_of: Callable[..., LemaConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = phase_report(config_of(), plan_of(FULL, {**LORA, "schedule": "wsd", "warmup": 9, "schedule_steps": 40}))
+    report = phase_report(
+        config_of(), plan_of(FULL, {**LORA, "lr_scheduler_type": "wsd", "warmup_steps": 9, "schedule_steps": 40})
+    )
     show_report(report, Console(highlight=False))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t") for line in lines] == [[part for part in row if part] for row in report_rows(report)]
@@ -212,7 +214,7 @@ def file(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Path:
     (tmp_path / "run.yaml").write_text(
         f"model_name_or_path: {checkpoint_of('llama').streamed}\n"
         f"device: cpu\noutput_dir: {tmp_path / 'out'}\nsave_steps: 0\ngradient_checkpointing: true\n"
-        f"datasets: {{rows: {tmp_path / 'rows.jsonl'}}}\nbatch_size: {ROWS}\nblock_size: {BLOCK}\nphases:\n"
+        f"train_data: {{rows: {tmp_path / 'rows.jsonl'}}}\nbatch_size: {ROWS}\nmax_length: {BLOCK}\nphases:\n"
         f"  - {{name: whole, trains: full, tokens: {2 * STEP}, learning_rate: 1e-3, {one}}}\n"
         f"  - {{name: adapters, trains: lora, tokens: {STEP}, learning_rate: 1e-2, {one}}}\n"
     )

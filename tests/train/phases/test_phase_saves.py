@@ -134,13 +134,13 @@ def test_t8_clipping_holds_in_both_kinds_of_phases(config_of: Callable[..., Lema
 
 def test_what_a_phase_says_of_its_adapters_is_what_peft_is_given(config_of: Callable[..., LemaConfig]) -> None:
     lora = {
-        "rank": 4,
-        "alpha": 8,
-        "target_modules": ["q_proj", "v_proj"],
-        "rank_pattern": {"q_proj": 2},
-        "dropout": 0.1,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "lora_rank_pattern": {"q_proj": 2},
+        "lora_dropout": 0.1,
     }
-    plan = plan_of({**LORA, "tokens": STEP, "lora": {**lora, "use_rslora": True, "layers_to_transform": [0, 1]}})
+    plan = plan_of({**LORA, "tokens": STEP, **lora, "lora_use_rslora": True, "lora_layers_to_transform": [0, 1]})
     end = run_phases(config_of(save_steps=0), plan, SOURCES)
     found = json.loads((end / "adapter_config.json").read_text(encoding="utf-8"))
     assert (found["r"], found["lora_alpha"], found["lora_dropout"], found["use_rslora"]) == (4, 8, 0.1, True)

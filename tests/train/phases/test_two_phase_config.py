@@ -28,7 +28,7 @@ def config(**settings: Any) -> LoRATrainerConfig:
 def test_names_and_defaults_are_those_of_the_trainer() -> None:
     found = LoRATrainerConfig()
     assert (found.batch_size, found.per_device_batch_size, found.block_size) == (512, -1, 512)
-    assert (found.learning_rate, found.schedule) == (3e-4, "constant")
+    assert (found.lr, found.schedule) == (3e-4, "constant")
     assert (found.pre_lora_tokens, found.post_lora_tokens) == ([10**9], [10**8])
     assert [one.name for mixture in found.pre_lora_datasets for one in mixture] == ["fineweb"]
     assert (LoRAConfig().rank, LoRAConfig().alpha, LoRAConfig().target_modules) == (16, 16.0, None)
@@ -47,7 +47,7 @@ def test_one_phase_for_each_stage() -> None:
     ]
     assert [one.stop_step for one in plan.boundaries()] == [6, 10, 13, 15]
     assert [[one.name for one in phase.mixture] for phase in plan.phases] == [["a"], ["b", "c"], ["b", "c"], ["a"]]
-    assert [phase.adapters and phase.adapters.rank for phase in plan.phases] == [None, None, 4, 4]
+    assert [phase.adapters and phase.adapters.lora_rank for phase in plan.phases] == [None, None, 4, 4]
     assert (plan.micro_batch_size, config().plan().micro_batch_size) == (1, None)
 
 
@@ -58,13 +58,13 @@ def trace(found: LoRATrainerConfig) -> list[float]:
 
 
 def test_stages_share_a_schedule_and_adapters_begin_their_own() -> None:
-    rates = trace(config(schedule="linear", learning_rate=1.0))
+    rates = trace(config(schedule="linear", lr=1.0))
     assert rates == pytest.approx([1 - step / 10 for step in range(10)] + [1 - step / 5 for step in range(5)])
     assert config(schedule="linear").plan().warnings() == ()
 
 
 def test_cosine_rewarm_begins_again_in_each_stage() -> None:
-    rates = trace(config(schedule="cosine_rewarm", warmup_pct=0.5, learning_rate=1.0))
+    rates = trace(config(schedule="cosine_rewarm", warmup_pct=0.5, lr=1.0))
     assert [rates[step] for step in (0, 6, 10, 13)] == pytest.approx([0.01, 0.01, 0.01, 0.01])
     assert [rates[step] for step in (3, 8, 11, 14)] == pytest.approx([1.0, 1.0, 1.0, 1.0])
 
@@ -76,9 +76,10 @@ def test_the_finding_a_schedule_of_the_whole_run_leaves_adapters_inside_their_wa
         "post_lora_tokens": [95 * STEP],
         "post_lora_datasets": [A],
         "schedule": "wsd",
+        "decay_pct": 0.01,
     }
     first, second = config(**settings, schedule_spans="run").plan().warnings()
-    assert (first.key, second.key) == ("phases[0].schedule_steps", "phases[1].warmup")
+    assert (first.key, second.key) == ("phases[0].schedule_steps", "phases[1].warmup_ratio")
     assert "ends at step 19073 of a schedule of 19168" in first.what
     assert "from 3e-06 to 0.00015" in first.what
     assert "phase 2 (post-lora-1) ends inside its warm-up: 95 steps, and 191 of warm-up" in second.what
@@ -116,7 +117,7 @@ def test_no_stages_before_go_straight_to_adapters() -> None:
             {"post_lora_tokens": "nothing would train (give the tokens"},
         ),
         ({"lora": {"rank": 0}}, {"lora.rank": "lora.rank must be at least 1"}),
-        ({"schedule": "cosine", "decay_pct": 0.1}, {"decay_pct": "(leave decay_pct out, or choose wsd or wsds)"}),
+        ({"schedule": "cosine", "decay_pct": 0.2}, {"decay_pct": "(leave decay_pct out, or choose wsd or wsds)"}),
         ({"schedule": "wsd", "constant_pct": 0.1}, {"constant_pct": "(leave constant_pct out, or choose wsds)"}),
         (
             {"schedule": "wsd", "warmup_pct": 0.9, "decay_pct": 0.5},

@@ -1,0 +1,88 @@
+"""The settings of adapters (LoRA, arXiv:2106.09685): those of a run, and those of each of its phases."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lema.config.peft import contradictions
+from lema.config.problems import Problem
+from lema.config.settings import Settings
+from lema.config.types import (
+    Beta,
+    Count,
+    Indices,
+    InitialValues,
+    NameList,
+    Pattern,
+    Patterns,
+    Scale,
+    Targets,
+    TokenIndices,
+)
+
+__all__ = ["AdapterSettings"]
+
+# Lists of names that match whatever their order, and names that are given twice match once.
+_SETS = ("lora_target_modules", "lora_exclude_modules", "lora_modules_to_save")
+
+
+class AdapterSettings(Settings):
+    """What trains beside the frozen weights, by PEFT's names behind `lora_`."""
+
+    lora_rank: Count = 16
+    """Rank of the adapter's two matrices (LoRA, arXiv:2106.09685)."""
+    lora_alpha: Scale = 32
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_target_modules: Targets | None = None
+    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
+    lora_dropout: Beta = 0.0
+    """Dropout on the adapter's input."""
+    lora_exclude_modules: Targets | None = None
+    """Modules not to adapt, though `lora_target_modules` matches them; likewise names or one regular expression."""
+    lora_rank_pattern: dict[Pattern, Count] = Field(default_factory=dict)
+    """Ranks that differ: the end of a module's name, or a regular expression for it, to a rank."""
+    lora_alpha_pattern: dict[Pattern, Scale] = Field(default_factory=dict)
+    """Alphas that differ, by the same names."""
+    lora_use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv:2312.03732)."""
+    lora_layers_to_transform: Indices | None = None
+    """Decoder layers to adapt, counted from 0: one number or several; None: all."""
+    lora_layers_pattern: Patterns | None = None
+    """Name of the list that those numbers count in, where the model has several; only with them."""
+    lora_init: InitialValues = True
+    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (both drawn)."""
+    lora_lora_bias: bool = False
+    """Give the adapter's B a bias (PEFT's `lora_bias`)."""
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases of the model that train as well: "none", "all", or "lora_only", those of adapted modules."""
+    lora_modules_to_save: NameList | None = None
+    """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
+    lora_use_dora: bool = False
+    """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
+    lora_target_parameters: NameList | None = None
+    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts."""
+    lora_trainable_token_indices: TokenIndices | None = None
+    """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
+    lora_ensure_weight_tying: bool = False
+    """Keep what is tied in the model tied where both of it train."""
+
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield what PEFT does not allow together."""
+        for key, what in contradictions(self):
+            yield Problem(key, what)
+
+    def adapter_settings(self) -> dict[str, Any]:
+        """Return the settings of adapters alone, by name."""
+        return {name: getattr(self, name) for name in AdapterSettings.model_fields}
+
+    def adapter_numbers(self) -> dict[str, Any]:
+        """Return these settings as plain JSON types, the same for adapters that are the same."""
+        plain = self.model_dump(mode="json", include=set(AdapterSettings.model_fields))
+        plain |= {name: sorted(set(plain[name])) for name in _SETS if isinstance(plain[name], list)}
+        layers = plain["lora_layers_to_transform"]
+        if layers is not None:
+            plain["lora_layers_to_transform"] = sorted({layers} if isinstance(layers, int) else set(layers))
+        plain["lora_alpha"] = float(plain["lora_alpha"])  # 16 and 16.0 are one alpha, and two texts
+        plain["lora_alpha_pattern"] = {name: float(alpha) for name, alpha in plain["lora_alpha_pattern"].items()}
+        return plain
