@@ -131,6 +131,7 @@ class OffloadActivations:
             store = _store(mode, allocate, offload_dir, host_memory, disk_space)
             self.offload = Offload(choice, store, carrier, stash=max_fwd_stash_size, certify=certify)
         self._entered: list[ExitStack] = []
+        # Not a method of this object, because what closes it must not keep it alive.
         self._close = weakref.finalize(self, _close, self.offload, self._sites, self._layers)
         self._model = None if model is None else weakref.ref(model)
 
@@ -206,7 +207,7 @@ def get_lora_act_offloading_ctx_manager(
     Raises:
         ConfigError: a setting is wrong.
     """
-    if mode is False:
+    if mode is False:  # not a null context, because one that offloads may be open around this one
         return NoOpManager()
     return OffloadActivations(
         use_pin_memory,

@@ -1,9 +1,7 @@
-"""Where in a model's forward the calling thread is, told by hooks on the model's modules to whichever context is open.
+"""Where in a model's forward the calling thread is, as far as offloading cares.
 
-`Hooked` puts hooks on modules once, however many contexts ask for them, and takes them off after the last one. `Scope`
-notes what the open context has to know of the forward: whether it runs the output head, an excluded module, or a module
-with weights of its own. `Sites` finds the modules of a model that matter. The hooks are the same for every context, and
-do nothing where none is open.
+Hooks on the model's modules say it to whatever context is open, and do nothing where none is. They are the same for
+every context built on the model, are put on once however many ask for them, and taken off when the last one is closed.
 """
 
 from __future__ import annotations
@@ -45,22 +43,8 @@ class Hooks:
     first: bool = False
 
 
-class _Asked:
-    """One module's hooks of one kind: how many ask for them, and how they are taken off."""
-
-    def __init__(self, module: nn.Module, hooks: Hooks) -> None:
-        _take_off_copies(module, hooks)
-        self.count = 0
-        self._handles = [module.register_forward_pre_hook(hooks.before, prepend=hooks.first, with_kwargs=True)]
-        if hooks.after is not None:
-            self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True))
-
-    def take_off(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-_asked: WeakKeyDictionary[nn.Module, dict[Hooks, _Asked]] = WeakKeyDictionary()
+# By module and kind of hooks: how many ask for them, and what takes them off.
+_asked: WeakKeyDictionary[nn.Module, dict[Hooks, tuple[int, list[RemovableHandle]]]] = WeakKeyDictionary()
 _lock = threading.RLock()  # a garbage collector may let go of hooks while others are being put on
 
 
@@ -76,9 +60,8 @@ class Hooked:
         """Have `module` call `hooks`."""
         with _lock:
             asked = _asked.setdefault(module, {})
-            if hooks not in asked:
-                asked[hooks] = _Asked(module, hooks)
-            asked[hooks].count += 1
+            count, handles = asked[hooks] if hooks in asked else (0, _put_on(module, hooks))
+            asked[hooks] = count + 1, handles
             self._places.append((ref(module), hooks))
 
     def close(self) -> None:
@@ -92,9 +75,20 @@ def _take_off(places: list[tuple[ref[nn.Module], Hooks]]) -> None:
             where, hooks = places.pop()
             asked = None if (module := where()) is None else _asked.get(module)
             if asked is not None:
-                asked[hooks].count -= 1
-                if asked[hooks].count == 0:
-                    asked.pop(hooks).take_off()
+                count, handles = asked.pop(hooks)
+                if count > 1:
+                    asked[hooks] = count - 1, handles
+                    continue
+                for handle in handles:
+                    handle.remove()
+
+
+def _put_on(module: nn.Module, hooks: Hooks) -> list[RemovableHandle]:
+    _take_off_copies(module, hooks)
+    handles = [module.register_forward_pre_hook(hooks.before, prepend=hooks.first, with_kwargs=True)]
+    if hooks.after is not None:
+        handles.append(module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True))
+    return handles
 
 
 def _take_off_copies(module: nn.Module, hooks: Hooks) -> None:
@@ -178,6 +172,11 @@ def current() -> Scope | None:
     return _open.scopes[-1] if _open.scopes else None
 
 
+def in_forward() -> Scope | None:
+    """Return the scope that a hook speaks to; None: no context is open, or the module is being compiled, not run."""
+    return None if torch.compiler.is_compiling() else current()
+
+
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Let `scope` be the current one in a `with` block."""
@@ -238,6 +237,7 @@ class Sites:
                 "loss outside; warn_if_no_head=False says that this is meant",
                 stacklevel=3,
             )
+        # By identity, because two patterns may match one module, which would then be entered twice and left once.
         for module in {id(module): module for module in excluded}.values():
             self._hooked.add(module, EXCLUDED)
         for module in model.modules():
@@ -329,34 +329,32 @@ def _plain(name: str) -> str:
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
-    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+    if (scope := in_forward()) is not None:
         scope.past_head = False
 
 
 def _enter_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
-    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+    if (scope := in_forward()) is not None:
         scope.past_head = True
 
 
 def _exclude(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
-    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+    if (scope := in_forward()) is not None:
         scope.excluded += 1
 
 
 def _include(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001
-    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+    if (scope := in_forward()) is not None:
         scope.excluded = max(0, scope.excluded - 1)  # a reset may have come in between
 
 
 def _enter_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
-    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+    if (scope := in_forward()) is not None:
         scope.modules.append((module, [0]))
 
 
 def _leave_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001
-    if torch.compiler.is_compiling() or (scope := current()) is None:
-        return
-    if scope.modules and scope.modules[-1][0] is module:
+    if (scope := in_forward()) is not None and scope.modules and scope.modules[-1][0] is module:
         scope.modules.pop()
 
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from lema.activations.hooks import Hooked, Hooks, current
+from lema.activations.hooks import Hooked, Hooks, current, in_forward
 from lema.activations.protocols import Kept
 
 __all__ = ["LayerInputs", "OnlyLayerInputs", "OnlyLayerValues", "decoder_layers"]
@@ -173,12 +173,12 @@ def _input_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
-    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+    if (scope := in_forward()) is not None:
         scope.mark(_input_of(args, kwargs))
 
 
 def _leave_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001
-    if not torch.compiler.is_compiling() and (scope := current()) is not None:
+    if (scope := in_forward()) is not None:
         scope.unmark(_input_of(args, kwargs))
 
 

@@ -78,7 +78,7 @@ class ActivationOffloadingMixin(Below):
         with _asked_of_nobody_else(given):
             super().__init__(*args, **kwargs)
         if hasattr(self, THEIRS):
-            setattr(self, THEIRS, nullcontext())  # whatever it was made from
+            setattr(self, THEIRS, nullcontext())  # because a subclass may have made one all the same
         if activation_offloading is None:
             asked = getattr(self.args, "activation_offloading", True)
             activation_offloading = False if asked is None else asked

@@ -157,7 +157,7 @@ class Offload:
         self._choice, self._store, self._carrier = choice, store, carrier
         self._stash_size, self._fetch, self._certify = stash, fetch, certify
         self.counters = Counters()
-        self._lock = threading.Lock()  # a graph may be differentiated in one thread, and dropped in another
+        self._lock = threading.Lock()  # because a graph may be differentiated in one thread, and dropped in another
         self._lost: deque[tuple[Piece, int]] = deque()
         self._carriers: dict[torch.device, Carrier] = {}
         self._pieces: dict[tuple[int, int], list[Piece]] = {}  # alive, by storage and version
@@ -302,6 +302,7 @@ class Offload:
         device = tensor.device
         if device not in self._carriers:
             self._carriers[device] = self._carrier(device)
+        # Before the next piece leaves, because its source is held as well until its copy is waited for.
         while len(self._stash) >= self._stash_size:
             if (oldest := self._stash.popleft()()) is not None:
                 oldest.release()

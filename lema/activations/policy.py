@@ -189,7 +189,7 @@ class Everything:
         if scope is not None and scope.modules:
             scope.modules[-1][1][0] += 1
         if torch._C._current_graph_task_id() != -1:
-            return Kept.BACKWARD  # a recomputation: what it saves is used at once
+            return Kept.BACKWARD  # because what a recomputation saves is used at once
         if self._weights.holds(tensor, scope):
             return Kept.WEIGHT
         if not self._on(tensor.device.type):

@@ -61,6 +61,7 @@ def offloaded_ops(
         raise ConfigError("outputs of operations are moved as storages, and tensors of this device have none")
     chosen = frozenset(overload for op in ops for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS))
 
+    # One region for each call of a checkpoint, because the graph of that call holds it until its backward.
     def contexts() -> Contexts:
         region = _Region(chosen, core)
         return _Keeping(region), _BringingBack(region)
@@ -242,6 +243,7 @@ def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
         if found is None:
             return
         op = found
+    # Every overload, because which of them runs depends on how a model calls the operator.
     all_overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
     refused = [(overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None]
     if len(refused) == len(all_overloads):

@@ -89,6 +89,7 @@ class OffloadFile:
         more = nbytes - self._size
         if more <= 0:
             return
+        # Asked beforehand, because a file system without reservations would only fail in the middle of a step.
         space = os.fstatvfs(self._descriptor)
         if more > (free := space.f_bavail * space.f_frsize):
             raise DiskError(
