@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
 import psutil
 from transformers import PreTrainedModel
 
+from lema.backend import Backend
 from lema.backend.hostmemory import memory_left
 from lema.config import LemaConfig
 from lema.config.units import parse_memory
@@ -104,20 +106,26 @@ class PhaseNeeds:
         return Moved(total("read"), total("uploaded"), total("downloaded"))
 
 
-def place_of(config: LemaConfig, machine: Machine | None = None, *, measured: bool = False) -> Place:
-    """Return the place a run is planned for: a machine's profile, or this machine, with or without its speeds."""
+def place_of(
+    config: LemaConfig, machine: Machine | None = None, *, measured: bool = False, backend: Backend | None = None
+) -> Place:
+    """Return the place a run is planned for: a machine's profile, or this machine, with or without its speeds.
+
+    Args:
+        config: names the device.
+        machine: to plan for; None: this one.
+        measured: the speeds are measured for each phase.
+        backend: the device, opened; None: it is opened here.
+    """
     if machine is not None:
         return Place(machine, machine.host_memory, told=True)
-    backend = open_backend(config)
-    try:
-        memory, host = backend.memory(), psutil.virtual_memory()
+    with nullcontext(backend) if backend is not None else closing(open_backend(config)) as device:
+        memory, host = device.memory(), psutil.virtual_memory()
         speeds = Speeds(UNKNOWN_DISK) if memory.shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
         left = memory_left()
         available = host.available if left is None else min(host.available, left)
-        available = min(backend.replicas.exchange(available))  # processes that share a machine must agree
-        return Place(Machine(backend.name, memory.total, host.total, speeds, 0.0, 0.0), available, False, measured)
-    finally:
-        backend.close()
+        available = min(device.replicas.exchange(available))  # processes that share a machine must agree
+        return Place(Machine(device.name, memory.total, host.total, speeds, 0.0, 0.0), available, False, measured)
 
 
 def plan_phase(

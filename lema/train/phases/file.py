@@ -6,11 +6,10 @@ The rows of a plan's data sets: those that are given, and those that are read fr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lema.config import LemaConfig
 from lema.config.backendsettings import backend_settings
@@ -23,6 +22,9 @@ from lema.data.sampling import Style
 from lema.errors import ConfigError
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
+
+if TYPE_CHECKING:
+    from lema.model.files import ModelFiles
 
 __all__ = ["DATASETS", "HELD_OUT", "Files", "PhaseFile", "clipped", "has_phases", "read_phase_file", "read_sources"]
 
@@ -182,6 +184,7 @@ def read_sources(
     *,
     say: Callable[[str], None] = lambda _: None,
     trust_remote_code: bool = False,
+    files: ModelFiles | None = None,
 ) -> dict[str, Source]:
     """Return the rows of every data set that a plan uses, of those that are given.
 
@@ -192,12 +195,13 @@ def read_sources(
         split: the file of packed tokens, without its ending.
         say: is told what was read.
         trust_remote_code: run code that comes with the model.
+        files: the model's directory, opened; None: the one that `config` names.
 
     Raises:
         ConfigError: files of a packed data set are given, rather than its directory.
         DataError: files are missing or malformed.
     """
-    from lema.train.model import LemaModel
+    from lema.model.files import ModelFiles
     from lema.train.run import read_data
 
     used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
@@ -206,20 +210,21 @@ def read_sources(
     if not wanted:
         return found
     settings = LemaConfig(**{**config.to_dict(), "max_length": plan.block_size})
-    with closing(LemaModel(settings, trust_remote_code=trust_remote_code)) as model:
-        for name in wanted:
-            files: Any = given[name]
-            if used[name] is Style.PMD:
-                if isinstance(files, list):
-                    raise ConfigError(
-                        "packed tokens are one directory, and this is a list", where=name, how="name the directory"
-                    )
-                vocabulary = getattr(model.skeleton.config, "vocab_size", None)
-                found[name] = PackedTokens(Path(files) / f"{split}.bin", plan.block_size, vocabulary)
-            else:
-                read = read_data(model, [fspath(one) for one in files] if isinstance(files, list) else fspath(files))
-                say(f"{name}: {read.counts}")
-                found[name] = read
+    opened = files or ModelFiles(settings, trust_remote_code=trust_remote_code)
+    for name in wanted:
+        paths: Any = given[name]
+        if used[name] is Style.PMD:
+            if isinstance(paths, list):
+                raise ConfigError(
+                    "packed tokens are one directory, and this is a list", where=name, how="name the directory"
+                )
+            vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
+            found[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.block_size, vocabulary)
+        else:
+            each = [fspath(one) for one in paths] if isinstance(paths, list) else fspath(paths)
+            read = read_data(settings, opened, each)
+            say(f"{name}: {read.counts}")
+            found[name] = read
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count, human_duration, parse_memory
 from lema.data.mixture import Mixture, Source
@@ -159,6 +160,7 @@ def phase_report(
     price: float | None = None,
     processes: int = 1,
     trust_remote_code: bool = False,
+    backend: Backend | None = None,
 ) -> PhaseReport:
     """Report on a run of phases before it starts. No weights are read but to time them.
 
@@ -171,12 +173,13 @@ def phase_report(
         price: of an hour, in any currency.
         processes: that share each batch, all on one machine.
         trust_remote_code: as in `LemaModel`.
+        backend: the device, opened; None: it is opened here.
 
     Raises:
         MemoryLimitError: a phase does not fit; names it.
         ConfigError: a phase selects nothing, its rows are longer than the model's positions, or data sets do not fit.
     """
-    place = place_of(config, machine, measured=measure and machine is None)
+    place = place_of(config, machine, measured=measure and machine is None, backend=backend)
     known: dict[str, PhaseNeeds] = {}
     entries = []
     for index in range(len(plan.phases)) if sources is not None else ():
