@@ -108,7 +108,7 @@ def evaluation_rows(model: "LemaModel", data: list[str] | None) -> "TokenDataset
     from lema.train.run import load_data, read_data
 
     if paths := data or model.config.eval_data:
-        return read_data(model, paths)
+        return read_data(model.config, model.files, paths)
     held_back = load_data(model)[1] if model.config.train_data else None
     if held_back is None:
         raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")

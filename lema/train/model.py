@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -26,7 +27,8 @@ from lema.lora.attach import configured_lora
 from lema.lora.base import check_base, check_named_base, write_base
 from lema.lora.files import load_weights, read_lora_config, read_settings
 from lema.lora.targets import warn_of_left_out
-from lema.model import Split, meta_model, read_config
+from lema.model import Split, meta_model
+from lema.model.files import ModelFiles
 from lema.model.outer_weights import HostRows, StoredTensors, host_rows_name, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend, whole_adapter
 from lema.model.precision import ProductPrecision
@@ -34,9 +36,8 @@ from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, allocate
 from lema.plan.step import step_shape
-from lema.storage import GlobalBinaryIndex, resolve_model
+from lema.storage import GlobalBinaryIndex
 from lema.storage.hub import own_weights
-from lema.storage.modelfiles import load_tokenizer
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
@@ -59,6 +60,7 @@ class LemaModel:
     Args:
         config: what to open and how.
         backend: the device; None: the one the config names.
+        files: the model's directory, opened; None: the one the config names.
         trust_remote_code: run code that comes with the model, from its directory or, of a hub id, from the commit that
             `config.revision` names. No setting says so: settings are read from files.
         trace: records what is read, uploaded and computed, and when.
@@ -72,15 +74,13 @@ class LemaModel:
         config: LemaConfig,
         *,
         backend: Backend | None = None,
+        files: ModelFiles | None = None,
         trust_remote_code: bool = False,
         trace: NoTrace = NO_TRACE,
     ) -> None:
-        self.config = config
-        self.trusted = trust_remote_code
-        self.directory = resolve_model(
-            config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code
-        )
-        hf_config = read_config(self.directory, trust_remote_code=trust_remote_code)
+        self.config, self.trusted = config, trust_remote_code
+        self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
+        self.directory, hf_config = self.files.directory, deepcopy(self.files.config)
         if config.model_type is not None and config.model_type != hf_config.model_type:
             raise ConfigError(
                 f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}",
@@ -313,17 +313,8 @@ class LemaModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model's directory.
-
-        Raises:
-            DataError: there is none.
-        """
-        return load_tokenizer(
-            self.directory,
-            trusted=self.trusted,
-            how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has "
-            "code of its own that you trust, add --trust-remote-code",
-        )
+        """The tokenizer of the model's directory; `DataError` where there is none."""
+        return self.files.tokenizer
 
     def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[str]:
         """Continue each prompt, streaming every layer once per token.
@@ -354,14 +345,14 @@ class LemaModel:
         tokens = generate(self.split, self.memory, self.directory, self.tokenizer, prompts, max_new_tokens, options)
         return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
-    def close(self) -> None:
-        """Stop reading and give memory back."""
+    def close(self, *, keep_backend: bool = False) -> None:
+        """Stop reading and give memory back; `keep_backend`: but for the device, which the caller goes on with."""
         if "adapter" in self.__dict__:
             self.adapter.close()
         if "memory" in self.__dict__:
             self.memory.close()
         self._reader.close()
-        self.backend.close()
+        (self.backend.synchronize if keep_backend else self.backend.close)()
         self._precision.put_back()
 
     def _attach(self, config: LoraConfig, seed: int | None) -> None:

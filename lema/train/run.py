@@ -15,6 +15,7 @@ from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
 from lema.errors import ConfigError
+from lema.model.files import ModelFiles
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
@@ -94,26 +95,26 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
     config = model.config
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    train_data = read_data(model, config.train_data)
+    train_data = read_data(config, model.files, config.train_data)
     if config.eval_data:
-        return train_data, read_data(model, config.eval_data)
+        return train_data, read_data(config, model.files, config.eval_data)
     if config.eval_split:
         return train_data.split(config.eval_split, config.seed)
     return train_data, None
 
 
-def read_data(model: LemaModel, paths: str | Iterable[str]) -> TokenDataset:
-    """Read and tokenise data files with the model's tokenizer and the config's limits.
+def read_data(config: LemaConfig, files: ModelFiles, paths: str | Iterable[str]) -> TokenDataset:
+    """Read and tokenise data files with the tokenizer of a model and the config's limits.
 
     Raises:
         ConfigError: `max_length` is more than the model's positions.
         DataError: the data is missing or malformed.
     """
-    config = model.config
+    text = files.config.get_text_config()
     return prepare_data(
         paths,
-        model.tokenizer if needs_tokenizer(paths) else None,
-        max_length=longest_row(config.max_length, getattr(model.skeleton.config, "max_position_embeddings", None)),
+        files.tokenizer if needs_tokenizer(paths) else None,
+        max_length=longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
         overlong=config.overlong,
-        vocab_size=getattr(model.skeleton.config, "vocab_size", None),
+        vocab_size=getattr(text, "vocab_size", None),
     )

@@ -24,6 +24,7 @@ from lema.train.phases.twophase import LoRATrainerConfig
 
 if TYPE_CHECKING:
     from lema.data.mixture import Source
+    from lema.model.files import ModelFiles
 
 __all__ = [
     "EVALUATIONS_NAME",
@@ -281,6 +282,7 @@ def read_sources(
     also: Iterable[str] = (),
     say: Callable[[str], None] = lambda _: None,
     trust_remote_code: bool = False,
+    files: ModelFiles | None = None,
 ) -> dict[str, Source]:
     """Return the rows of every data set that a plan uses, of those that are given.
 
@@ -292,13 +294,14 @@ def read_sources(
         also: names of data sets that no phase reads, and that are wanted.
         say: is told what was read.
         trust_remote_code: run code that comes with the model.
+        files: the model's directory, opened; None: the one that `config` names.
 
     Raises:
         ConfigError: files of a packed data set are given, rather than its directory.
         DataError: files are missing or malformed.
     """
     from lema.data.packed import PackedTokens
-    from lema.train.model import LemaModel
+    from lema.model.files import ModelFiles
     from lema.train.run import read_data
 
     used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
@@ -308,20 +311,21 @@ def read_sources(
     if not wanted:
         return found
     settings = LemaConfig(**{**config.to_dict(), "max_length": plan.max_length})
-    with closing(LemaModel(settings, trust_remote_code=trust_remote_code)) as model:
-        for name in wanted:
-            files: Any = given[name]
-            if used[name] is Style.PMD:
-                if isinstance(files, list):
-                    raise ConfigError(
-                        "packed tokens are one directory, and this is a list", where=name, how="name the directory"
-                    )
-                vocabulary = getattr(model.skeleton.config, "vocab_size", None)
-                found[name] = PackedTokens(Path(files) / f"{split}.bin", plan.max_length, vocabulary)
-            else:
-                read = read_data(model, [fspath(one) for one in files] if isinstance(files, list) else fspath(files))
-                say(f"{name}: {read.counts}")
-                found[name] = read
+    opened = files or ModelFiles(settings, trust_remote_code=trust_remote_code)
+    for name in wanted:
+        paths: Any = given[name]
+        if used[name] is Style.PMD:
+            if isinstance(paths, list):
+                raise ConfigError(
+                    "packed tokens are one directory, and this is a list", where=name, how="name the directory"
+                )
+            vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
+            found[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
+        else:
+            each = [fspath(one) for one in paths] if isinstance(paths, list) else fspath(paths)
+            read = read_data(settings, opened, each)
+            say(f"{name}: {read.counts}")
+            found[name] = read
     return found
 
 

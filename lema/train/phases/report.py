@@ -169,7 +169,7 @@ def phase_report(
         plan: its phases.
         sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
         machine: to plan for; None: this one.
-        backend: of this machine, where one is open already.
+        backend: the device, opened; None: it is opened here.
         measure: this machine, which takes seconds for each kind of phase; else hours are not known here.
         price: of an hour, in any currency.
         processes: that share each batch, all on one machine.

@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lema.backend import Replicas
+from lema.backend import Backend
 from lema.backend.collectives import check_alike, first_alone
 from lema.backend.interrupt import Stop, agreed
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.data.mixture import Mixture, Source
 from lema.errors import Stopped
+from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
-from lema.train.checkpoint.format import read_state
 from lema.train.checkpoint.resume import check_same_run
 from lema.train.events import RunEvents
 from lema.train.full import FullTraining
 from lema.train.loop import RunLoop
-from lema.train.metrics import METRICS_NAME, cut_metrics, read_metrics
+from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources
 from lema.train.phases.kinds import copy_adapter, leave_model, of_kind, trainer_of
@@ -42,7 +42,7 @@ from lema.train.phases.loop import PhaseRun
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report
-from lema.train.phases.start import Start, agreed_point, begin_at, find_start
+from lema.train.phases.start import Start, begin_at, find_start, go_on
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
@@ -68,6 +68,8 @@ def run_phases(
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
     say: Callable[[str], None] = print,
+    backend: Backend | None = None,
+    files: ModelFiles | None = None,
 ) -> Path:
     """Run every phase of a plan; return the directory of the last one's end. Adapters are copied to `output_dir`, too.
 
@@ -90,6 +92,8 @@ def run_phases(
         trust_remote_code: run code that comes with the model.
         trace: records what is read, uploaded and computed, and when.
         say: called with each line on what is gone on from.
+        backend: the device, opened; None: it is opened here, and closed.
+        files: the directory of the model that `config` names, opened; None: it is opened where it is needed.
 
     Raises:
         Stopped: `stop`, `at_layer` or a callback said so; a checkpoint of the last step was written.
@@ -98,22 +102,13 @@ def run_phases(
         AdapterError: a checkpoint is damaged.
         DiskFull: there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
     """
-    run = Phases(config, plan, sources, held_out, eval_rows, trust_remote_code, trace, say)
-    # The first backend that is opened holds the group of processes together until the last phase has ended.
     with ExitStack() as stack:
-        backend = stack.enter_context(closing(open_backend(config)))
-        replicas = backend.replicas
+        device = backend or stack.enter_context(closing(open_backend(config)))
+        asked = stop, at_layer, say
+        run = Phases(config, plan, sources, device, held_out, eval_rows, trust_remote_code, trace, files, *asked)
         inside = [run.places.place(index) for index in range(len(plan.phases))]
-        stack.enter_context(one_run(replicas, run.places.directory, inside))
-        begin = run.prepare(replicas, resume=resume, start=start)
-        with run.events(replicas, callbacks, on_step) as events:
-            try:
-                run.train(events, begin, stop, at_layer, replicas)
-            except Stopped:
-                events.draw()
-                raise
-            events.draw()
-        return run.leave(replicas)
+        stack.enter_context(one_run(device.replicas, run.places.directory, inside))
+        return run.train(run.prepare(resume=resume, start=start), callbacks, on_step)
 
 
 @dataclass(frozen=True)
@@ -123,38 +118,47 @@ class Phases:
     config: LemaConfig
     plan: PhasePlan
     sources: Mapping[str, Source]
-    held_out: Mapping[str, Source] | None = None
-    eval_rows: int | None = None
-    trust_remote_code: bool = False
-    trace: NoTrace = NO_TRACE
-    say: Callable[[str], None] = print
+    backend: Backend
+    held_out: Mapping[str, Source] | None
+    eval_rows: int | None
+    trust_remote_code: bool
+    trace: NoTrace
+    given: ModelFiles | None
+    stop: Stop
+    at_layer: Stop | None
+    say: Callable[[str], None]
+
+    @cached_property
+    def files(self) -> ModelFiles:
+        """The directory of the model that the first phases train, opened."""
+        return self.given or ModelFiles(self.config, trust_remote_code=self.trust_remote_code)
 
     @property
     def places(self) -> Places:
         """Where the phases are on disk."""
         return Places(Path(self.config.output_dir), self.plan)
 
-    def events(self, replicas: Replicas, callbacks: Sequence[Any], told: Log) -> RunEvents:
+    def _events(self, callbacks: Sequence[Any], told: Log) -> RunEvents:
         """Return metrics and callbacks of the whole run; `told` is called with each line of metrics."""
-        plan = self.plan
+        plan, replicas = self.plan, self.backend.replicas
         steps: dict[str, Any] = {"batch_size": plan.batch_size, "max_steps": plan.num_steps, "seed": plan.seed}
         steps["learning_rate"] = max(phase.learning_rate for phase in plan.phases)
         seen = LemaConfig(**{**self.config.to_dict(), **steps})
         return RunEvents(seen, plan.num_steps, replicas, callbacks, evaluates=self.held_out is not None, told=told)
 
-    def prepare(self, replicas: Replicas, *, resume: bool, start: str | Path | None) -> Start | None:
+    def prepare(self, *, resume: bool, start: str | Path | None) -> Start | None:
         """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning.
 
         Raises:
             ConfigError: it may not begin there, or so; AdapterError: a checkpoint is damaged.
         """
-        places = self.places
+        places, replicas = self.places, self.backend.replicas
         if replicas.num_processes > 1:
             given = {"phases": self.plan.to_dict(), "start": start and str(start)}
             check_alike(replicas, self.config.to_dict() | given | self._rows)
         begun = any(places.saved(index) for index in range(len(self.plan.phases)))
         if resume and (begun or start is None):
-            return self._go_on(replicas)
+            return go_on(replicas, places, self.say)
         if begun or start is None:
             places.check_new()
         if start is None:
@@ -163,67 +167,57 @@ class Phases:
         first_alone(replicas, lambda: begin_at(found, places))
         return found
 
-    def _go_on(self, replicas: Replicas) -> Start | None:
-        """Return where the run goes on that is in `output_dir`; lines of metrics of what comes after go."""
-        say = self.say if replicas.first else lambda _: None
-        point = agreed_point(replicas, self.places, say)
-        if point is None:
-            say(f"there is no checkpoint in {self.places.directory}: the run begins at its beginning")
-            return None
-        done = 0
-        if point.checkpoint is not None:
-            done, name = int(read_state(point.checkpoint)["extra"]["step"]), self.plan.phases[point.index].name
-            say(f"resuming from {point.checkpoint} (step {done} of {self.plan.steps(point.index).steps} of {name})")
-
-        def keep(row: Mapping[str, Any]) -> bool:
-            stage, step = row.get("stage", 0), row.get("step_in_phase", 0)
-            return bool(stage < point.index or (stage == point.index and point.checkpoint and step <= done))
-
-        def cut() -> None:
-            cut_metrics(self.places.directory / METRICS_NAME, keep)
-
-        first_alone(replicas, cut)
-        return point
-
     def is_done(self, index: int, start: Start | None) -> bool:
         """Whether nothing is left to be done of a phase."""
         if start is not None and start.here:
             return index == start.index and start.ended
         return self.places.is_done(index)
 
-    def train(
-        self, events: RunEvents, begin: Start | None, stop: Stop, at_layer: Stop | None, replicas: Replicas
-    ) -> None:
-        """Run every phase that has not ended, from where `begin` says; None: from the first one that has not."""
+    def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
+        """Run every phase that has not ended, from where `begin` says; return the checkpoint the last one ends with.
+
+        Args:
+            begin: where the run begins; None: with the first phase that has not ended.
+            callbacks: `transformers.TrainerCallback`s.
+            told: called with every line of metrics.
+        """
+        places, last = self.places, len(self.plan.phases) - 1
+        with self._events(callbacks, told) as events:
+            try:
+                self._train_all(events, begin)
+            except Stopped:
+                events.draw()
+                raise
+            events.draw()
+        end = places.end_of(last)
+        if self.plan.phases[last].trains == "lora":
+            first_alone(self.backend.replicas, lambda: copy_adapter(end, places.directory))
+        return end
+
+    def _train_all(self, events: RunEvents, begin: Start | None) -> None:
         first, places = begin.index if begin else 0, self.places
         if begin is not None and (below := begin.rebuilt) is not None:
-            self._train(below, events, stop, Start(below, places.end_of(below), {}, here=True), at_layer)
+            self._train(below, events, Start(below, places.end_of(below), {}, here=True))
             gc.collect()
         for index in range(first, len(self.plan.phases)):
             if self.is_done(index, begin):
                 continue
-            if index > first and at_layer is not None and (why := agreed(replicas, at_layer())) is not None:
+            why = agreed(self.backend.replicas, self.at_layer()) if index > first and self.at_layer else None
+            if why is not None:
                 events.end()
                 raise _stopped_between(places, index, why)
-            self._train(index, events, stop, begin, at_layer)
+            self._train(index, events, begin)
             gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
 
-    def leave(self, replicas: Replicas) -> Path:
-        """Return the checkpoint that the last phase has ended with; copy its adapter to where every run has it."""
-        end = self.places.end_of(len(self.plan.phases) - 1)
-        if self.plan.phases[-1].trains == "lora":
-            first_alone(replicas, lambda: copy_adapter(end, self.places.directory))
-        return end
-
-    def _train(
-        self, index: int, events: RunEvents, stop: Stop, start: Start | None, at_layer: Stop | None = None
-    ) -> None:
+    def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
         phase, places, config = self.plan.phases[index], self.places, self._config(index)
         mixture = self._mixture(index)
         with ExitStack() as stack:
-            model = LemaModel(config, trust_remote_code=self.trust_remote_code, trace=self.trace)
-            stack.callback(model.close)
+            files = None if places.based(index) else self.files  # else the model that an earlier phase has left
+            opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
+            model = LemaModel(config, trust_remote_code=self.trust_remote_code, **opened)
+            stack.callback(model.close, keep_backend=True)
             trainer = trainer_of(model, phase)
             if isinstance(trainer, FullTraining):
                 stack.callback(trainer.close)
@@ -235,7 +229,7 @@ class Phases:
                 if not events.begun:
                     events.state.log_history = self._past(run.position(run.done).step)
                 trainer.require_room(2 if config.save_steps and not run.done else 1)
-                RunLoop(run, events, at_layer=at_layer, after_step=stop).run()
+                RunLoop(run, events, at_layer=self.at_layer, after_step=self.stop).run()
             if places.leaves_model(index) and not places.model_of(index).exists():
                 after = self.plan.phases[index + 1] if index + 1 < len(self.plan.phases) else None
                 leave_model(model, trainer, phase, places.end_of(index), places.model_of(index), after)
@@ -353,21 +347,19 @@ def train_phases(
     def say(line: str) -> None:  # one line is one record, whatever the terminal's width, and a path may hold brackets
         shown.print(line, soft_wrap=True, markup=False, emoji=False)
 
-    # The first backend that is opened holds the group of processes together until the last phase has ended.
+    # The one backend holds the group of processes together until the last phase has ended.
     with closing(open_backend(config)) as backend:
         first = backend.replicas.first
         shown.quiet = shown.quiet or not first
         if backend.replicas.size > 1:
             say(f"{backend.replicas.num_processes} processes, each with its share of every batch")
-        reading: dict[str, Any] = {"say": say, "trust_remote_code": trust_remote_code}
+        files = ModelFiles(config, trust_remote_code=trust_remote_code)
+        reading: dict[str, Any] = {"say": say, "files": files}
         sources = read_sources(config, plan, file.train_data, "train", **reading)
         held_out = read_sources(config, plan, file.eval_data, "val", **reading) or None
         measured = read_sources(config, plan, file.evaluations, "val", also=file.evaluations, **reading)
-        size = backend.replicas.size
-        report = phase_report(
-            config, plan, sources, backend=backend, processes=size, trust_remote_code=trust_remote_code
-        )
-        show_report(report, shown)
+        opened: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
+        show_report(phase_report(config, plan, sources, processes=backend.replicas.size, **opened), shown)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             end = run_phases(
                 config,
@@ -380,9 +372,10 @@ def train_phases(
                 on_step=lambda row: _tell(row, say),
                 at_layer=stop.why,
                 callbacks=callbacks if first else (),
-                trust_remote_code=trust_remote_code,
                 trace=trace,
                 say=say,
+                files=files,
+                **opened,
             )
         say(f"the last phase ended in {end}")
         if measured:

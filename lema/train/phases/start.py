@@ -11,9 +11,10 @@ then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lema.backend import Replicas
 from lema.backend.collectives import first_alone
@@ -21,9 +22,10 @@ from lema.errors import AdapterError, ConfigError, DiskError
 from lema.train.checkpoint import newest_sound
 from lema.train.checkpoint.format import STATE, read_state
 from lema.train.checkpoint.resume import check_sound, tell_warning
+from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.phases.places import MODEL, Places
 
-__all__ = ["Start", "agreed_point", "begin_at", "find_point", "find_start"]
+__all__ = ["Start", "agreed_point", "begin_at", "find_point", "find_start", "go_on"]
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,35 @@ def _model_below(checkpoint: Path, recorded: str | None, phase: str) -> Path:
 
 
 Say = Callable[[str], None]
+
+
+def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
+    """Return where a run goes on that is in its directory; lines of metrics of what comes after go.
+
+    Args:
+        replicas: the processes, all of which call this.
+        places: where the run's phases are.
+        say: the first process says there where it goes on.
+    """
+    say = say if replicas.first else lambda _: None
+    point = agreed_point(replicas, places, say)
+    if point is None:
+        say(f"there is no checkpoint in {places.directory}: the run begins at its beginning")
+        return None
+    done = 0
+    if point.checkpoint is not None:
+        done, name = int(read_state(point.checkpoint)["extra"]["step"]), places.plan.phases[point.index].name
+        say(f"resuming from {point.checkpoint} (step {done} of {places.plan.steps(point.index).steps} of {name})")
+
+    def keep(row: Mapping[str, Any]) -> bool:
+        stage, step = row.get("stage", 0), row.get("step_in_phase", 0)
+        return bool(stage < point.index or (stage == point.index and point.checkpoint and step <= done))
+
+    def cut() -> None:
+        cut_metrics(places.directory / METRICS_NAME, keep)
+
+    first_alone(replicas, cut)
+    return point
 
 
 def agreed_point(replicas: Replicas, places: Places, say: Say) -> Start | None:

@@ -27,7 +27,7 @@ from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError
 from lema.train.metrics import read_metrics
 from lema.train.phases import run_phases
-from lema.train.phases.run import Phases
+from lema.train.phases.places import Places
 
 
 def losses(directory: Path, phase: str) -> list[float]:
@@ -157,7 +157,7 @@ def test_a_phase_that_has_ended_may_not_be_another_afterwards(config_of: Callabl
     run_phases(config, plan_of({**FULL, "tokens": 3 * STEP}, {**LORA, "tokens": STEP}), SOURCES, resume=True)
 
 
-def test_where_a_phase_begins(config_of: Callable[..., LemaConfig]) -> None:
-    places = Phases(config_of(), plan_of(*PLANS["adapters, merged, adapters on"]), SOURCES).places
+def test_where_a_phase_begins(tmp_path: Path) -> None:
+    places = Places(tmp_path, plan_of(*PLANS["adapters, merged, adapters on"]))
     assert [places.begins_anew(index) for index in range(3)] == [True, True, False]
     assert [places.leaves_model(index) for index in range(3)] == [True, False, False]
