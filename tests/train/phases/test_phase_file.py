@@ -1,13 +1,19 @@
 """A file of phases is read whole or refused by its line, and `lema train` goes through it."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from tiny import VOCABULARY, Checkpoint
 
+import lema.model.files
+import lema.plan.blueprint
+import lema.plan.phase
+import lema.train.model
 import lema.train.phases.run
 from lema.cli.app import app
 from lema.cli.exitcodes import run
@@ -277,3 +283,27 @@ def test_a_signal_ends_it_with_a_checkpoint_from_which_it_goes_on(
     assert (Path(file.config.output_dir) / "pre-lora-1" / "checkpoint-0").is_dir()
     end = train_phases(file, resume=True, console=quiet())
     assert end.name == "checkpoint-2" and end.parent.name == "post-lora-1"
+
+
+def test_a_run_opens_its_device_and_its_model_once(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Skeletons are two for each phase: one that is planned with, and one that is trained."""
+    counts: Counter[str] = Counter()
+
+    def count(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for module in (lema.train.phases.run, lema.train.model, lema.plan.phase):
+        count(module, "open_backend")
+    for module in (lema.train.model, lema.plan.blueprint):
+        count(module, "meta_model")
+    count(lema.model.files, "read_config")  # of the model given, and of the one that the first phase leaves
+    train_phases(read_phase_file(written(PHASES)), console=Console(quiet=True))
+    assert counts == {"open_backend": 1, "meta_model": 4, "read_config": 2}
