@@ -77,16 +77,22 @@ MUTANTS: dict[str, list[Change]] = {
     "a storage is taken for another at its address": [("pieces", "StorageWeakRef(storage)", "None")],
     "what was overwritten is taken for what was": [
         ("pieces", "(storage._cdata, self.version)", "(storage._cdata, 0)"),
-        ("moved", "(tensor.untyped_storage()._cdata, tensor._version), []", "(tensor.untyped_storage()._cdata, 0), []"),
+        (
+            "offload",
+            "(tensor.untyped_storage()._cdata, tensor._version), []",
+            "(tensor.untyped_storage()._cdata, 0), []",
+        ),
     ],
     "what was overwritten on its way comes back": [("pieces", "self._left_at = self.source._version", "pass")],
-    "what was overwritten early is handed out": [("moved", "piece.version_copied, piece.version,", "0, 0,")],
+    "what was overwritten early is handed out": [("offload", "piece.version_copied, piece.version,", "0, 0,")],
     "another part of a storage is handed out": [
         ("pieces", "self.start <= start and start + nbytes <= self.start + self.nbytes", "True")
     ],
-    "an offset is forgotten": [("moved", "+ self._first - piece.start", "- piece.start")],
-    "a part begins where the storage does": [("moved", " + self._first - piece.start", " + self._first")],
-    "strides are forgotten": [("moved", "tensor.shape, tensor.stride()", "tensor.shape, tensor.contiguous().stride()")],
+    "an offset is forgotten": [("offload", "+ self._first - piece.start", "- piece.start")],
+    "a part begins where the storage does": [("offload", " + self._first - piece.start", " + self._first")],
+    "strides are forgotten": [
+        ("offload", "tensor.shape, tensor.stride()", "tensor.shape, tensor.contiguous().stride()")
+    ],
     "a part is too short": [("pieces", "return start, end - start", "return start, end - first")],
     "a buffer is read before it is filled": [("pieces", "place.filled(self._download.landed)", "place.filled(int)")],
     "a buffer is filled again while it is copied": [("pieces", "used(upload.drained)", "used(int)")],
@@ -94,17 +100,17 @@ MUTANTS: dict[str, list[Change]] = {
     "host memory is given back while it is wanted": [
         ("pieces", "        self._place.used(upload", "        self._place.drop()\n        self._place.used(upload")
     ],
-    "what is left of a stash stays": [("moved", "                oldest.release()", "                pass")],
+    "what is left of a stash stays": [("offload", "                oldest.release()", "                pass")],
     "the end of a forward lets nothing go": [
-        ("moved", "                    piece.release()", "                    pass"),
+        ("offload", "                    piece.release()", "                    pass"),
     ],
     "a backward that is over keeps what it brought": [
-        ("moved", "alone():\n            self._forget(backward)", "alone():\n            pass")
+        ("offload", "alone():\n            self._forget(backward)", "alone():\n            pass")
     ],
     "what comes back is held for ever": [("pieces", "            self._upload = None\n", "")],
-    "a piece is forgotten with the first of its tensors": [("moved", "if piece.alive == 0:", "if piece.alive >= 0:")],
-    "nobody sees a graph go": [("moved", "        self._lost.append((piece, came))\n", "")],
-    "a piece is never forgotten": [("moved", "if piece.alive == 0:", "if False:")],
+    "a piece is forgotten with the first of its tensors": [("offload", "if piece.alive == 0:", "if piece.alive >= 0:")],
+    "nobody sees a graph go": [("offload", "        self._lost.append((piece, came))\n", "")],
+    "a piece is never forgotten": [("offload", "if piece.alive == 0:", "if False:")],
 }
 
 
