@@ -67,11 +67,14 @@ def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace 
     """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
     if name == "device":
         return _OnDevice(backend.device)
-    return _Away(backend, _HostRoom(backend.host_buffer) if name == "host" else _DiskRoom(backend, directory, trace))
+    return _Away(backend, _Pool(backend.host_buffer) if name == "host" else _DiskRoom(backend, directory, trace))
 
 
 class _Pool:
-    """Memory that is handed out from the start again in every step."""
+    """Memory that is handed out from the start again in every step: one allocation, unless a step outgrows it.
+
+    Not buffers of a `HostPool`, because those would be made anew, page-locked, whenever batches change in length.
+    """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
@@ -101,6 +104,12 @@ class _Pool:
             self._chunk, self._used = self._chunk + 1, 0
         self._chunks.append(self._allocate(_aligned(nbytes) * (to_come + 1)))
         return self.take(nbytes, to_come)
+
+    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+        return HostPiece(self.take(nbytes, to_come), lambda _: None)
+
+    def close(self) -> None:
+        """The memory goes with this object, and with what still waits in it."""
 
 
 class _OnDevice:
@@ -172,19 +181,6 @@ class _Room(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
-
-
-class _HostRoom(_Pool):
-    """One allocation of host memory.
-
-    Not buffers of a `HostPool`, because those would be made anew, page-locked, whenever batches change in length.
-    """
-
-    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
-        return HostPiece(self.take(nbytes, to_come), lambda _: None)
-
-    def close(self) -> None:
-        """The memory goes with this object, and with what still waits in it."""
 
 
 class _DiskRoom:
