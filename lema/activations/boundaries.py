@@ -66,12 +66,15 @@ class Tier(Protocol):
 def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> Tier:
     """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
     if name == "device":
-        return _OnDevice(backend) if has_addresses(backend.device) else _AsTheyAre()
-    return _Away(backend, _HostRoom(backend) if name == "host" else _DiskRoom(backend, directory, trace))
+        return _OnDevice(backend.device)
+    return _Away(backend, _Pool(backend.host_buffer) if name == "host" else _DiskRoom(backend, directory, trace))
 
 
 class _Pool:
-    """Memory that is handed out from the start again in every step."""
+    """Memory that is handed out from the start again in every step: one allocation, unless a step outgrows it.
+
+    Not buffers of a `HostPool`, because those would be made anew, page-locked, whenever batches change in length.
+    """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
@@ -79,14 +82,15 @@ class _Pool:
         self._chunk = self._used = 0
 
     @property
-    def nbytes(self) -> int:
+    def memory_bytes(self) -> int:
         return sum(len(chunk) for chunk in self._chunks)
 
-    def restart(self, nbytes: int) -> None:
-        """Have `nbytes` in one piece, at least."""
-        if len(self._chunks) > 1 or self.nbytes < nbytes:
-            nbytes = max(nbytes, self.nbytes)
-            self._chunks.clear()  # before more is taken: the old and the new shall not add up
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Have room for pieces of so many bytes in one allocation, at least."""
+        nbytes = sum(map(_aligned, sizes))
+        if len(self._chunks) > 1 or self.memory_bytes < nbytes:
+            nbytes = max(nbytes, self.memory_bytes)
+            self._chunks.clear()  # before more is taken, because the old and the new shall not add up
             self._chunks.append(self._allocate(nbytes))
         self._chunk = self._used = 0
 
@@ -101,47 +105,36 @@ class _Pool:
         self._chunks.append(self._allocate(_aligned(nbytes) * (to_come + 1)))
         return self.take(nbytes, to_come)
 
+    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+        return HostPiece(self.take(nbytes, to_come), lambda _: None)
+
+    def close(self) -> None:
+        """The memory goes with this object, and with what still waits in it."""
+
 
 class _OnDevice:
-    def __init__(self, backend: Carrier) -> None:
-        self._pool = _Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=backend.device))
-        self._places: dict[Key, Tensor] = {}
+    """Boundaries in one allocation on the device; on a lazy device, whose memory is the runtime's, as they are.
+
+    In memory of ours each would there be written to a place of its own, and every layer's graph would be another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = _Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
+        self._copies = has_addresses(device)
+        self._states: dict[Key, Tensor] = {}
 
     @property
     def memory_bytes(self) -> int:
-        return self._pool.nbytes
+        return self._pool.memory_bytes
 
     def begin(self, likes: Sequence[Tensor]) -> None:
-        self._places.clear()
-        self._pool.restart(sum(_aligned(like.nbytes) for like in likes))
+        self._states.clear()
+        if self._copies:
+            self._pool.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        place = placed(self._pool.take(like.nbytes, to_come), like)
-        self._places[key] = place.copy_(state)
-
-    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
-        """Everything is where it is needed."""
-
-    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        yield self._places.pop(key)
-
-    def close(self) -> None:
-        self._places.clear()
-
-
-class _AsTheyAre:
-    """Boundaries on a lazy device, whose memory is the runtime's. In memory of ours each would be written to a place of
-    its own, and every layer's graph would be another."""
-
-    memory_bytes = 0
-
-    def __init__(self) -> None:
-        self._states: dict[Key, Tensor] = {}
-
-    def begin(self, likes: Sequence[Tensor]) -> None:  # noqa: ARG002 - others make room
-        self._states.clear()
-
-    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:  # noqa: ARG002
+        if self._copies:
+            state = placed(self._pool.take(like.nbytes, to_come), like).copy_(state)
         self._states[key] = state
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
@@ -188,29 +181,6 @@ class _Room(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
-
-
-class _HostRoom:
-    """One piece of host memory, filled from the start in every step.
-
-    Buffers of their own, as `HostPool` has them, would be made anew, page-locked, whenever batches change in length.
-    """
-
-    def __init__(self, backend: Carrier) -> None:
-        self._pool = _Pool(backend.host_buffer)
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._pool.nbytes
-
-    def begin(self, sizes: Sequence[int]) -> None:
-        self._pool.restart(sum(map(_aligned, sizes)))
-
-    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
-        return HostPiece(self._pool.take(nbytes, to_come), lambda _: None)
-
-    def close(self) -> None:
-        """What was dropped has nothing any more, and the pool goes with this."""
 
 
 class _DiskRoom:

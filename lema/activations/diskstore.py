@@ -131,7 +131,8 @@ class DiskPiece:
         with self._store._lock:
             assert self.lent, "a piece was given back that had not been asked for"
             self.lent = False
-            self._store._begin(_Transfer(self, "drain", self._store._drains.submit(drained)))
+            if not self._store._closed:
+                self._store._begin(_Transfer(self, "drain", self._store._drains.submit(drained)))
 
     def drop(self) -> None:
         """Let everything of it be given back, as soon as nothing touches it."""
@@ -254,8 +255,7 @@ class DiskStore:
     def _look(self) -> None:
         """See what has ended, and what was dropped."""
         self._under_way = deque([transfer for transfer in self._under_way if not self._ended(transfer)])
-        for _ in range(len(self._dropped)):
-            piece = self._dropped.popleft()
+        for piece in [self._dropped.popleft() for _ in range(len(self._dropped))]:
             if not self._gone(piece):
                 self._dropped.append(piece)
 
