@@ -175,14 +175,14 @@ def plan(
             show_report(report, Console(highlight=False))
         return
 
-    from lema.cli.tables import draw, show
+    from lema.cli.tables import draw, show_plan
     from lema.plan import make_plan
 
     made, planner = make_plan(checked, machine, price=price, trust_remote_code=trust_remote_code)
     if as_json:
         typer.echo(json.dumps(made.to_dict(), indent=2))
     else:
-        show(made, Console(highlight=False))
+        show_plan(made, Console(highlight=False))
     if plot is not None:
         draw(made, planner, plot)
 

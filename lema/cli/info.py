@@ -27,13 +27,13 @@ def models(
     """List the types of models: which stream, what adapters train in them, and why one does not stream."""
     from rich.console import Console
 
-    from lema.cli.modeltable import json_text, markdown, show, survey_all
+    from lema.cli.modeltable import json_text, markdown, show_models, survey_all
 
     rows = survey_all(names or [], revision=revision, trust_remote_code=trust_remote_code)
     if as_json or as_markdown:
         typer.echo((json_text if as_json else markdown)(rows), nl=as_json)
     else:
-        show(rows, Console(highlight=False))
+        show_models(rows, Console(highlight=False))
 
 
 def backends() -> None:
@@ -59,7 +59,7 @@ def doctor(
     from rich.console import Console
 
     from lema.cli.doctor import examine
-    from lema.cli.doctor.report import show as show_report
+    from lema.cli.doctor.report import show_report
 
     waiting = Console(stderr=True)
     with waiting.status("looking") if waiting.is_terminal else contextlib.nullcontext():

@@ -7,18 +7,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from lema.config.printing import print_table
 from lema.config.problems import nearest
 from lema.errors import ConfigError
 from lema.lora.survey import Row, model_types, survey, survey_model
 
-__all__ = ["json_text", "markdown", "show", "survey_all"]
+__all__ = ["json_text", "markdown", "show_models", "survey_all"]
 
 
 HEADERS = ("type", "streams", "adapters", "why not")
@@ -58,19 +57,12 @@ def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remot
             yield survey_model(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def show(rows: Iterable[Row], console: Console) -> None:
-    """Print a table on a terminal; anywhere else a line for each row as soon as it is known, its columns tab-parted."""
-    if not console.is_terminal:
-        for cells in chain([HEADERS], map(_cells, rows)):
-            console.file.write("\t".join(cells) + "\n")
-            console.file.flush()
-        return
-    known = list(rows)
-    table = Table(*HEADERS, box=None, pad_edge=False)
-    for row in known:
-        table.add_row(*_cells(row))
-    console.print(table, markup=False, highlight=False)
-    console.print(_summary(known), style="bold", highlight=False)
+def show_models(rows: Iterable[Row], console: Console) -> None:
+    """Print a table with a summary on a terminal; anywhere else a line for each row as soon as it is known."""
+    known = list(rows) if console.is_terminal else []
+    print_table(map(_cells, known or rows), console, headers=HEADERS)
+    if console.is_terminal:
+        console.print(_summary(known), style="bold", highlight=False)
 
 
 def json_text(rows: Iterable[Row]) -> str:

@@ -2,13 +2,12 @@
 """The progress of training or writing: a bar on a terminal, one line per measurement anywhere else."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from lema.config.units import human_bytes, human_count, human_duration
@@ -32,6 +31,32 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
+class _Bar(Progress):
+    """A bar with words before and after it and a line below it; nothing is drawn but on a terminal."""
+
+    def __init__(self, console: Console, *, below: str | None = None, transient: bool = False) -> None:
+        self.below = below
+        alone = Column(no_wrap=True)
+        before, after = (
+            TextColumn(f"{{task.fields[{key}]}}", markup=False, table_column=alone) for key in ("done", "left")
+        )
+        columns, hidden = (before, BarColumn(bar_width=None), after), not console.is_terminal
+        super().__init__(
+            *columns, console=console, refresh_per_second=4, transient=transient, expand=True, disable=hidden
+        )
+        self._task = self.add_task("", done="", left="")
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the bar and the line below; None: there is none."""
+        yield from super().get_renderables()
+        if self.below is not None:
+            yield Text(self.below, no_wrap=True, overflow="ellipsis")
+
+    def tell(self, **changes: Any) -> None:
+        """Change what is shown."""
+        self.update(self._task, **changes)
+
+
 class ProgressDisplay:
     """Shows steps and measurements; lives from `start` to `close`.
 
@@ -42,58 +67,48 @@ class ProgressDisplay:
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console()
-        self._clock = clock
-        self._live: Live | None = None
-        self._measured = ""
+        self._clock, self._began = clock, clock()
+        self._bar: _Bar | None = None
         self._total = self._first = self._step = 0
-        self._began = clock()
 
     def start(self, total: int, done: int = 0) -> None:
         """Begin at step `done` of `total`; a run that resumes does not begin at 0."""
         self.close()
-        self._total, self._first, self._step, self._began = total, done, done, self._clock()
-        self._measured = ""
-        if self._console.is_terminal:
-            self._live = Live(get_renderable=self._drawn, console=self._console, refresh_per_second=4)
-            self._live.start()
+        self._total, self._first, self._began = total, done, self._clock()
+        self._bar = _Bar(self._console, below="")
+        self.advance(done)
+        self._bar.start()
 
     def advance(self, step: int) -> None:
         """Step `step` is done."""
         self._step = step
+        if self._bar is not None:
+            self._bar.tell(completed=step, total=max(1, self._total), done=self._done(), left=self._left())
 
     def show(self, logs: Mapping[str, Any], epoch: float | None = None) -> None:
         """Show one row of measurements; rows with neither a loss nor an evaluation loss are not for people."""
         if "eval_loss" not in logs and "loss" not in logs:
             return
         described = "  ".join(shown(float(logs[key])) for key, shown in _SHOWN.items() if logs.get(key) is not None)
-        if self._live is not None and "eval_loss" not in logs:
-            self._measured = described
+        if self._bar is not None and not self._bar.disable and "eval_loss" not in logs:
+            self._bar.below = described
             return
-        parts = [f"step {self._step}/{self._total}"]
-        if epoch is not None:
-            parts.append(f"epoch {epoch:.2f}")
-        parts.append(described)
-        if "eval_loss" not in logs and self._left():
-            parts.append(self._left())
+        at = "" if epoch is None else f"epoch {epoch:.2f}"
+        parts = [self._done(), at, described, "" if "eval_loss" in logs else self._left()]
         # One line is one record: neither wrapped nor searched for markup or emoji.
-        self._console.print("  ".join(parts), soft_wrap=True, markup=False, highlight=False, emoji=False)
+        self._console.print("  ".join(filter(None, parts)), soft_wrap=True, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         """Leave the terminal as it was; twice is harmless."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
-    def _drawn(self) -> Group:
-        head = Table.grid(padding=(0, 2), expand=True)
-        head.add_column(no_wrap=True)
-        head.add_column(ratio=1)
-        head.add_column(no_wrap=True)
-        bar = ProgressBar(total=max(1, self._total), completed=self._step)
-        head.add_row(f"step {self._step}/{self._total}", bar, self._left())
-        return Group(head, Text(self._measured, no_wrap=True, overflow="ellipsis"))
+    def _done(self) -> str:
+        return f"step {self._step}/{self._total}"
 
     def _left(self) -> str:
+        """Say how long the rest takes by the steps of this process; rich's own estimate is not there after one step."""
         done = self._step - self._first
         if done <= 0 or self._step >= self._total:
             return ""
@@ -109,39 +124,25 @@ class ByteProgress:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console(stderr=True)
+        self._bar = _Bar(console or Console(stderr=True), transient=True)
         self._clock, self._began = clock, clock()
-        self._live: Live | None = None
-        self._done = self._total = 0
+        self._bytes = 0
 
     def __call__(self, done: int, total: int) -> None:
         """`done` bytes of `total` are done."""
-        self._done, self._total = done, total
-        if self._live is None and self._console.is_terminal:
-            self._live = Live(get_renderable=self._drawn, console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
+        self._bytes, rate = done, done / max(self._clock() - self._began, 1e-9)
+        left = f"{human_bytes(rate)}/s" + (f"  {human_duration((total - done) / rate)} left" if rate else "")
+        self._bar.tell(completed=done, total=total, done=f"{human_bytes(done)} of {human_bytes(total)}", left=left)
+        self._bar.start()
 
     def close(self) -> None:
         """Leave the terminal as it was; twice is harmless."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._bar.stop()
 
     def summary(self) -> str:
         """Say how much was done how fast, up to now: `1.4 GB in 0.9 s, 1.5 GB/s`."""
         seconds = max(self._clock() - self._began, 1e-9)
-        return f"{human_bytes(self._done)} in {seconds:.1f} s, {human_bytes(self._done / seconds)}/s"
-
-    def _drawn(self) -> Table:
-        rate = self._done / max(self._clock() - self._began, 1e-9)
-        left = f"  {human_duration((self._total - self._done) / rate)} left" if rate else ""
-        head = Table.grid(padding=(0, 2), expand=True)
-        head.add_column(no_wrap=True)
-        head.add_column(ratio=1)
-        head.add_column(no_wrap=True)
-        bar = ProgressBar(total=max(1, self._total), completed=self._done)
-        head.add_row(f"{human_bytes(self._done)} of {human_bytes(self._total)}", bar, f"{human_bytes(rate)}/s{left}")
-        return head
+        return f"{human_bytes(self._bytes)} in {seconds:.1f} s, {human_bytes(self._bytes / seconds)}/s"
 
 
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
+from lema.config.printing import print_table
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import ConfigError, DiskError
 from lema.plan import Plan
@@ -19,7 +20,7 @@ from lema.plan.allocate import PARTS as DEVICE_PARTS
 from lema.plan.plan import step_curve
 from lema.plan.planner import Planner
 
-__all__ = ["draw", "rows", "show"]
+__all__ = ["draw", "rows", "show_plan"]
 
 
 PARTS = DEVICE_PARTS | {
@@ -50,21 +51,10 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield "note", note, ""
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the plan."""
-    if not console.is_terminal:
-        for row in rows(plan):
-            console.file.write("\t".join(row) + "\n")
-        return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_column(justify="right")
-    last = ""
-    for section, what, amount in rows(plan):
-        table.add_row(section if section != last else "", what, amount, style="bold" if what == "in all" else "")
-        last = section
-    console.print(table, markup=False, highlight=False)
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print the plan, its sums in bold."""
+    told = (tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in rows(plan))
+    print_table(told, console, amounts=True)
 
 
 def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> Iterator[Row]:

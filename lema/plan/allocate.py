@@ -167,7 +167,7 @@ def allocated(
         demand: what a step needs.
         speeds: of disk and link.
         device_total: bytes of the device, of which a limit may be a fraction.
-        host_total: bytes of host memory, likewise.
+        host_total: bytes of host memory, of which a limit may be a fraction.
         host_available: those of them that are free; the limit where the settings have none.
         kept: the part of the device's memory up to which layers stay where the settings have no limit for it; what
             else there is to choose stays as streaming has it, and so do layers where none fits.

@@ -47,7 +47,7 @@ class Simulated:
         bytes_read: of weights, from disk.
         bytes_uploaded: of weights, over the link.
         device_peak: bytes of device memory, the most at once.
-        host_peak: bytes of host memory, likewise.
+        host_peak: bytes of host memory, the most at once.
     """
 
     seconds: float

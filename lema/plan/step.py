@@ -64,9 +64,9 @@ class Timings:
     """Seconds of one micro-batch, and of what comes once in a step.
 
     Attributes:
-        forward: by kind of layer.
-        recompute: likewise, as far as the backward needs it.
-        backward: likewise, without that.
+        forward: of each kind of layer.
+        recompute: of running each kind of layer again, as far as the backward needs it.
+        backward: of each kind of layer, without recomputing.
         head: head and loss, forward and backward.
         expand: by kind of layer, once in each lease; empty: nothing is stored quantised.
         prelude: before the layers.

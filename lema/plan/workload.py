@@ -27,7 +27,7 @@ from lema.model.capture import LayerCall, tensors_in
 from lema.plan.meter import Tally
 from lema.stream.placement import LayerBytes
 
-__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "kinds_of", "measure", "without_values"]
+__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "calls_of", "cost_kinds", "measure", "without_values"]
 
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -145,7 +145,7 @@ def measure(
     """
     split = Split(model, load("cpu"), parallel=parallel)
     trained = trained or [()] * len(layers)
-    kinds = kinds_of(split, layers, trained)
+    kinds = cost_kinds(split, layers, trained)
     with without_values(model):
         try:
             return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained)
@@ -159,8 +159,14 @@ def measure(
             raise
 
 
-def kinds_of(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Collection[str]] = ()) -> tuple[int, ...]:
-    """Number the kinds of layers: those made of the same modules, with tensors of the same shapes, are of one kind.
+def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Collection[str]] = ()) -> tuple[int, ...]:
+    """Number the kinds of layers that cost alike: of the same modules, with tensors of the same shapes and types.
+
+    This is another question than that of `lema.model.layer_kinds`, and errs to the other side. There one layer's graph
+    stands for another's, so whatever cannot be told to be equal, down to the last attribute, makes two kinds. Here
+    every kind is measured for seconds, so attributes that cost nothing must not make one: of 170 types of models 26
+    would have more kinds by their attributes, and `longcat_flash` one for each of its 28 layers. But how weights are
+    stored on disk counts, and which of them train, which the modules do not show.
 
     Args:
         split: the model.
@@ -183,7 +189,7 @@ def calls_of(
     split: Split, layers: Sequence[LayerBytes], batch: MicroBatch, trained: Sequence[Collection[str]] = ()
 ) -> tuple[tuple[int, ...], tuple[LayerCall, ...], Tensor]:
     """Return one layer of each kind, the call of each, and the hidden state: tensors without values."""
-    kinds = kinds_of(split, layers, trained)
+    kinds = cost_kinds(split, layers, trained)
     firsts = tuple(kinds.index(kind) for kind in range(max(kinds) + 1))
     with without_values(split.model):
         learn(split, layers)

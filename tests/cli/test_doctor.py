@@ -16,7 +16,7 @@ from lema.backend import Finding, Level
 from lema.cli.app import app
 from lema.cli.doctor import Report, examine
 from lema.cli.doctor import disk as doctor_disk
-from lema.cli.doctor.report import show
+from lema.cli.doctor.report import show_report
 from lema.cli.exitcodes import run
 
 KEYS = {"key", "section", "name", "level", "what", "how", "source", "facts"}
@@ -206,7 +206,7 @@ def test_only_problems_count(levels: list[Level], code: int) -> None:
 def test_a_terminal_shows_the_level_and_how_to_mend_it() -> None:
     out = io.StringIO()
     console = Console(force_terminal=True, width=100, color_system=None, file=out)
-    show(report_of(finding_of(Level.OK, "[bold]one"), finding_of(Level.PROBLEM)), console)
+    show_report(report_of(finding_of(Level.OK, "[bold]one"), finding_of(Level.PROBLEM)), console)
     text = out.getvalue()
     assert text.count("part") == 1  # a section is named once
     assert "problem" in text

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lema.cli.modeltable import markdown, show
+from lema.cli.modeltable import markdown, show_models
 from lema.lora.survey import Row, model_types, survey, survey_model, try_model
 from lema.model import meta_model
 from lema.model.skeleton import EmptyOnMeta
@@ -187,14 +187,14 @@ def test_away_from_a_terminal_there_are_columns_and_a_row_comes_when_it_is_known
         shown.append(capfd.readouterr().out)
         yield Row("two", None, (), "unknown until [then]")
 
-    show(rows(), Console())
+    show_models(rows(), Console())
     assert shown == ["type\tstreams\tadapters\twhy not\none\tyes\tq v\t\n"]
     assert capfd.readouterr().out == "two\tunknown\t\tunknown until [then]\n"
 
 
 def test_on_a_terminal_there_is_a_table_and_a_sum(capfd: pytest.CaptureFixture[str]) -> None:
     rows = [Row("one", True, ("q",)), Row("two", False, (), "its [layers] meet"), Row("six", None, (), "why")]
-    show(rows, Console(force_terminal=True, width=100, no_color=True))
+    show_models(rows, Console(force_terminal=True, width=100, no_color=True))
     out = capfd.readouterr().out
     assert "its [layers] meet" in out and "\t" not in out
     assert "3 in all: 1 stream, 1 do not, 1 unknown." in out

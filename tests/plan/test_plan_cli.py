@@ -15,7 +15,7 @@ from smallrun import write_model
 
 from lema import LemaConfig
 from lema.cli.app import app
-from lema.cli.tables import rows, show
+from lema.cli.tables import rows, show_plan
 from lema.errors import MemoryLimitError
 from lema.plan import Plan, make_plan
 from lema.plan.machine import PROFILES, profile
@@ -167,12 +167,12 @@ def test_this_machine_is_measured_where_no_profile_is_named(tmp_path: Path, caps
 @pytest.mark.slow
 def test_lines_are_tab_parted_and_a_terminal_gets_a_table(eight: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(eight)
-    show(plan, Console(highlight=False))
+    show_plan(plan, Console(highlight=False))
     lines = capsys.readouterr().out.splitlines()
     assert [tuple(line.split("\t")) for line in lines] == list(rows(plan))
     console = Console(force_terminal=True, width=120, color_system=None)
     with console.capture() as captured:
-        show(plan, console)
+        show_plan(plan, console)
     table = captured.get()
     assert "tokens per second" in table and "\t" not in table
     assert any("in all" in line and " of " in line for line in table.splitlines())

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lema.backend import Finding, Level
@@ -23,8 +22,9 @@ from lema.cli.doctor.disk import disk
 from lema.cli.doctor.environment import environment
 from lema.cli.doctor.machine import machine
 from lema.cli.doctor.versions import versions
+from lema.config.printing import print_table
 
-__all__ = ["GROUP", "Report", "examine", "show"]
+__all__ = ["GROUP", "Report", "examine", "show_report"]
 
 
 GROUP = "lema.doctors"
@@ -122,25 +122,19 @@ def _careful(section: str, look: Look) -> Iterator[Finding]:
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the report: columns are section, what was looked at, level, and the sentence with how to mend it."""
-    if not console.is_terminal:
-        for finding in report.findings:
-            cells = (finding.section, finding.name, finding.level.value, _sentence(finding, " "))
-            console.file.write("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in cells) + "\n")
-        console.file.write(f"in all\t\t{_level(report).value}\t{_summary(report)}\n")
+def show_report(report: Report, console: Console) -> None:
+    """Print the report: columns are section, what was looked at, level, and the sentence with how to mend it; a table
+    leaves out the second, which the sentence says."""
+    if console.is_terminal:
+        print_table(map(_styled, report.findings), console)
+        console.print(Text(_summary(report), style=STYLES[_level(report)]))
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column()
-    table.add_column(overflow="fold")
-    last = ""
-    for finding in report.findings:
-        level = Text(finding.level.value, style=STYLES[finding.level])
-        table.add_row(finding.section if finding.section != last else "", level, Text(_sentence(finding, "\n")))
-        last = finding.section
-    console.print(table, markup=False, highlight=False)
-    console.print(Text(_summary(report), style=STYLES[_level(report)]))
+    cells = [(one.section, one.name, one.level.value, _sentence(one, " ")) for one in report.findings]
+    print_table([*cells, ("in all", "", _level(report).value, _summary(report))], console)
+
+
+def _styled(finding: Finding) -> tuple[str | Text, ...]:
+    return finding.section, Text(finding.level.value, STYLES[finding.level]), Text(_sentence(finding, "\n"))
 
 
 def _sentence(finding: Finding, between: str) -> str:

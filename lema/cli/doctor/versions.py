@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import distributions, metadata, requires
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-from lema.backend import Finding, Level
+from lema.backend import Fact, Finding, Level
 from lema.backend.findings import PAIRS, installed_version, known_bad
 
 __all__ = ["SECTION", "versions"]
@@ -34,7 +34,7 @@ def versions() -> Iterator[Finding]:
         found = installed_version(name)
         text = f"{name} {found}." if found else f"{name} is not installed; nothing of LEMA needs it."
         yield Finding(SECTION, name, Level.OK, text, facts=_facts(found))
-    wrong = [*_conflicts(set(wanted)), *known_bad(PAIRS, SECTION)]
+    wrong = [*_conflicts(wanted), *known_bad(PAIRS, SECTION)]
     yield from wrong or [Finding(SECTION, "pairs", Level.OK, "No two packages are installed that do not go together.")]
 
 
@@ -56,12 +56,21 @@ def _wanted(name: str) -> Mapping[str, tuple[Requirement, str]]:
     """Return what a distribution requires: name -> the requirement, and the extra that asks for it, if any."""
     extras = [extra for extra in metadata(name).get_all("Provides-Extra") or [] if extra not in DEVELOPERS]
     found: dict[str, tuple[Requirement, str]] = {}
-    for requirement in map(Requirement, requires(name) or []):
+    for text in requires(name) or []:
         for extra in ("", *extras):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            if (requirement := _applies(text, extra)) is not None:
                 found.setdefault(canonicalize_name(requirement.name), (requirement, extra))
                 break
     return found
+
+
+def _applies(text: str, extra: str = "") -> Requirement | None:
+    """Return a requirement that holds here, with an extra; None: it does not, or cannot be read."""
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        return None
+    return requirement if requirement.marker is None or requirement.marker.evaluate({"extra": extra}) else None
 
 
 def _standing(requirement: Requirement, extra: str) -> Finding:
@@ -78,38 +87,19 @@ def _standing(requirement: Requirement, extra: str) -> Finding:
     return Finding(SECTION, name, level, f"{name} {found} is not what LEMA asks for: {wanted}.", how, facts=facts)
 
 
-def _conflicts(known: set[str]) -> Iterator[Finding]:
-    """Find what other packages ask of those that LEMA needs, and do not get."""
-    seen = set()
-    for distribution in distributions():
-        name = canonicalize_name(distribution.metadata["Name"] or "")
-        if name == "lema" or name in seen:
-            continue  # the first on the path is the one that is imported
-        seen.add(name)
-        for text in distribution.requires or []:
-            requirement = _parsed(text)
-            if requirement is None or canonicalize_name(requirement.name) not in known:
+def _conflicts(known: Collection[str]) -> Iterator[Finding]:
+    """Find what other packages ask of those that LEMA needs, and do not get; `pip check` looks at all the others."""
+    others = {canonicalize_name(one.metadata["Name"] or ""): one for one in reversed(list(distributions()))}
+    for name, other in sorted(others.items()):  # the first of a name on the path is the one that is imported
+        for requirement in map(_applies, other.requires or [] if name != "lema" else []):
+            if requirement is None or (of := canonicalize_name(requirement.name)) not in known:
                 continue
-            found = installed_version(requirement.name)
+            found, wanted = installed_version(of), f"{requirement.specifier}"
             if found is not None and not _contains(requirement.specifier, found):
-                yield Finding(
-                    SECTION,
-                    f"{name} and {canonicalize_name(requirement.name)}",
-                    Level.WARNING,
-                    f"{name} {distribution.version} asks for {requirement.name}{requirement.specifier}, "
-                    f"and {found} is installed.",
-                    f"give {name} an environment of its own, or another version",
-                    facts={"installed": found, "wanted": str(requirement.specifier)},
-                )
-
-
-def _parsed(text: str) -> Requirement | None:
-    """Return a requirement that holds here; None: it does not, or cannot be read."""
-    try:
-        requirement = Requirement(text)
-    except InvalidRequirement:
-        return None
-    return requirement if requirement.marker is None or requirement.marker.evaluate({"extra": ""}) else None
+                asked = f"{name} {other.version} asks for {requirement.name}{wanted}, and {found} is installed."
+                how = f"give {name} an environment of its own, or another version"
+                facts: dict[str, Fact] = {"installed": found, "wanted": wanted}
+                yield Finding(SECTION, f"{name} and {of}", Level.WARNING, asked, how, facts=facts)
 
 
 def _contains(specifier: SpecifierSet, found: str) -> bool:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
 
 from lema.backend import Backend
 from lema.config import LemaConfig
+from lema.config.printing import print_table
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.mixture import Mixture, Source
 from lema.errors import MemoryLimitError
@@ -107,8 +107,8 @@ class PhaseReport:
         phases: in order.
         warnings: what to look at.
         machine: it is planned for.
-        device_memory: bytes of it that are allowed, or there.
-        host_memory: likewise.
+        device_memory: bytes of device memory that are allowed, or there.
+        host_memory: bytes of host memory that are allowed, or there.
         speeds: where hours come from: the machine's `profile`, `measured` on this machine, or `unknown`.
         shared: whether the device computes in host memory.
         price: of an hour; None: none was given.
@@ -294,25 +294,11 @@ def report_rows(report: PhaseReport) -> Iterator[Row]:
 
 def show_report(report: PhaseReport, console: Console) -> None:
     """Print a report."""
-    if console.quiet:
-        return
-    if not console.is_terminal:
-        for row in report_rows(report):
-            console.file.write("\t".join(row).rstrip("\t") + "\n")
-        console.file.flush()
-        return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", overflow="fold")
-    last = ""
-    for section, what, amount in report_rows(report):
-        if section == "note":
-            continue
-        table.add_row(section if section != last else "", what, amount)
-        last = section
-    console.print(table, markup=False, highlight=False)
-    for warning in report.warnings:
+    told = list(report_rows(report))
+    if console.is_terminal:
+        told = [row for row in told if row[0] != "note"]
+    print_table(([cell for cell in row if cell] for row in told), console, amounts=True)
+    for warning in report.warnings if console.is_terminal else ():
         console.print(f"note: {warning}", soft_wrap=True, markup=False, highlight=False)
 
 

@@ -1,0 +1,47 @@
+"""Rows for a reader: a table on a terminal, lines of tab-separated columns anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+__all__ = ["print_table"]
+
+
+def print_table(
+    rows: Iterable[Sequence[str | Text]], console: Console, *, headers: Sequence[str] = (), amounts: bool = False
+) -> None:
+    """Print rows; anywhere but on a terminal each as soon as it is there, so that what reads a pipe can follow.
+
+    Args:
+        rows: of cells; the first names a section, which a table without headers shows once for all rows of it.
+        console: where to print; a quiet one prints nothing.
+        headers: of the columns.
+        amounts: whether the last column holds amounts, which a table aligns on the right.
+    """
+    if console.quiet:
+        return
+    if not console.is_terminal:
+        for row in chain([headers] if headers else [], rows):
+            console.file.write("\t".join(str(cell).replace("\t", " ").replace("\n", " ") for cell in row) + "\n")
+            console.file.flush()
+        return
+    from rich.table import Table
+
+    known = list(rows)
+    width = max(map(len, [headers, *known]))
+    table = Table(box=None, pad_edge=False, show_header=bool(headers))
+    for column in range(width):
+        right = amounts and column == width - 1
+        title = headers[column] if headers else ""
+        table.add_column(title, justify="right" if right else "left", no_wrap=column == 0, overflow="fold")
+    last = ""
+    for row in known:
+        table.add_row("" if str(row[0]) == last and not headers else row[0], *row[1:])
+        last = str(row[0])
+    console.print(table, markup=False, highlight=False)
