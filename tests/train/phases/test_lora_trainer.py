@@ -26,6 +26,7 @@ from lema import (
     Phase,
     PhasePlan,
     Sampling,
+    transition_to_lora,
 )
 from lema.errors import AdapterError, ConfigError, ModelError, Stopped
 from lema.storage.manifest import write_manifest
@@ -77,7 +78,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint_of: Callable[.
 @pytest.fixture
 def trainer_of(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., LoRATrainer]:
     def make(name: str = "run", config: Any = None, model: dict[str, Any] | None = None, **given: Any) -> LoRATrainer:
-        fixed = {"device": "cpu", "save_steps": 1, "max_grad_norm": 1.0, "output_dir": str(tmp_path / name)}
+        fixed = {
+            "device": "cpu",
+            "save_steps": 1,
+            "logging_steps": 1,
+            "max_grad_norm": 1.0,
+            "output_dir": str(tmp_path / name),
+        }
         settings = {"model_name_or_path": str(checkpoint_of("llama").streamed), **fixed, **(model or {})}
         return LoRATrainer(config or stages(), LemaConfig(**settings), SOURCES, **given)
 
@@ -153,7 +160,7 @@ def test_over_the_boundary_by_hand_is_over_the_boundary(
     before = trainer.state
     assert (before.kind, before.step, before.checkpoint) == ("full", PRE, boundary)
     after = trainer.transition_to_lora()
-    assert after == trainer.state and trainer.transition_to_lora() == after
+    assert after == trainer.state and transition_to_lora(trainer) == after
     assert (after.kind, after.phase, after.step, after.tokens) == ("lora", "post-lora-1", PRE, PRE * STEP)
     assert (after.lora_rank, after.lora_alpha, after.checkpoint) == (3, 6.0, boundary)
     assert after.num_trainable < before.num_trainable == before.num_parameters
@@ -228,7 +235,7 @@ def test_what_it_cannot_go_on_from_is_refused_with_what_it_is(
         trainer.restore_from_path(trainer.model.output_dir)
     with pytest.raises(ConfigError, match="neither"):
         trainer.restore_from_path(tmp_path)
-    other = trainer_of("other", stages(learning_rate=2e-3))
+    other = trainer_of("other", stages(lr=2e-3))
     with pytest.raises(ConfigError, match="another plan"):
         other.restore_from_path(end)
     liar = tmp_path / "liar"
@@ -302,6 +309,44 @@ def test_files_may_be_named_in_place_of_rows(trainer_of: Callable[..., LoRATrain
         LemaConfig(**{**given.model.to_dict(), "output_dir": str(tmp_path / "x")}), given.plan, SOURCES
     )
     assert_same(named.train(), expected)
+
+
+@pytest.mark.slow
+def test_intervals_and_evaluations_are_those_of_the_config(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    often = {"report_interval": 2, "checkpoint_interval": 3, "validation_interval": 2, "validation_steps": 5}
+    config = stages(**often, evaluations=["exam"])
+    model = LemaConfig(str(checkpoint_of("llama").streamed), device="cpu", output_dir=str(tmp_path / "run"))
+    held = {"one": rows(3), "two": rows(4), "exam": rows(5, 7)}
+    seen: list[dict[str, Any]] = []
+    trainer = LoRATrainer(config, model, SOURCES, eval_data=held, on_step=seen.append)
+    assert (trainer.model.logging_steps, trainer.model.save_steps, trainer.model.eval_steps) == (2, 3, 2)
+    end = trainer.train()
+    names = {f"{place.parent.name}-{place.name}" for place in (tmp_path / "run").glob("*/checkpoint-*")}
+    assert {"pre-lora-1-checkpoint-3", "post-lora-1-checkpoint-3", f"post-lora-1-checkpoint-{POST}"} <= names
+    assert "post-lora-1-checkpoint-2" not in names  # neither the best, nor at a third step of the run
+    assert [row["step"] for row in seen if "eval_loss" in row] == [2, 3, 4, 6, 7]
+    with closing(LemaModel.from_pretrained(end)) as opened:
+        expected = opened.get_trainer().evaluate(held["exam"])
+    assert trainer.evaluated == {"exam": expected}
+    assert json.loads((tmp_path / "run" / "evaluations.json").read_text()) == {"exam": expected}
+
+
+def test_what_is_validated_and_reported_is_what_the_config_says(trainer_of: Callable[..., LoRATrainer]) -> None:
+    held = {"one": rows(3), "two": rows(4)}
+    for validate in (True, False):
+        trainer = trainer_of(config=stages(validate=validate, validation_steps=9), eval_data=held)
+        assert (trainer._held_out is not None) is validate and trainer._options["eval_rows"] == 9
+    reports = trainer_of(config=stages(wandb=True), model={"report_to": "tensorboard"}).model.report_to
+    assert reports == ["tensorboard", "wandb"]
+    assert trainer_of(config=stages()).model.report_to == []
+    with pytest.raises(ConfigError, match="checkpoint_interval is 7, and save_steps, which is the same, is 1"):
+        trainer_of(config=stages(checkpoint_interval=7))
+    with pytest.raises(ConfigError, match="no data set 'exam' to evaluate on"):
+        trainer_of(config=stages(evaluations=["exam"]), eval_data=held)
+    quiet = trainer_of(config=stages(evaluate=False), eval_data=held)
+    assert quiet._measured == {}
 
 
 def test_the_names_cost_nothing_until_they_are_used() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from lema.cli.demo.files import write_files
+from lema.config import LemaConfig
+from lema.train.phases.file import has_phases, read_phase_file
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "phases.md").read_text(encoding="utf-8")
@@ -23,6 +25,35 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (names["adapter"] / "adapter_model.safetensors").is_file()
     state = names["trainer"].state
     assert (state.kind, state.stage, state.tokens) == ("lora", 1, 4096)
+
+
+def blocks() -> list[str]:
+    """Return every file of phases that the docs show."""
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("phases.md", "guide.md")]
+    found = [text for page in pages for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "phases:" in text]
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.parametrize("text", blocks())
+def test_a_file_that_the_docs_show_is_one(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for name in re.findall(r"data/\w+\.\w+", text):
+        Path(name).touch()
+    Path("run.yaml").write_text(f"model_name_or_path: model\n{text}", encoding="utf-8")
+    file = read_phase_file("run.yaml")
+    assert file.plan.phases[-1].learning_rate == 2e-4 == file.config.learning_rate
+    assert file.plan.warnings() == ()
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda config: config.stem)
+def test_every_file_of_settings_is_right(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lema-demo" / "data").mkdir(parents=True)
+    for name in ("text.txt", "chat.jsonl"):
+        (tmp_path / "lema-demo" / "data" / name).touch()
+    assert read_phase_file(config).plan.warnings() == () if has_phases(config) else LemaConfig.from_yaml(config)
 
 
 def test_every_row_of_the_comparison_names_tests_that_are_there() -> None:

@@ -28,7 +28,12 @@ def config(**settings: Any) -> LoRATrainerConfig:
 def test_names_and_defaults_are_those_of_the_trainer() -> None:
     found = LoRATrainerConfig()
     assert (found.batch_size, found.per_device_batch_size, found.block_size) == (512, -1, 512)
-    assert (found.lr, found.schedule) == (3e-4, "constant")
+    assert (found.total_tokens, found.lr, found.warmup_pct, found.decay_pct) == (10**9, 3e-4, 0.01, 0.1)
+    assert (found.validate, found.evaluate, found.evaluations, found.wandb) == (True, True, [], False)
+    assert (found.report_interval, found.checkpoint_interval) == (32, 1024)
+    assert (found.validation_interval, found.validation_steps) == (512, 2048)
+    assert [one.name for one in found.datasets] == ["fineweb"]
+    assert found.schedule == "constant"
     assert (found.pre_lora_tokens, found.post_lora_tokens) == ([10**9], [10**8])
     assert [one.name for mixture in found.pre_lora_datasets for one in mixture] == ["fineweb"]
     assert (LoRAConfig().rank, LoRAConfig().alpha, LoRAConfig().target_modules) == (16, 16.0, None)
@@ -49,6 +54,33 @@ def test_one_phase_for_each_stage() -> None:
     assert [[one.name for one in phase.mixture] for phase in plan.phases] == [["a"], ["b", "c"], ["b", "c"], ["a"]]
     assert [phase.adapters and phase.adapters.lora_rank for phase in plan.phases] == [None, None, 4, 4]
     assert (plan.micro_batch_size, config().plan().micro_batch_size) == (1, None)
+
+
+def test_the_base_trainers_tokens_and_data_sets_are_one_stage_of_all_parameters() -> None:
+    given = {"batch_size": 2, "block_size": 8, "post_lora_tokens": [STEP], "post_lora_datasets": [A]}
+    found = LoRATrainerConfig(total_tokens=6 * STEP, datasets=B, **given)
+    assert [(one.trains, one.tokens, len(one.mixture)) for one in found.plan().phases] == [
+        ("full", 6 * STEP, 2),
+        ("lora", STEP, 1),
+    ]
+    assert LoRATrainerConfig(**found.to_dict()) == found
+    assert config(total_tokens=10 * STEP) and config(total_tokens=15 * STEP)  # those of the stages, or of all
+    for wrong, said in (({"total_tokens": 9 * STEP}, "the stages of pre_lora"), ({"datasets": A}, "both say what")):
+        with pytest.raises(SettingsError, match=said):
+            config(**wrong)
+
+
+def test_lengths_of_the_schedule_are_fractions_of_it() -> None:
+    long = {"pre_lora_tokens": [100 * STEP], "pre_lora_datasets": [A], "lr": 1.0}
+    found = config(**long, warmup_pct=0.2, decay_pct=0.3)
+    assert found.schedule == "wsd"  # which has both
+    first = found.plan()
+    assert (first.phases[0].spans(100).warmup, first.phases[0].spans(100).decay) == (20, 30)
+    rates = trace(found)[:100]
+    assert [rates[step] for step in (0, 20, 69)] == [0.01, 1.0, 1.0] and rates[71] < 1.0
+    assert set(trace(config(**long))) == {1.0}  # neither is given: the learning rate is constant, as in the trainer
+    own = config(**long, schedule="linear").plan().phases[0].spans(100)
+    assert (own.warmup, own.decay) == (1, 0)
 
 
 def trace(found: LoRATrainerConfig) -> list[float]:
