@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lema.plan.phase
 import pytest
 from rich.console import Console
 from tiny import VOCABULARY, Checkpoint
 
 import lema.model.files
 import lema.plan.blueprint
-import lema.plan.phase
 import lema.train.model
 import lema.train.phases.run
 from lema.cli.app import app
