@@ -62,7 +62,7 @@ def measure(directory: Path, config: PreTrainedConfig, rounds: int) -> None:
     for number in range(rounds + 1):
         for name, arm in arms().items():
             with arm:
-                trainer.accumulate(micro_batches)  # what an arm learns in its first step is not measured
+                trainer.accumulate(micro_batches)  # unmeasured, so that each arm finds caches as it leaves them
                 if number == 0:
                     with Flops() as counted:
                         trainer.accumulate(micro_batches)

@@ -6,8 +6,8 @@ tokens. The head's gradients are as large as the head, so they are not kept for 
 they are formed with the loss. Where a sum would round otherwise than additions to what is in `.grad` already, the
 head's graph is formed again in the backward, block by block.
 
-A parameter that both ends use (tied embeddings) gets the sum of its two gradients in one addition, as the whole model's
-graph gives it, so the head waits until the gradients have come down through the layers.
+A parameter that both use (tied embeddings) gets the sum of its two gradients in one addition, as the whole model's
+graph gives it, so the head then waits until the gradients have come down through the layers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lema.model.capture import LayerCall, leaves, tensors_in
 if TYPE_CHECKING:
     from lema.engine.loss import LossChunks
 
-__all__ = ["Ends"]
+__all__ = ["EmbedHead"]
 
 
-class Ends:
+class EmbedHead:
     """What comes before the layers and after them in one step, with the gradients of the parameters there.
 
     Args:
@@ -154,11 +154,11 @@ class _Start(torch.autograd.Function):
     """What comes before the layers as autograd sees it: its graph is apart, and `anchor` makes it differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, ends: Ends, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd looks at it
-        ctx.ends = ends
-        return ends.hidden()
+    def forward(ctx: Any, embed_head: EmbedHead, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd looks at it
+        ctx.embed_head = embed_head
+        return embed_head.hidden()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.ends.start_backward(gradients)
+        ctx.embed_head.start_backward(gradients)
         return None, None

@@ -20,12 +20,12 @@ from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import AtOnce
 from lema.backend.watchdog import Watchdog
-from lema.engine.embed_head import Ends
+from lema.engine.embed_head import EmbedHead
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.loss import LossChunks, targets_of
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
-from lema.engine.visit import Engine, passed, turn, visit
+from lema.engine.visit import Engine, visit, visit_frozen, visit_top
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import LayerCall
@@ -213,8 +213,9 @@ class StreamedModel:
         # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
         with nullcontext() if start else self._first_lease(placed) as first:
             hidden, calls = self._prelude(placed, first, differentiate=bool(outside))
-            ends = Ends(self.backend, chunks, hidden, calls, outside)
-            self._starts_below, hidden = ends.reach_below, self.split.enter(ends.start(self._engine.anchor))
+            embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
+            hidden = self.split.enter(embed_head.start(self._engine.anchor))
+            self._starts_below = embed_head.reach_below
             lowest = self.lowest_trained
             again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
             with self.retry.at("for the inputs of layers that wait for the backward"):
@@ -233,7 +234,7 @@ class StreamedModel:
                 hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
-        loss = turn(self._engine, calls[top], hidden, ends)
+        loss = visit_top(self._engine, calls[top], hidden, embed_head)
         if graphs is not None:
             graphs.expect(top - 1)
         if logits is not None:
@@ -358,7 +359,7 @@ class StreamedModel:
     ) -> tuple[Tensor, ...]:
         if differentiate:
             return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries, graphs)
-        return passed(self._engine, layer, calls, hidden)
+        return visit_frozen(self._engine, layer, calls, hidden)
 
 
 def _inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

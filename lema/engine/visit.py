@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
-from lema.engine.embed_head import Ends
+from lema.engine.embed_head import EmbedHead
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.trained_weights import Leaves, TrainedWeights, add
@@ -27,7 +27,7 @@ from lema.model.capture import LayerCall, tensors_in
 from lema.model.skip_matmuls import AdaptedLinears
 from lema.stream import LayerStream, Lease
 
-__all__ = ["Engine", "passed", "turn", "visit"]
+__all__ = ["Engine", "visit", "visit_frozen", "visit_top"]
 
 
 class Engine:
@@ -49,7 +49,7 @@ class Engine:
         self.retry = OomRetry(stream, backend)
         self.trained = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
-        self.look: Callable[[int, Sequence[Tensor | None]], None] = _unseen
+        self.look: Callable[[int, Sequence[Tensor | None]], None] = _ignore
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
@@ -98,7 +98,9 @@ def visit(
 
 
 @torch.no_grad()
-def passed(engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def visit_frozen(
+    engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s."""
     outputs, retry, place = [], engine.retry, f"in the forward of layer {layer}"
     with (
@@ -114,9 +116,9 @@ def passed(engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Seque
     return tuple(outputs)
 
 
-def turn(engine: Engine, calls: Sequence[LayerCall], hidden: Sequence[Tensor], ends: Ends) -> Tensor:
+def visit_top(engine: Engine, calls: Sequence[LayerCall], hidden: Sequence[Tensor], embed_head: EmbedHead) -> Tensor:
     """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
-    loss: Tensor = _Turn.apply(engine, calls, ends, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
+    loss: Tensor = _TopVisit.apply(engine, calls, embed_head, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
     return loss
 
 
@@ -258,7 +260,7 @@ class _Visit(torch.autograd.Function):
         return None, None, *ctx.visit.backward(gradients)
 
 
-class _Turn(torch.autograd.Function):
+class _TopVisit(torch.autograd.Function):
     """The top layer, the head and the loss: gradients are formed in the forward, handed on in the backward."""
 
     @staticmethod
@@ -266,13 +268,13 @@ class _Turn(torch.autograd.Function):
         ctx: Any,
         engine: Engine,
         calls: Sequence[LayerCall],
-        ends: Ends,
+        embed_head: EmbedHead,
         anchor: Tensor,  # noqa: ARG004 - autograd looks at it
         *hidden: Tensor,
     ) -> Tensor:
         top, retry = engine.split.num_layers - 1, engine.retry
         place = f"in the forward of layer {top}"
-        ctx.ends, ctx.inputs, ctx.gradients, ctx.engine = ends, [], [], engine
+        ctx.embed_head, ctx.inputs, ctx.gradients, ctx.engine = embed_head, [], [], engine
         with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             ctx.leaves = engine.trained.leaves(top, lease)
@@ -281,9 +283,11 @@ class _Turn(torch.autograd.Function):
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
                 engine.stop.poll()
                 needs = ctx.needs_input_grad[4 + index]
-                for attempt in retry.forwards(engine.generator_state(), ends.sums):
+                for attempt in retry.forwards(engine.generator_state(), embed_head.sums):
                     with attempt, retry.at(place):
-                        value, given, others = _turned(engine, lease, ctx.leaves, call, ends, index, state, needs=needs)
+                        value, given, others = _top_layer(
+                            engine, lease, ctx.leaves, call, embed_head, index, state, needs=needs
+                        )
                 total = total + value
                 ctx.inputs.append(given)
                 ctx.gradients.append(others)
@@ -291,8 +295,8 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        factor = gradients[0] / ctx.ends.loss.scale
-        ctx.ends.head_backward(factor)
+        factor = gradients[0] / ctx.embed_head.loss.scale
+        ctx.embed_head.head_backward(factor)
         for found in ctx.gradients:
             pairs = [(leaf, gradient * factor) for leaf, gradient in found if gradient is not None]
             if pairs:
@@ -302,16 +306,16 @@ class _Turn(torch.autograd.Function):
                 leaf.grad *= factor  # 1, but where the loss was changed after it was formed
         ctx.engine.trained.end(ctx.engine.split.num_layers - 1, ctx.leaves)
         scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
-        ctx.gradients = ctx.inputs = ctx.ends = ctx.leaves = None
+        ctx.gradients = ctx.inputs = ctx.embed_head = ctx.leaves = None
         return None, None, None, None, *scaled
 
 
-def _turned(
+def _top_layer(
     engine: Engine,
     lease: Lease,
     leaves: Leaves,
     call: LayerCall,
-    ends: Ends,
+    embed_head: EmbedHead,
     index: int,
     state: Tensor,
     *,
@@ -327,7 +331,7 @@ def _turned(
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):
         output = engine.split.run_layer(top, {**lease.weights, **leaves}, call, leaf)
     with retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
-        value, gradient = ends.turn(index, output.detach())
+        value, gradient = embed_head.turn(index, output.detach())
     engine.look(top + 1, [gradient])
     # The gradients are returned and not added, because the one that arrives in the backward may still scale them.
     given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
@@ -342,5 +346,5 @@ def _turned(
     return value, found[0] if needs else None, others[: len(others) - len(leaves)]
 
 
-def _unseen(layer: int, gradients: Sequence[Tensor | None]) -> None:
+def _ignore(layer: int, gradients: Sequence[Tensor | None]) -> None:
     """Look at no gradient: what `Engine.look` is where nobody asks for them."""

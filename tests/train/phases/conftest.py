@@ -36,7 +36,7 @@ def config_of(
     from lema.storage import atomic as commit
     from lema.train import events
 
-    monkeypatch.setattr(commit, "_flush", lambda _: None)  # a loss of power is not what is tested here
+    monkeypatch.setattr(commit, "flush", lambda _: None)  # a loss of power is not what is tested here
     monkeypatch.setattr(events, "plot_loss", lambda *_: False)  # nor is a picture, but where it is
 
     def make(name: str = "run", dropout: float = 0.0, **settings: Any) -> LemaConfig:
