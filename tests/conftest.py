@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,9 +20,53 @@ if TYPE_CHECKING:
 # torch and transformers take seconds to import: only the tests that need them pay.
 
 
+TESTS = Path(__file__).parent
+
+# Modules that take longest, the longest first: begun last, one of them would leave the other processes of `-n` without
+# work. Each takes over half a minute; docs/internals/tests.md has the seconds.
+LONGEST = (
+    "engine/test_parity_matrix",
+    "engine/test_oom",
+    "cli/test_demo",
+    "model/test_every_type",
+    "neuron/test_divided",
+    "plan/test_plan_workload",
+    "neuron/test_launch",
+    "engine/test_oom_offloading",
+    "activations/test_streamed_offload",
+    "activations/test_activations_benchmark",
+    "model/test_every_type_trained",
+    "faults/test_faults",
+    "train/phases/test_phase_run",
+    "engine/test_recompute",
+    "train/test_stop_processes",
+    "train/test_replicas",
+    "model/test_compiled",
+    "neuron/test_neuron_ranks",
+    "engine/test_limits",
+    "train/test_sharded",
+    "engine/test_parity",
+    "train/full/test_stop_full",
+    "engine/test_parity_steps",
+    "engine/test_parity_trained",
+    "convert/test_quantize_streamed",
+    "plan/test_plan_cli",
+    "cuda/test_cuda_late",
+    "activations/test_offload_setting",
+    "activations/test_mixin",
+    "train/phases/test_lora_trainer",
+    "model/test_host_embeddings",
+    "house/test_readme",
+    "engine/test_parity_adapters",
+    "train/test_nonfinite_processes",
+    "cuda/test_benchmark_gpu",
+    "train/full/test_full_training",
+)
+
+
 def pytest_configure() -> None:
     pickles.watch()
-    watching = str(Path(__file__).parent / "support" / "watching")
+    watching = str(TESTS / "support" / "watching")
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if watching not in given:  # it is there already in a process that pytest has started
         os.environ["PYTHONPATH"] = os.pathsep.join([watching, *filter(None, given)])
@@ -29,7 +74,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at which markers a run asks for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have a default run take a few cases, evenly spaced, of a test that is `sampled`; the others are slow."""
+    """Begin with the longest modules, and have a default run take a few cases, evenly spaced, of a `sampled` test.
+
+    The other cases of it are slow.
+    """
+    place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") is not None:
@@ -40,6 +90,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(every):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _libraries_are_not_collected() -> None:
+    """Have the garbage collector leave alone what is there before a module's first test: libraries, and what is shared.
+
+    They have about a million objects, which a full collection looks through for half a second. An out-of-memory retry
+    asks for one each time, and a tenth of the time of the other tests went there.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

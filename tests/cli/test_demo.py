@@ -339,10 +339,13 @@ def test_a_config_runs_by_the_commands_in_its_header(
 ) -> None:
     head = [line.lstrip("# ") for line in config.read_text().splitlines() if line.startswith("#")]
     lines = [arguments_of(line) for line in head if line.startswith("lema ")]
+    # A phase lasts as long as its tokens say: 4 steps here, as others have two by a setting.
+    short = tmp_path / config.name
+    short.write_text(re.sub(r"(?m)^( +tokens: )[\d_]+", r"\g<1>4096", config.read_text()))
     assert lines[0][:2] == ["train", f"configs/{config.name}"]
     assert set(lines[0][2::2]) <= {"--set"}  # nothing but settings may follow
     for arguments in lines:
-        placed = [str(config) if argument == f"configs/{config.name}" else argument for argument in arguments]
+        placed = [str(short) if argument == f"configs/{config.name}" else argument for argument in arguments]
         settings = ["--set", f"output_dir={tmp_path / 'out'}", "--set", "device=cpu", "--set", "batch_size=8"]
         assert run(app, [*quickly(placed), *settings]) == 0, capsys.readouterr().err
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

@@ -1,6 +1,7 @@
 """Processes that cost no imports: forked from one that has made them, and that runs no thread of its own."""
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -101,6 +102,7 @@ def fork(work: Callable[[], int], log: Path) -> Child:
     """Start `work` in a child whose output goes to `log`; its result is the exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
+    gc.freeze()  # because a collection in the child writes to every object's page, which is then no longer shared
     pid = os.fork()
     if pid:
         return Child(pid, log)

@@ -5,6 +5,7 @@ tests of how processes are started, and ended. The process they are forked from 
 threads to lose.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -129,6 +130,7 @@ def command(words: Sequence[str], directory: Path) -> None:
 def _begin(
     work: Callable[..., None], arguments: Sequence[Any], variables: Mapping[str, str], outs: tuple[Path, Path]
 ) -> None:
+    gc.freeze()  # because a collection writes to every object's page, which is then no longer shared, and takes long
     os.environ.update(variables)
     for number, file in zip((1, 2), outs, strict=True):
         with file.open("w") as out:
