@@ -70,7 +70,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
 )
 def test_nothing_heavy_is_imported_to_answer(arguments: list[str]) -> None:
     code = (
-        "import json, sys\nfrom lema.cli import app, run\n"
+        "import json, sys\nfrom lema.cli.app import app\nfrom lema.cli.exitcodes import run\n"
         f"code = run(app, {arguments!r})\n"
         "print('\\n' + json.dumps([code, sorted({name.split('.')[0] for name in sys.modules})]))"
     )

@@ -15,7 +15,7 @@ PLACES = tuple(f"{Path(__file__).resolve().parents[2] / name}/" for name in ("le
 # By file and function: pickles that are no files, and what becomes of them.
 ALLOWED: Mapping[tuple[str, str], str] = {
     (
-        "lema/backend/torchrun.py",
+        "backend/torchrun.py",
         "gather_objects",
     ): "torch.distributed's own way to send plain data between one run's processes",
     ("lema_neuron/comm.py", "split"): "likewise, the ranks of a group",
