@@ -92,11 +92,17 @@ class Position:
         step: optimizer steps of the whole run.
         epoch: passes over the data; None: the run does not count them.
         row: what a line of metrics begins with.
+        name: what messages call the step.
+        checkpoint: where the checkpoint of the step is, or would be.
+        ends_epoch: whether the step took the last batch of an epoch.
     """
 
     step: int
     epoch: float | None
     row: Mapping[str, Any]
+    name: str
+    checkpoint: Path
+    ends_epoch: bool = False
 
 
 class RunEvents:

@@ -59,9 +59,9 @@ class PlainRun:
         self._output = Path(steps.config.output_dir)
         self._replicas = steps.model.backend.replicas
         self._sampler = StepSampler(dataset, steps.config, self._replicas)
-        self._eval_dataset = eval_dataset
+        self._eval_dataset, self.evaluates = eval_dataset, eval_dataset is not None
         self._past: dict[str, Any] = {}  # what an earlier process logged and found best
-        self._schedule: LRScheduler | None = None
+        self.schedule: LRScheduler  # from `train` on
         self.num_steps = self._sampler.num_steps
         self.done = steps.global_step
         self.best: dict[str, Any] | None = None
@@ -72,17 +72,6 @@ class PlainRun:
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
             check_alike(self._replicas, self._config.to_dict() | data)
-
-    @property
-    def schedule(self) -> LRScheduler:
-        """Of the learning rate."""
-        assert self._schedule is not None, "the run has not begun"
-        return self._schedule
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return self._eval_dataset is not None
 
     def begin(self, *, weights_only: bool = False) -> None:
         """Begin, or go on from the step that `steps` is at.
@@ -154,11 +143,9 @@ class PlainRun:
 
     def train(self, schedule: LRScheduler, callbacks: Sequence[Any], stop: Stop | None) -> dict[str, Any]:
         """Take the steps that are left; return what was measured over them, and last on what is evaluated on."""
-        self._schedule, epochs = schedule, self._sampler.num_epochs
-        evaluates = self._eval_dataset is not None
-        events = RunEvents(
-            self._config, self.num_steps, self._replicas, callbacks, num_epochs=epochs, evaluates=evaluates
-        )
+        self.schedule = schedule
+        options: dict[str, Any] = {"num_epochs": self._sampler.num_epochs, "evaluates": self.evaluates}
+        events = RunEvents(self._config, self.num_steps, self._replicas, callbacks, **options)
         events.state.log_history = self._past.get("log_history", [])
         with events, self._prefix_kept():
             RunLoop(self, events, at_layer=stop).run()
@@ -184,22 +171,11 @@ class PlainRun:
             finally:
                 model.prefix = None
 
-    def name_of(self, step: int) -> str:
-        """Return what messages call a step."""
-        return f"step {step}"
-
-    def checkpoint(self) -> str:
-        """Return where the checkpoint of the step just taken is, or would be."""
-        return str(self._output / f"{PREFIX}{self.done}")
-
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps."""
-        epoch = self._sampler.epoch(done)
-        return Position(done, epoch, {"step": done, "epoch": epoch})
-
-    def ends_epoch(self, done: int) -> bool:
-        """Whether the last of so many steps took the last batch of an epoch."""
-        return self._sampler.ends_epoch(done)
+        epoch, ends = self._sampler.epoch(done), self._sampler.ends_epoch(done)
+        where = self._output / f"{PREFIX}{done}"
+        return Position(done, epoch, {"step": done, "epoch": epoch}, f"step {done}", where, ends)
 
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
@@ -207,8 +183,8 @@ class PlainRun:
         rows = [row for batch in batches for row in batch["rows"]]
         return Drawn(self._sampler.micro_batches(batches), f", rows {rows} of the data", {"rows": rows})
 
-    def began(self, events: RunEvents) -> None:
-        """Nothing is written where a plain run begins."""
+    def note_boundary(self, events: RunEvents, *, ends: bool) -> None:
+        """Nothing is written where a plain run begins or ends, but its summary."""
 
     def stepped(self) -> None:
         """The trainer's own schedule has gone on by the steps that the optimizer took."""
@@ -217,9 +193,6 @@ class PlainRun:
         """Return the mean loss of the data set to evaluate on."""
         self.last_eval = evaluate(self.steps.model, passes_of_rows(self._eval_dataset, self._config, self._replicas))
         return self.last_eval
-
-    def ended(self, events: RunEvents) -> None:
-        """Nothing is written where a plain run ends but its summary."""
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""

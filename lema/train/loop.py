@@ -60,6 +60,7 @@ class Stage(Protocol):
         is_phase: a phase ends with a line of metrics, an evaluation and a checkpoint, whatever the intervals say;
             the checkpoint with the lowest loss is kept besides; and a callback that ends training stops it as a signal
             does. A plain run does what callbacks ask, as `transformers.Trainer` would, and has epochs.
+        evaluates: whether there is anything to evaluate on.
         done: steps that were taken or dropped; the loop counts them here.
         best: `step` and `eval_loss` of the lowest loss so far, and whether nothing but that (`only`) asked for its
             checkpoint; None: nothing was evaluated yet. The loop keeps it up.
@@ -71,6 +72,7 @@ class Stage(Protocol):
     steps: Steps
     num_steps: int
     is_phase: bool
+    evaluates: bool
     done: int
     best: dict[str, Any] | None
     pending: Pending | None
@@ -81,36 +83,20 @@ class Stage(Protocol):
     def schedule(self) -> LRScheduler:
         """Of the learning rate."""
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
-
-    def name_of(self, step: int) -> str:
-        """Return what messages call a step: `step 3`."""
-
-    def checkpoint(self) -> str:
-        """Return where the checkpoint of the step just taken is, or would be."""
-
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the stage."""
-
-    def ends_epoch(self, done: int) -> bool:
-        """Whether the last of so many steps took the last batch of an epoch."""
 
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
 
-    def began(self, events: RunEvents) -> None:
-        """The stage begins, or goes on."""
+    def note_boundary(self, events: RunEvents, *, ends: bool) -> None:
+        """The stage begins, or goes on; or it `ends`: its last step was taken and evaluated."""
 
     def stepped(self) -> None:
         """A step was taken, or dropped: the schedule goes on, where it goes by steps of either kind."""
 
     def evaluate(self) -> dict[str, float]:
         """Return `eval_loss` and what else is measured on rows that are not trained on."""
-
-    def ended(self, events: RunEvents) -> None:
-        """The last step was taken and evaluated."""
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write a checkpoint of the step just taken, and forget those that are too old.
@@ -185,7 +171,7 @@ class RunLoop:
             stack.callback(self._model.stream.cancel)  # what was announced for a step that never came
             stack.enter_context(watched(self._model, stage.steps.config))
             self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.unlogged)
-            stage.began(self._events)
+            stage.note_boundary(self._events, ends=False)
             if (why := self._stopped_by()) is not None:
                 raise self._cut_short(why)
 
@@ -216,10 +202,10 @@ class RunLoop:
         return stopped
 
     def _stopped(self, why: str) -> Stopped:
-        stage = self._stage
+        at = self._stage.position(self._stage.done)
         return Stopped(
-            f"stopped by {why} after {stage.name_of(stage.done)}",
-            where=stage.checkpoint(),
+            f"stopped by {why} after {at.name}",
+            where=str(at.checkpoint),
             how="go on from there with --resume (resume=True)",
         )
 
@@ -289,7 +275,7 @@ class RunLoop:
                     how="set should_training_stop, or lower num_train_epochs",
                 )
             events.agree()  # because evaluating or saving may have been the last
-            if not stage.ends_epoch(stage.done) and not events.control.should_training_stop:
+            if not stage.position(stage.done).ends_epoch and not events.control.should_training_stop:
                 return True
             events.fire("on_epoch_end")
             events.agree()
@@ -307,7 +293,7 @@ class RunLoop:
             self._snapshot = Snapshot.of(self._backend, events.state, pending)
             self._evaluate()
         if ends:
-            stage.ended(events)
+            stage.note_boundary(events, ends=True)
         why = self._why() if stage.is_phase else None
         due, better = bool(ends or events.control.should_save or why), stage.best is not before
         if better and stage.best is not None:
@@ -363,7 +349,7 @@ class RunLoop:
             if stage.done >= stage.num_steps or self._leaves():
                 raise
             if self._backend.replicas.first:
-                say_passed_over(error, stage.name_of(stage.done))
+                say_passed_over(error, stage.position(stage.done).name)
             events.control.should_save = False  # the next interval asks again
             if stage.is_phase:
                 stage.best = best

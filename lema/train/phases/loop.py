@@ -51,6 +51,7 @@ class PhaseRun:
         self._places, self._index, self._plan = places, index, places.plan
         self._phase, self._boundary = places.plan.phases[index], places.plan.boundaries()[index]
         self.steps, self._mixture, self._eval_rows = steps, mixture, eval_rows
+        self.evaluates = eval_rows is not None
         self.data = dict(data or {})
         self._replicas = steps.model.backend.replicas
         self._schedule: LRScheduler | None = None
@@ -70,11 +71,6 @@ class PhaseRun:
             self._schedule = follow(self.steps.ready(), factor, rate, self.done)
         return self._schedule
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether there are rows to validate on."""
-        return self._eval_rows is not None
-
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of this phase.
 
@@ -92,24 +88,13 @@ class PhaseRun:
         else:
             self._note()
 
-    def name_of(self, step: int) -> str:
-        """Return what messages call a step of the phase."""
-        return f"step {step} of phase {self._boundary.name}"
-
-    def checkpoint(self) -> str:
-        """Return where the checkpoint of the step just taken is, or would be."""
-        return str(self._places.checkpoint(self._index, self.done))
-
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""
         step, per_step = self._boundary.first_step + done, self._plan.batch_size * self._plan.max_length
         tokens = self._boundary.first_token + done * per_step
-        row = {"phase": self._boundary.name, "stage": self._index, "step": step, "step_in_phase": done}
-        return Position(step, None, {**row, "tokens": tokens})
-
-    def ends_epoch(self, done: int) -> bool:  # noqa: ARG002 - as the protocol has it
-        """A phase has no epochs."""
-        return False
+        name, where = self._boundary.name, self._places.checkpoint(self._index, done)
+        row = {"phase": name, "stage": self._index, "step": step, "step_in_phase": done, "tokens": tokens}
+        return Position(step, None, row, f"step {done} of phase {name}", where)
 
     def draw(self, step: int) -> Drawn:
         """Return this process's rows of a step of the phase, counted from 0."""
@@ -119,9 +104,12 @@ class PhaseRun:
         where = f", rows {', '.join(f'{one.row} of {one.source}' for one in drawn)}"
         return Drawn([] if batch is None else split_batch(batch, size), where, {})
 
-    def began(self, events: RunEvents) -> None:
-        """Write that the phase begins, or goes on."""
-        events.event("phase_resumed" if self.done else "phase_begin", trains=self._phase.trains)
+    def note_boundary(self, events: RunEvents, *, ends: bool) -> None:
+        """Write that the phase begins or goes on; or that it `ends`, and what its losses were."""
+        if ends:
+            events.event("phase_end", final_eval_loss=self.eval_loss, best=self.best)
+        else:
+            events.event("phase_resumed" if self.done else "phase_begin", trains=self._phase.trains)
 
     def stepped(self) -> None:
         """Let the learning rate go on, also by a step that was dropped."""
@@ -140,10 +128,6 @@ class PhaseRun:
         found = evaluate(self.steps.model, passes)
         self.eval_loss = found["eval_loss"]
         return found
-
-    def ended(self, events: RunEvents) -> None:
-        """Write that the phase ends, and what its losses were."""
-        events.event("phase_end", final_eval_loss=self.eval_loss, best=self.best)
 
     def save(self, events: RunEvents | None, pending: Pending | None) -> None:
         """Write a checkpoint of the step just taken, say that it is the latest, and forget those that are too old.
