@@ -277,7 +277,7 @@ def test_rows_held_out_come_as_often_as_their_rates_say(one: Mixture, count: int
 def test_training_rows_are_never_validated_on_unasked() -> None:
     with pytest.raises(ConfigError, match="nothing to validate on") as caught:
         mixture().validation(4)
-    assert caught.value.where == "held_out"
+    assert caught.value.where == "eval_data"
     with pytest.raises(ConfigError, match="no data set 'data1'"):
         mixture(held_out={"data0": Rows(3), "data2": Rows(3)})
 
