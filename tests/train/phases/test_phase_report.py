@@ -58,7 +58,7 @@ def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Pa
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
     model = write_hollow(tmp_path / "model", LlamaConfig(**sizes, vocab_size=96, max_position_embeddings=512))
     step, mix = 512 * 512, [[{"name": "web", "rate": 0.75}, {"name": "chat", "rate": 0.25}]]
-    given = {"pre_lora_tokens": [19073 * step], "post_lora_tokens": [95 * step], "schedule": "wsd"}
+    given = {"pre_lora_tokens": [19073 * step], "post_lora_tokens": [95 * step], "schedule": "wsd", "decay_pct": 0.01}
     both = {"pre_lora_datasets": mix, "post_lora_datasets": mix, "per_device_batch_size": 8}
     plan = LoRATrainerConfig(**given, **both, schedule_spans="run").plan()
     report = phase_report(LemaConfig(str(model), device="cpu"), plan)
