@@ -96,22 +96,10 @@ def train(
     """Fine-tune as a YAML file says; one with `phases` goes through them in order."""
     from lema.train.phases.file import has_phases, read_phase_file
 
-    if weights_only and not resume:
-        raise ConfigError("weights alone are taken of a checkpoint", where="--weights-only", how="give --resume, too")
-    if phased := has_phases(config):
-        if weights_only:
-            raise ConfigError(
-                "a checkpoint of phases is gone on from whole",
-                where="--weights-only",
-                how="leave it out: where the newest is damaged, an older one is taken",
-            )
+    phased = has_phases(config)
+    _check_options(phased=phased, resume=resume, weights_only=weights_only, start=start)
+    if phased:
         file = read_phase_file(config, **settings_of(settings))
-    elif start is not None:
-        raise ConfigError(
-            "only a file of phases begins from a checkpoint elsewhere",
-            where=f"--from {start}",
-            how="use --resume for the newest checkpoint in output_dir",
-        )
     else:
         checked = config_of(config, settings)
     from rich.console import Console
@@ -136,6 +124,24 @@ def train(
             from lema.train import train as train_model
 
             train_model(checked, weights_only=weights_only, **shared)
+
+
+def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Path | None) -> None:
+    """Refuse options of `lema train` that do not go together, or not with what the file holds."""
+    if weights_only and not resume:
+        raise ConfigError("weights alone are taken of a checkpoint", where="--weights-only", how="give --resume, too")
+    if weights_only and phased:
+        raise ConfigError(
+            "a checkpoint of phases is gone on from whole",
+            where="--weights-only",
+            how="leave it out: where the newest is damaged, an older one is taken",
+        )
+    if start is not None and not phased:
+        raise ConfigError(
+            "only a file of phases begins from a checkpoint elsewhere",
+            where=f"--from {start}",
+            how="use --resume for the newest checkpoint in output_dir",
+        )
 
 
 def plan(

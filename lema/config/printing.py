@@ -1,8 +1,9 @@
-"""Rows for a reader: a table on a terminal, lines of tab-separated columns anywhere else."""
+"""Output for a reader: lines, and rows that are a table on a terminal and tab-separated columns anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["print_table"]
+__all__ = ["line_printer", "print_table"]
+
+
+def line_printer(console: Console) -> Callable[[str], None]:
+    """Return what prints a line as one record, whatever the terminal's width; a path in it may hold brackets."""
+    return partial(console.print, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_table(

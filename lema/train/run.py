@@ -12,6 +12,7 @@ from rich.console import Console
 from lema.backend.collectives import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
+from lema.config.printing import line_printer
 from lema.config.units import human_bytes
 from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
 from lema.errors import ConfigError
@@ -51,10 +52,7 @@ def train(
         LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
     """
     shown = console or Console(highlight=False)
-
-    def out(line: str) -> None:  # one line is one record, whatever the terminal's width, and a path may hold brackets
-        shown.print(line, soft_wrap=True, markup=False, emoji=False)
-
+    out = line_printer(shown)
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first

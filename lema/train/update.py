@@ -61,17 +61,29 @@ class Update:
         """
         for attempt in self._model.retry.passes(micro_batches, parameters=parameters, made=logits):
             with attempt:
-                parts = attempt.micro_batches
-                scale = self.scale()  # also where nothing is scaled, because the scaler begins with it
-                if not parts and num_tokens:  # the other processes have some
-                    self._model.accompany()
-                    loss = torch.zeros((), device=self._backend.device)
-                else:
-                    loss = self._model.loss(parts, num_tokens=num_tokens, scale=scale, logits=logits)
-                if more:
-                    self._model.announce_step(following)
-                if loss.requires_grad:
-                    self.scaler.scale(loss).backward()
+                loss = self._pass(attempt.micro_batches, num_tokens, more=more, following=following, logits=logits)
+        return loss
+
+    def _pass(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        num_tokens: int,
+        *,
+        more: bool,
+        following: Sequence[Mapping[str, Tensor]] | None,
+        logits: list[Tensor] | None,
+    ) -> Tensor:
+        """Run one attempt at a pass, in a function of its own because its tensors go when it fails, before the next."""
+        scale = self.scale()  # also where nothing is scaled, because the scaler begins with it
+        if not micro_batches and num_tokens:  # the other processes have some
+            self._model.accompany()
+            loss = torch.zeros((), device=self._backend.device)
+        else:
+            loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        if more:
+            self._model.announce_step(following)
+        if loss.requires_grad:
+            self.scaler.scale(loss).backward()
         return loss.detach()
 
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:

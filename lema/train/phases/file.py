@@ -349,6 +349,8 @@ def evaluate_end(
         rows: of each data set, by name.
         trust_remote_code: run code that comes with the model.
     """
+    if not rows:
+        return {}
     from lema.backend.collectives import first_alone
     from lema.train.model import LemaModel
     from lema.train.phases.places import Places

@@ -25,6 +25,7 @@ from lema.backend.collectives import check_alike, first_alone
 from lema.backend.interrupt import Stop, agreed
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
+from lema.config.printing import line_printer
 from lema.data.mixture import Mixture, Source
 from lema.errors import Stopped
 from lema.model.files import ModelFiles
@@ -343,10 +344,7 @@ def train_phases(
         LemaError: of the kind that says what is wrong.
     """
     shown, plan, config = console or Console(highlight=False), file.plan, file.config
-
-    def say(line: str) -> None:  # one line is one record, whatever the terminal's width, and a path may hold brackets
-        shown.print(line, soft_wrap=True, markup=False, emoji=False)
-
+    say = line_printer(shown)
     # The one backend holds the group of processes together until the last phase has ended.
     with closing(open_backend(config)) as backend:
         first = backend.replicas.first
@@ -378,10 +376,8 @@ def train_phases(
                 **opened,
             )
         say(f"the last phase ended in {end}")
-        if measured:
-            found = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
-            for name, numbers in found.items():
-                say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
+        for name, numbers in evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code).items():
+            say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
     return end
 
 
