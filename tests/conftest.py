@@ -96,8 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _libraries_are_not_collected() -> None:
     """Have the garbage collector leave alone what is there before a module's first test: libraries, and what is shared.
 
-    They have about a million objects, which a full collection looks through for half a second. An out-of-memory retry
-    asks for one each time, and a tenth of the time of the other tests went there.
+    A full collection looks through all of them for half a second or more, and a step that is taken again after memory
+    ran out asks for one each time.
     """
     gc.collect()
     gc.freeze()
