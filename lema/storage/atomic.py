@@ -186,8 +186,9 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 def _rename(part: Path, directory: Path) -> None:
     """Give a directory its name; one that is there already steps aside until then."""
-    if not directory.exists():
-        part.rename(directory)
+    empty = directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir())
+    if empty or not directory.exists():
+        part.rename(directory)  # over an empty one without its lock, because the `commit` around this one may hold that
         return
     with _locked(directory):
         old = _aside(directory, OLD)

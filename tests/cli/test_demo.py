@@ -366,17 +366,14 @@ def test_the_resident_config_reads_each_layer_once(there: Finished, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_command_as_it_stands(tmp_path: Path) -> None:
+    """It replaces what an earlier demo left, here a short one: a whole one takes most of a minute."""
+    with contextlib.chdir(tmp_path):
+        run_demo(DIRECTORY, max_steps=2, console=Console(file=io.StringIO()))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "lema", "demo"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+    command = [sys.executable, "-m", "lema", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", done.stdout)]
     assert losses[0] > 6
     assert losses[1] < 4

@@ -12,7 +12,7 @@ import pytest
 
 from lema.errors import DiskError
 from lema.storage import atomic as module
-from lema.storage.atomic import commit, discard, sweep
+from lema.storage.atomic import appearing, commit, discard, sweep
 from lema.storage.manifest import MANIFEST, check_manifest, write_manifest
 
 # A process that kills itself before its n-th change to the disk; without one it prints how many it has made.
@@ -223,3 +223,15 @@ def test_one_save_sweeps_what_another_of_the_same_name_has_left(tmp_path: Path) 
 def test_discarding_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         discard(tmp_path / "nothing")
+
+
+def test_a_model_appears_in_the_directory_that_a_commit_fills(tmp_path: Path) -> None:
+    """A phase of all weights ends so: both know how to appear whole, and the one does not wait for the other."""
+
+    def fill(part: Path) -> None:
+        with appearing(part) as inner:
+            (inner / "file").write_text("text")
+
+    commit(tmp_path / "out", fill)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "text"
