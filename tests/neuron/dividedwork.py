@@ -148,7 +148,7 @@ def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tens
                             gradients[name] = whole_tensor(parallel, one.grad, layout_of(one)).clone()
 
             before = model.adapter.counters.bytes_read
-            result = trainer.accumulate(split_batch(rows, 2), on_event=note if step == 0 else None)
+            result = trainer.accumulate(split_batch(rows, 2), on_event=note if step == 0 else no_event)
             losses.append(result.loss)
             found |= {f"gradient {name}": one for name, one in gradients.items()}
         read = model.adapter.counters.bytes_read - before

@@ -16,7 +16,7 @@ PLACES = tuple(f"{ROOT / name}/" for name in ("lema", "backends"))
 # By file (from the root of the repository) and function: pickles that are no files, and what becomes of them.
 ALLOWED: Mapping[tuple[str, str], str] = {
     (
-        "backend/torchrun.py",
+        "lema/backend/torchrun.py",
         "gather_objects",
     ): "torch.distributed's own way to send plain data between one run's processes",
     ("backends/lema_neuron/comm.py", "split"): "the ranks of a group",
