@@ -29,6 +29,7 @@ from lema.plan.cost import device_parts
 from lema.plan.meter import Tally
 from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
+from lema.train.steps import no_event
 
 LAYERS, ROWS, LENGTH, STEPS = 8, 4, 16, 5
 SHAPE: dict[str, Any] = {
