@@ -48,8 +48,8 @@ class DiskPiece:
         transfers: those under way that touch the buffer.
         checksum: of the bytes; None: they are not on the disk.
         failure: why there are none; they may be read again if they are on the disk.
-        dropped: nobody wants them.
-        gone: it has nothing any more.
+        dropped, gone: nobody wants them; and it has nothing any more.
+        num_told: failures that the store had told when this was placed.
     """
 
     def __init__(self, store: DiskStore, start: int, nbytes: int, buffer: Tensor) -> None:
@@ -59,7 +59,7 @@ class DiskPiece:
         self.transfers: list[_Transfer] = []
         self.checksum: int | None = None
         self.failure: BaseException | None = None
-        self.dropped = self.gone = False
+        self.dropped, self.gone, self.num_told = False, False, store._num_told
 
     @property
     def size(self) -> int:
@@ -166,18 +166,18 @@ class DiskStore:
     def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
         assert staging.limit is not None, "without a limit, staging would hold all that ever went to the disk"
         self.staging = staging
-        self._file, self._limit = file, limit
+        self._file, self._limit, self._closed = file, limit, False
         self._lock = threading.Lock()
         # Threads of its own: a copy that has ended shall not keep device memory until some writes have, too.
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="lema-drain")
         self._extents = Extents()
         self._under_way: deque[_Transfer] = deque()
         self._idle: OrderedDict[DiskPiece, None] = OrderedDict()  # with buffers that nothing touches
-        # A garbage collector drops in the middle of anything, in any thread: what it calls takes no lock.
-        self._dropped: deque[DiskPiece] = deque()
+        self._dropped: deque[DiskPiece] = (
+            deque()
+        )  # without the lock, because a collector drops at any time
         self._failed: tuple[DiskPiece, BaseException] | None = None
-        self.bytes_written = self.bytes_read = 0
-        self._closed = False
+        self.bytes_written = self.bytes_read = self._num_told = 0
 
     @property
     def taken_bytes(self) -> int:
@@ -250,6 +250,7 @@ class DiskStore:
             )
         failed, self._failed = self._failed, None
         if failed is not None and not failed[0].dropped:  # else nobody wants to know any more
+            self._num_told += 1
             raise failed[1]
 
     def _look(self) -> None:
@@ -276,7 +277,9 @@ class DiskStore:
                 piece.failure = error
             if kind == "write":
                 piece.checksum = None
-            if kind != "read" and not piece.dropped:  # because who reads is told by `memory`, and others by none
+            # Who reads is told by `memory`. A step that was told of one failure is given up, because of which the
+            # failures of its other pieces are not told to the next step.
+            if kind != "read" and not piece.dropped and piece.num_told == self._num_told:
                 self._failed = piece, error
         elif kind == "write":
             self.bytes_written += piece.size
