@@ -173,9 +173,7 @@ class DiskStore:
         self._extents = Extents()
         self._under_way: deque[_Transfer] = deque()
         self._idle: OrderedDict[DiskPiece, None] = OrderedDict()  # with buffers that nothing touches
-        self._dropped: deque[DiskPiece] = (
-            deque()
-        )  # without the lock, because a collector drops at any time
+        self._dropped: deque[DiskPiece] = deque()  # without the lock, because a collector drops at any time
         self._failed: tuple[DiskPiece, BaseException] | None = None
         self.bytes_written = self.bytes_read = self._num_told = 0
 

@@ -16,7 +16,7 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.errors import ConfigError, DiskError
 from lema.model.skeleton import find_layers
-from lema.storage.atomic import commit
+from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_error
 from lema.train.full import FullTraining, save_delta, save_trained
 from lema.train.model import LemaModel
@@ -72,7 +72,7 @@ def _written(out: Path, write: Callable[[Path], object]) -> None:
     def fill(part: Path) -> None:
         write(part)
 
-    for left in out.parent.glob(f"..{out.name}.*.partial"):  # of a run that was killed at it
+    for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
         shutil.rmtree(left, ignore_errors=True)
     try:
         commit(out, fill)
@@ -88,9 +88,8 @@ def copy_adapter(end: Path, out: Path) -> None:
     """
     try:
         for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
-            part = out / f".{file.name}.partial"
-            shutil.copyfile(file, part)
-            part.replace(out / file.name)
+            with file.open("rb") as source, replacing(out / file.name) as copy:
+                shutil.copyfileobj(source, copy)
     except OSError as error:
         raise DiskError(f"the adapter cannot be copied: {error.strerror}", where=str(out)) from error
 
