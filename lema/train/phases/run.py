@@ -13,7 +13,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -352,10 +352,9 @@ def train_phases(
         if backend.replicas.size > 1:
             say(f"{backend.replicas.num_processes} processes, each with its share of every batch")
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
-        reading: dict[str, Any] = {"say": say, "files": files}
-        sources = read_sources(config, plan, file.train_data, "train", **reading)
-        held_out = read_sources(config, plan, file.eval_data, "val", **reading) or None
-        measured = read_sources(config, plan, file.evaluations, "val", also=file.evaluations, **reading)
+        read = partial(read_sources, config, plan, say=say, files=files)
+        sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
+        measured = read(file.evaluations, "val", also=file.evaluations)
         opened: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         show_report(phase_report(config, plan, sources, processes=backend.replicas.size, **opened), shown)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
