@@ -165,7 +165,7 @@ def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Col
     This is another question than that of `lema.model.layer_kinds`, and errs to the other side. There one layer's graph
     stands for another's, so whatever cannot be told to be equal, down to the last attribute, makes two kinds. Here
     every kind is measured for seconds, so attributes that cost nothing must not make one: of 170 types of models 26
-    would have more kinds by their attributes, and `longcat_flash` one for each of its 28 layers. But how weights are
+    would have more kinds by their attributes, and one of these types one kind per layer. But how weights are
     stored on disk counts, and which of them train, which the modules do not show.
 
     Args:

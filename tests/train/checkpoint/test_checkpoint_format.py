@@ -20,6 +20,7 @@ from lema.storage import atomic as commits
 from lema.storage import verify as savedtensors
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.storage.verify import base_fingerprint
+from lema.train.fit import save_step
 
 FILES = {
     "README.md",
@@ -150,7 +151,7 @@ def test_what_is_on_disk_is_compared_with_memory_before_the_checkpoint_gets_its_
             save_file(tensors, path, {"format": "pt"})
         checked(path, *expected)
 
-    for module in ("adapter", "checkpoint"):
+    for module in ("lora.files", "train.checkpoint.format"):
         monkeypatch.setattr(f"lema.{module}.check_written", written)
     trainer = model.get_trainer()
     trainer.train_step(batch(1))
@@ -187,7 +188,7 @@ def test_old_checkpoints_go_only_when_the_new_one_has_been_read_back(
         assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-2"]
         for one in trainer.checkpoints():
             check_manifest(one)
-        trainer.save_step()
+        save_step(trainer)
         assert [path.name for path in trainer.checkpoints()] == ["checkpoint-2", "checkpoint-3"]
 
 

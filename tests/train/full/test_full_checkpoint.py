@@ -68,11 +68,11 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
         anyway, _ = training.places._limits(model.config)
         masters = training.masters
     with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
-        taken = resumed.host_bytes, resumed.mapped_bytes
+        taken = resumed.places.host_bytes, resumed.places.mapped_bytes
         places = [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
         resumed.restore(tmp_path / "there")
         assert places == [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
-        assert resumed.mapped_layers and taken == (resumed.host_bytes, resumed.mapped_bytes)
+        assert resumed.places.mapped and taken == (resumed.places.host_bytes, resumed.places.mapped_bytes)
         assert torch.equal(resumed.step([micro_batches(2)]), expected)
         assert all(torch.equal(resumed.masters[name], master) for name, master in masters.items())
 
