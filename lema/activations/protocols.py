@@ -35,29 +35,17 @@ class Kept(StrEnum):
 
 @dataclass
 class Counters:
-    """Counted from the beginning, or since `reset`.
+    """Counted from the beginning, or since `reset`."""
 
-    Attributes:
-        seen: tensors that autograd saved.
-        moved: of these, those that wait elsewhere; several that share memory are moved together.
-        restored: how often one was asked for and had been moved.
-        kept: those that stayed, by reason.
-        copies_out: pieces of memory that were copied away.
-        copies_back: pieces of memory that were copied back.
-        bytes_out: of these, in bytes.
-        bytes_back: likewise.
-        early: tensors asked for while their memory was still on the device, so that nothing was copied.
-    """
-
-    seen: int = 0
-    moved: int = 0
-    restored: int = 0
-    kept: Counter[Kept] = field(default_factory=Counter)
-    copies_out: int = 0
-    copies_back: int = 0
-    bytes_out: int = 0
-    bytes_back: int = 0
-    early: int = 0
+    seen: int = 0  # tensors that autograd saved
+    moved: int = 0  # of these, those that wait elsewhere; several that share memory are moved together
+    restored: int = 0  # how often one was asked for and had been moved
+    kept: Counter[Kept] = field(default_factory=Counter)  # those that stayed, by reason
+    copies_out: int = 0  # pieces of memory that were copied away
+    copies_back: int = 0  # pieces of memory that were copied back
+    bytes_out: int = 0  # of these, in bytes
+    bytes_back: int = 0  # likewise
+    early: int = 0  # tensors asked for while their memory was still on the device, so that nothing was copied
 
     def reset(self) -> None:
         """Begin again."""

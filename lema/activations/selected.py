@@ -78,16 +78,11 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of an operator that was chosen.
+    """One call of an operator that was chosen."""
 
-    Attributes:
-        op: the operator.
-        out: what it returned, with `_Waiting` for tensors.
-        drawn: for each device on which it drew random numbers, the generator's state before and after.
-    """
-
-    op: Any
-    out: Any
+    op: Any  # the operator
+    out: Any  # what it returned, with `_Waiting` for tensors
+    # for each device on which it drew random numbers, the generator's state before and after
     drawn: dict[torch.device, tuple[Tensor, Tensor]]
 
 

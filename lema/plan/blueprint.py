@@ -33,32 +33,20 @@ __all__ = ["Blueprint", "draw_up"]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What is known of a model before a byte of a weight is read.
+    """What is known of a model before a byte of a weight is read."""
 
-    Attributes:
-        directory: the model's.
-        model: parameters on `meta`, but for those of the adapter, which have memory and no values.
-        layers: the decoder layers as bytes.
-        outside_bytes: of embeddings, final norm and head, on the device.
-        adapter_bytes: of what trains, with gradients and optimizer state.
-        adapter_parameters: how many train.
-        stored_bytes: of the model's files.
-        files: them.
-        parameters: of the model, adapters not counted.
-        trained: weights of the model that train themselves, in place of an adapter; None: an adapter does.
-        parallel: the processes that hold it together; the layers, and adapters on them, are one's part.
-    """
-
-    directory: Path
-    model: PreTrainedModel
-    layers: Sequence[LayerBytes]
-    outside_bytes: int
-    adapter_bytes: int
-    adapter_parameters: int
-    stored_bytes: int
+    directory: Path  # the model's
+    model: PreTrainedModel  # parameters on `meta`, but for those of the adapter, which have memory and no values
+    layers: Sequence[LayerBytes]  # the decoder layers as bytes
+    outside_bytes: int  # of embeddings, final norm and head, on the device
+    adapter_bytes: int  # of what trains, with gradients and optimizer state
+    adapter_parameters: int  # how many train
+    stored_bytes: int  # of the model's files
     files: tuple[Path, ...]
-    parameters: int
+    parameters: int  # of the model, adapters not counted
+    # weights of the model that train themselves, in place of an adapter; None: an adapter does
     trained: TrainedBytes | None = None
+    # the processes that hold it together; the layers, and adapters on them, are one's part
     parallel: Parallel = field(default_factory=SingleProcess)
 
     @property

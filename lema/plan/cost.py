@@ -40,23 +40,14 @@ Tier = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Allocation:
-    """What memory is spent on.
+    """What memory is spent on."""
 
-    Attributes:
-        slots: of the ring on the device.
-        residents: layers that stay on the device.
-        host_cached: layers that stay in host memory, between disk and device.
-        boundaries: where boundary activations wait for the backward.
-        saved: layers whose activations are kept, so not recomputed.
-        saved_on: where those activations wait for the backward, with these layers' inputs.
-    """
-
-    slots: int
-    residents: frozenset[int] = frozenset()
-    host_cached: frozenset[int] = frozenset()
-    boundaries: Tier = "device"
-    saved: frozenset[int] = frozenset()
-    saved_on: Tier = "device"
+    slots: int  # of the ring on the device
+    residents: frozenset[int] = frozenset()  # layers that stay on the device
+    host_cached: frozenset[int] = frozenset()  # layers that stay in host memory, between disk and device
+    boundaries: Tier = "device"  # where boundary activations wait for the backward
+    saved: frozenset[int] = frozenset()  # layers whose activations are kept, so not recomputed
+    saved_on: Tier = "device"  # where those activations wait for the backward, with these layers' inputs
 
     def summary(self) -> str:
         """Say it in a few words."""
@@ -73,88 +64,51 @@ class Allocation:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer in one step, all micro-batches together.
+    """One layer in one step, all micro-batches together."""
 
-    Attributes:
-        slot_bytes: on the device.
-        read_bytes: from disk, at each read.
-        upload_bytes: over the link, at each upload.
-        saved_bytes: its activations, where they are kept for the backward.
-        expand: seconds of expanding its weights, at each lease; 0: they are stored as they are used.
-        forward: seconds.
-        recompute: seconds of running it again in the backward.
-        backward: seconds, without that.
-        micro_saved_bytes: of its activations those of the largest micro-batch.
-        gradient_bytes: of those of its weights that train themselves, as they leave the device.
-    """
-
-    slot_bytes: int
-    read_bytes: int
-    upload_bytes: int
-    saved_bytes: int = 0
-    expand: float = 0.0
-    forward: float = 0.0
-    recompute: float = 0.0
-    backward: float = 0.0
-    micro_saved_bytes: int = 0
-    gradient_bytes: int = 0
+    slot_bytes: int  # on the device
+    read_bytes: int  # from disk, at each read
+    upload_bytes: int  # over the link, at each upload
+    saved_bytes: int = 0  # its activations, where they are kept for the backward
+    expand: float = 0.0  # seconds of expanding its weights, at each lease; 0: they are stored as they are used
+    forward: float = 0.0  # seconds
+    recompute: float = 0.0  # seconds of running it again in the backward
+    backward: float = 0.0  # seconds, without that
+    micro_saved_bytes: int = 0  # of its activations those of the largest micro-batch
+    gradient_bytes: int = 0  # of those of its weights that train themselves, as they leave the device
 
 
 @dataclass(frozen=True)
 class HostTraining:
-    """What weights of the layers that train themselves take of host memory, beside the copy that streams.
+    """What weights of the layers that train themselves take of host memory, beside the copy that streams."""
 
-    Attributes:
-        masters: in fp32; 0: the copy that streams is in fp32, and is them.
-        moments: AdamW's two of each parameter.
-        gradients: that wait for their step.
-        stepping: what the optimizer makes, one tensor at a time.
-        mapped: of masters, moments and gradients those that are in files, which the others do not count.
-    """
-
-    masters: int = 0
-    moments: int = 0
-    gradients: int = 0
-    stepping: int = 0
-    mapped: int = 0
+    masters: int = 0  # in fp32; 0: the copy that streams is in fp32, and is them
+    moments: int = 0  # AdamW's two of each parameter
+    gradients: int = 0  # that wait for their step
+    stepping: int = 0  # what the optimizer makes, one tensor at a time
+    mapped: int = 0  # of masters, moments and gradients those that are in files, which the others do not count
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One step, whatever memory there is for it.
+    """One step, whatever memory there is for it."""
 
-    Attributes:
-        layers: from the lowest up.
-        lowest: the lowest layer that gradients reach.
-        outside_bytes: embeddings, final norm, head.
-        adapter_bytes: what trains, with gradients and optimizer state.
-        working_bytes: one micro-batch in one layer, or in the head, where that is more.
-        flight_bytes: hidden states between two layers, and the layers' other arguments.
-        expanded_bytes: the weights of one layer as they are used, where they are stored smaller.
-        boundary_bytes: the inputs of one layer, of all micro-batches.
-        micro_boundary_bytes: the inputs of one layer, of the largest micro-batch.
-        turn: seconds of the head and the loss, forward and backward.
-        rest: seconds of what is done between steps, and before the layers.
-        gathered_bytes: layers that are put together from the parts of all processes; 0: each process has them whole.
-        processes: of this machine, which have its host memory together.
-        shared: the device computes in host memory: host buffers are its slots.
-        training: what weights of the layers that train themselves take of host memory, in each process.
-    """
-
-    layers: tuple[LayerCost, ...]
-    lowest: int = 0
-    outside_bytes: int = 0
-    adapter_bytes: int = 0
-    working_bytes: int = 0
-    flight_bytes: int = 0
-    expanded_bytes: int = 0
-    boundary_bytes: int = 0
-    micro_boundary_bytes: int = 0
-    turn: float = 0.0
-    rest: float = 0.0
+    layers: tuple[LayerCost, ...]  # from the lowest up
+    lowest: int = 0  # the lowest layer that gradients reach
+    outside_bytes: int = 0  # embeddings, final norm, head
+    adapter_bytes: int = 0  # what trains, with gradients and optimizer state
+    working_bytes: int = 0  # one micro-batch in one layer, or in the head, where that is more
+    flight_bytes: int = 0  # hidden states between two layers, and the layers' other arguments
+    expanded_bytes: int = 0  # the weights of one layer as they are used, where they are stored smaller
+    boundary_bytes: int = 0  # the inputs of one layer, of all micro-batches
+    micro_boundary_bytes: int = 0  # the inputs of one layer, of the largest micro-batch
+    turn: float = 0.0  # seconds of the head and the loss, forward and backward
+    rest: float = 0.0  # seconds of what is done between steps, and before the layers
+    # layers that are put together from the parts of all processes; 0: each process has them whole
     gathered_bytes: int = 0
-    processes: int = 1
-    shared: bool = False
+    processes: int = 1  # of this machine, which have its host memory together
+    shared: bool = False  # the device computes in host memory: host buffers are its slots
+    # what weights of the layers that train themselves take of host memory, in each process
     training: HostTraining = HostTraining()
 
     @property
@@ -189,15 +143,10 @@ class Demand:
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast bytes come: from disk to host memory, and from there to the device, in bytes per second.
+    """How fast bytes come: from disk to host memory, and from there to the device, in bytes per second."""
 
-    Attributes:
-        disk: of a model's file, read in order.
-        link: from host memory to the device; infinite where they are the same memory.
-    """
-
-    disk: float
-    link: float = math.inf
+    disk: float  # of a model's file, read in order
+    link: float = math.inf  # from host memory to the device; infinite where they are the same memory
 
 
 @dataclass(frozen=True)
@@ -337,17 +286,11 @@ def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that move between disk, host memory and device.
+    """Bytes that move between disk, host memory and device."""
 
-    Attributes:
-        read: of weights, from disk.
-        uploaded: to the device, of weights and of activations that come back.
-        downloaded: from the device, of gradients and of activations that wait elsewhere.
-    """
-
-    read: int
-    uploaded: int
-    downloaded: int
+    read: int  # of weights, from disk
+    uploaded: int  # to the device, of weights and of activations that come back
+    downloaded: int  # from the device, of gradients and of activations that wait elsewhere
 
 
 def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bool) -> Traffic:

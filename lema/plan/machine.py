@@ -20,29 +20,17 @@ GB, GIB = 10**9, 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is made for.
+    """What a plan is made for."""
 
-    Attributes:
-        name: of the profile, or of the device measured.
-        device_memory: bytes; of the host where the device computes in its memory.
-        host_memory: bytes.
-        speeds: of disk and link.
-        half: floating-point operations per second with weights of two bytes.
-        single: with weights of four.
-        memory: bytes per second that the device's memory is read and written at, together.
-        launch: seconds that handing one layer's work to the device takes, at least.
-        note: what is not known of it.
-    """
-
-    name: str
-    device_memory: int
-    host_memory: int
-    speeds: Speeds
-    half: float
-    single: float
-    memory: float = math.inf
-    launch: float = 0.0
-    note: str = ""
+    name: str  # of the profile, or of the device measured
+    device_memory: int  # bytes; of the host where the device computes in its memory
+    host_memory: int  # bytes
+    speeds: Speeds  # of disk and link
+    half: float  # floating-point operations per second with weights of two bytes
+    single: float  # with weights of four
+    memory: float = math.inf  # bytes per second that the device's memory is read and written at, together
+    launch: float = 0.0  # seconds that handing one layer's work to the device takes, at least
+    note: str = ""  # what is not known of it
 
     @property
     def shared(self) -> bool:

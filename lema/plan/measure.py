@@ -49,19 +49,12 @@ PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """One micro-batch in one layer.
+    """One micro-batch in one layer."""
 
-    Attributes:
-        forward: seconds.
-        recompute: of running it again, as far as the backward needs it.
-        backward: without that.
-        expand: of expanding weights that are stored quantised, once in each lease.
-    """
-
-    forward: float
-    recompute: float
-    backward: float
-    expand: float
+    forward: float  # seconds
+    recompute: float  # of running it again, as far as the backward needs it
+    backward: float  # without that
+    expand: float  # of expanding weights that are stored quantised, once in each lease
 
 
 def layer_seconds(

@@ -25,72 +25,43 @@ CURVE = 33  # points
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes of memory by part, and how many may be used.
+    """Bytes of memory by part, and how many may be used."""
 
-    Attributes:
-        device: of device memory.
-        host: of host memory.
-        disk: of disk space.
-        device_limit: of device memory, what the settings allow or what there is.
-        host_limit: of host memory, what the settings allow or what there is.
-    """
-
-    device: dict[str, int]
-    host: dict[str, int]
-    disk: dict[str, int]
-    device_limit: int
-    host_limit: int
+    device: dict[str, int]  # of device memory
+    host: dict[str, int]  # of host memory
+    disk: dict[str, int]  # of disk space
+    device_limit: int  # of device memory, what the settings allow or what there is
+    host_limit: int  # of host memory, what the settings allow or what there is
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """What larger steps, or more memory, would give.
+    """What larger steps, or more memory, would give."""
 
-    Attributes:
-        crossover: tokens per step from which on reading and copying weights is hidden behind computing; None: there is
-            nothing to hide.
-        largest_micro_batch: rows that still fit.
-        largest_step: tokens per step that still fit.
-        gigabyte_on_device: seconds that each GB more of device memory, enough for a layer, would save in each step.
-        gigabyte_in_host: seconds that each GB more of host memory would save in each step.
-    """
-
+    # tokens per step from which on reading and copying weights is hidden behind computing; None: there is nothing to
+    # hide
     crossover: float | None
-    largest_micro_batch: int
-    largest_step: int
-    gigabyte_on_device: float
-    gigabyte_in_host: float
+    largest_micro_batch: int  # rows that still fit
+    largest_step: int  # tokens per step that still fit
+    gigabyte_on_device: float  # seconds that each GB more of device memory, enough for a layer, would save in each step
+    gigabyte_in_host: float  # seconds that each GB more of host memory would save in each step
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it starts.
+    """What is known of a run before it starts."""
 
-    Attributes:
-        machine: it is planned for.
-        measured: whether this machine was measured; else it is a profile.
-        itemsize: bytes of one element of the frozen weights.
-        tokens: per optimizer step, padding included.
-        micro_batch: rows computed at once, and their length.
-        allocation: what memory is spent on.
-        memory: by part.
-        step: one step in the middle of a run.
-        room: what larger steps, or more memory, would give.
-        epoch: of the training data; None: the settings name none.
-        notes: what a reader should know.
-    """
-
-    machine: Machine
-    measured: bool
-    itemsize: int
-    tokens: int
-    micro_batch: MicroBatch
-    allocation: Allocation
-    memory: PlannedMemory
-    step: Simulated
-    room: Headroom
-    epoch: Epoch | None
-    notes: tuple[str, ...]
+    machine: Machine  # it is planned for
+    measured: bool  # whether this machine was measured; else it is a profile
+    itemsize: int  # bytes of one element of the frozen weights
+    tokens: int  # per optimizer step, padding included
+    micro_batch: MicroBatch  # rows computed at once, and their length
+    allocation: Allocation  # what memory is spent on
+    memory: PlannedMemory  # by part
+    step: Simulated  # one step in the middle of a run
+    room: Headroom  # what larger steps, or more memory, would give
+    epoch: Epoch | None  # of the training data; None: the settings name none
+    notes: tuple[str, ...]  # what a reader should know
 
     @property
     def host_peak(self) -> int:

@@ -40,21 +40,15 @@ Memory = int | float | str | None  # a limit as the settings write it
 
 @dataclass(frozen=True)
 class Site:
-    """The machine that a run or a phase is planned for, as far as it is known.
+    """The machine that a run or a phase is planned for, as far as it is known."""
 
-    Attributes:
-        machine: its memory in bytes and, unless `speeds` is `unknown`, its speeds.
-        host_available: bytes of host memory that are free.
-        speeds: where they come from: the machine's `profile`, or `measured` on this machine with the planned model.
-        kept: the fraction of device memory up to which layers stay there where the settings have no limit for it.
-        process_bytes: bytes of host memory that interpreter and libraries take; 0: not known.
-    """
-
-    machine: Machine
-    host_available: int
+    machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
+    host_available: int  # bytes of host memory that are free
+    # where they come from: the machine's `profile`, or `measured` on this machine with the planned model
     speeds: Literal["profile", "measured", "unknown"] = "unknown"
+    # the fraction of device memory up to which layers stay there where the settings have no limit for it
     kept: float = 0.0
-    process_bytes: int = 0
+    process_bytes: int = 0  # bytes of host memory that interpreter and libraries take; 0: not known
 
     def limits(self, device_memory: Memory, host_memory: Memory) -> tuple[int, int]:
         """Return the bytes of device and of host memory that may be used: what the settings allow, or what there is."""
@@ -104,29 +98,19 @@ def _unknown_speeds(*, shared: bool) -> Speeds:
 
 @dataclass(frozen=True)
 class Planner:
-    """A model and a machine, for which steps of any shape can be planned.
+    """A model and a machine, for which steps of any shape can be planned."""
 
-    Attributes:
-        config: the settings of the run or of the phase.
-        blueprint: its model, and what of it trains.
-        site: the machine.
-        workload: what one micro-batch of `shape` costs; None: it cannot be told, so weights alone are counted.
-        timings: the seconds of such a micro-batch; None: speeds are not known.
-        shape: the rows and tokens of a step, of one process.
-        processes: how many share each batch, all of them on one machine.
-        device_memory: the limit of device memory for a phase that trains weights, which has none in `config`.
-        note: what is not counted, and why; empty: everything is.
-    """
-
-    config: LemaConfig
-    blueprint: Blueprint
-    site: Site
+    config: LemaConfig  # the settings of the run or of the phase
+    blueprint: Blueprint  # its model, and what of it trains
+    site: Site  # the machine
+    # what one micro-batch of `shape` costs; None: it cannot be told, so weights alone are counted
     workload: Workload | None
-    timings: Timings | None
-    shape: StepShape
-    processes: int = 1
+    timings: Timings | None  # the seconds of such a micro-batch; None: speeds are not known
+    shape: StepShape  # the rows and tokens of a step, of one process
+    processes: int = 1  # how many share each batch, all of them on one machine
+    # the limit of device memory for a phase that trains weights, which has none in `config`
     device_memory: Memory = None
-    note: str = ""
+    note: str = ""  # what is not counted, and why; empty: everything is
 
     @property
     def machine(self) -> Machine:
@@ -244,17 +228,11 @@ class Planner:
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """What a step of a run or of a phase takes of memory, and what memory is spent on.
+    """What a step of a run or of a phase takes of memory, and what memory is spent on."""
 
-    Attributes:
-        planner: that says so.
-        demand: the bytes and seconds of a step.
-        allocation: what memory is spent on.
-    """
-
-    planner: Planner
-    demand: Demand
-    allocation: Allocation
+    planner: Planner  # that says so
+    demand: Demand  # the bytes and seconds of a step
+    allocation: Allocation  # what memory is spent on
 
     @property
     def blueprint(self) -> Blueprint:

@@ -34,33 +34,19 @@ STEPS = 3  # the first begins with nothing read; the last is what a run is made 
 
 @dataclass(frozen=True)
 class Simulated:
-    """One step in the middle of a run.
+    """One step in the middle of a run."""
 
-    Attributes:
-        seconds: from the end of the step before to its own.
-        compute: seconds the device computed.
-        link: seconds the link carried weights or activations to the device.
-        disk: seconds the disk was read from, or written to.
-        stall_disk: seconds the device waited for bytes that were not read yet.
-        stall_upload: seconds it waited for bytes on the link.
-        stall_boundaries: seconds it waited for activations.
-        bytes_read: of weights, from disk.
-        bytes_uploaded: of weights, over the link.
-        device_peak: bytes of device memory, the most at once.
-        host_peak: bytes of host memory, the most at once.
-    """
-
-    seconds: float
-    compute: float
-    link: float
-    disk: float
-    stall_disk: float
-    stall_upload: float
-    stall_boundaries: float
-    bytes_read: int
-    bytes_uploaded: int
-    device_peak: int
-    host_peak: int
+    seconds: float  # from the end of the step before to its own
+    compute: float  # seconds the device computed
+    link: float  # seconds the link carried weights or activations to the device
+    disk: float  # seconds the disk was read from, or written to
+    stall_disk: float  # seconds the device waited for bytes that were not read yet
+    stall_upload: float  # seconds it waited for bytes on the link
+    stall_boundaries: float  # seconds it waited for activations
+    bytes_read: int  # of weights, from disk
+    bytes_uploaded: int  # of weights, over the link
+    device_peak: int  # bytes of device memory, the most at once
+    host_peak: int  # bytes of host memory, the most at once
 
     @property
     def bottleneck(self) -> str:

@@ -38,15 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepShape:
-    """An optimizer step: so many rows, computed a micro-batch at a time.
+    """An optimizer step: so many rows, computed a micro-batch at a time."""
 
-    Attributes:
-        micro_batch: rows computed at once.
-        num_rows: of the step.
-    """
-
-    micro_batch: MicroBatch
-    num_rows: int
+    micro_batch: MicroBatch  # rows computed at once
+    num_rows: int  # of the step
 
     @property
     def tokens(self) -> int:
@@ -61,25 +56,15 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one micro-batch, and of what comes once in a step.
+    """Seconds of one micro-batch, and of what comes once in a step."""
 
-    Attributes:
-        forward: of each kind of layer.
-        recompute: of running each kind of layer again, as far as the backward needs it.
-        backward: of each kind of layer, without recomputing.
-        head: head and loss, forward and backward.
-        expand: by kind of layer, once in each lease; empty: nothing is stored quantised.
-        prelude: before the layers.
-        optimizer: once in a step.
-    """
-
-    forward: tuple[float, ...]
-    recompute: tuple[float, ...]
-    backward: tuple[float, ...]
-    head: float
-    expand: tuple[float, ...] = ()
-    prelude: float = 0.0
-    optimizer: float = 0.0
+    forward: tuple[float, ...]  # of each kind of layer
+    recompute: tuple[float, ...]  # of running each kind of layer again, as far as the backward needs it
+    backward: tuple[float, ...]  # of each kind of layer, without recomputing
+    head: float  # head and loss, forward and backward
+    expand: tuple[float, ...] = ()  # by kind of layer, once in each lease; empty: nothing is stored quantised
+    prelude: float = 0.0  # before the layers
+    optimizer: float = 0.0  # once in a step
 
     def times(self, factor: float) -> Timings:
         """Return the timings of micro-batches that have `factor` times the tokens."""
@@ -255,21 +240,13 @@ def _grown(one: int, two: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over the training data.
+    """One pass over the training data."""
 
-    Attributes:
-        rows: of the data.
-        tokens: of them.
-        steps: optimizer steps.
-        hours: they take.
-        cost: at the price given; None: none was.
-    """
-
-    rows: int
-    tokens: int
-    steps: int
-    hours: float
-    cost: float | None
+    rows: int  # of the data
+    tokens: int  # of these rows
+    steps: int  # optimizer steps
+    hours: float  # they take
+    cost: float | None  # at the price given; None: none was
 
 
 def epoch_of(

@@ -42,19 +42,12 @@ TRAINABLE = {torch.float32, torch.bfloat16}
 
 @dataclass(frozen=True)
 class TrainableBytes:
-    """Bytes of weights that train: of one layer, or of all that lie outside the layers.
+    """Bytes of weights that train: of one layer, or of all that lie outside the layers."""
 
-    Attributes:
-        count: their parameters.
-        nbytes: the bytes of the weights in their own type, which is that of their gradients, too.
-        not_single: those of the parameters that are not in fp32, so have masters beside them.
-        largest: the bytes of the largest tensor in its own type.
-    """
-
-    count: int = 0
-    nbytes: int = 0
-    not_single: int = 0
-    largest: int = 0
+    count: int = 0  # their parameters
+    nbytes: int = 0  # the bytes of the weights in their own type, which is that of their gradients, too
+    not_single: int = 0  # those of the parameters that are not in fp32, so have masters beside them
+    largest: int = 0  # the bytes of the largest tensor in its own type
 
     @property
     def masters(self) -> int:
@@ -148,17 +141,11 @@ MADE = 2  # tensors that AdamW makes for each that it steps: a denominator, and 
 
 @dataclass(frozen=True)
 class TrainedBytes:
-    """Which weights of a model train themselves.
+    """Which weights of a model train themselves."""
 
-    Attributes:
-        names: of each layer, by their names in it.
-        layers: of each layer.
-        outside: the others, which are on the device.
-    """
-
-    names: tuple[frozenset[str], ...]
-    layers: tuple[TrainableBytes, ...]
-    outside: TrainableBytes
+    names: tuple[frozenset[str], ...]  # of each layer, by their names in it
+    layers: tuple[TrainableBytes, ...]  # of each layer
+    outside: TrainableBytes  # the others, which are on the device
 
     @property
     def parameters(self) -> int:

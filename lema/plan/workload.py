@@ -48,63 +48,37 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One micro-batch in one layer.
+    """One micro-batch in one layer."""
 
-    Attributes:
-        forward: floating-point operations of the forward.
-        recompute: of running it again, as far as the backward needs it.
-        backward: of the backward alone.
-        saved_bytes: what the backward needs, weights and the layer's inputs excepted.
-        working_bytes: the most that is alive at once in forward and backward.
-        forward_bytes: what is alive after the forward, its output included.
-        gradient_bytes: the gradients of the adapters in the layer; those of its own weights are counted apart.
-    """
-
-    forward: int
-    recompute: int
-    backward: int
-    saved_bytes: int
-    working_bytes: int
-    forward_bytes: int
-    gradient_bytes: int
+    forward: int  # floating-point operations of the forward
+    recompute: int  # of running it again, as far as the backward needs it
+    backward: int  # of the backward alone
+    saved_bytes: int  # what the backward needs, weights and the layer's inputs excepted
+    working_bytes: int  # the most that is alive at once in forward and backward
+    forward_bytes: int  # what is alive after the forward, its output included
+    gradient_bytes: int  # the gradients of the adapters in the layer; those of its own weights are counted apart
 
 
 @dataclass(frozen=True)
 class HeadWork:
-    """The head and the loss, forward and backward, of one micro-batch.
+    """The head and the loss, forward and backward, of one micro-batch."""
 
-    Attributes:
-        flops: floating-point operations.
-        working_bytes: the most that is alive at once; logits are those of one chunk.
-    """
-
-    flops: int
-    working_bytes: int
+    flops: int  # floating-point operations
+    working_bytes: int  # the most that is alive at once; logits are those of one chunk
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one micro-batch costs.
+    """What one micro-batch costs."""
 
-    Attributes:
-        kinds: for each layer, which of `works` is its own.
-        works: of every kind of layer.
-        head: after the layers.
-        hidden_bytes: of the hidden state.
-        call_bytes: of what else the layers are given, such as masks and rotary tables.
-        prelude_bytes: the most that is alive at once before the layers.
-        state_bytes: of the generator's state, kept for each layer that is recomputed.
-        starts_below: whether something before the layers trains.
-    """
-
-    kinds: tuple[int, ...]
-    works: tuple[LayerWork, ...]
-    head: HeadWork
-    hidden_bytes: int
-    call_bytes: int
-    prelude_bytes: int
-    state_bytes: int
-    starts_below: bool
+    kinds: tuple[int, ...]  # for each layer, which of `works` is its own
+    works: tuple[LayerWork, ...]  # of every kind of layer
+    head: HeadWork  # after the layers
+    hidden_bytes: int  # of the hidden state
+    call_bytes: int  # of what else the layers are given, such as masks and rotary tables
+    prelude_bytes: int  # the most that is alive at once before the layers
+    state_bytes: int  # of the generator's state, kept for each layer that is recomputed
+    starts_below: bool  # whether something before the layers trains
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""

@@ -42,17 +42,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class DiskSpeeds:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        nbytes: of the file.
-        write: bytes per second, until they are on the disk.
-        read: bytes per second, none of them from the page cache.
-    """
-
-    nbytes: int
-    write: float
-    read: float
+    nbytes: int  # of the file
+    write: float  # bytes per second, until they are on the disk
+    read: float  # bytes per second, none of them from the page cache
 
 
 def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_counter) -> Iterator[Finding]:

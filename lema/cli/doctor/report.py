@@ -35,15 +35,10 @@ Look = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        findings: in the order they were made.
-        measured: whether disk and links were timed.
-    """
-
-    findings: tuple[Finding, ...]
-    measured: bool
+    findings: tuple[Finding, ...]  # in the order they were made
+    measured: bool  # whether disk and links were timed
 
     @property
     def ready(self) -> bool:
