@@ -196,13 +196,7 @@ def get_lora_act_offloading_ctx_manager(
 
     Args:
         model: as it is trained; it may be wrapped for several processes.
-        use_pin_memory: see `OffloadActivations`, as for the next three.
-        use_streams: likewise.
-        min_offload_size: likewise.
-        max_fwd_stash_size: likewise.
-        warn_if_no_head: likewise.
-        mode: likewise; False: nothing is moved.
-        options: further arguments of `OffloadActivations`.
+        mode: False: nothing is moved. This and all others, `options` among them, are those of `OffloadActivations`.
 
     Raises:
         ConfigError: a setting is wrong.

@@ -204,7 +204,6 @@ class Sites:
         model: as the user has it: wrapped or not, adapted or not.
         exclude: further modules whose saved tensors stay: ends of their dotted names, or regular expressions that match
             the whole of them.
-        warn_if_no_head: warn where no output head is found.
 
     Attributes:
         head: whether an output head was found.

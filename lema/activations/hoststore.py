@@ -81,7 +81,6 @@ class HostPool:
         """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
 
         Args:
-            nbytes: how many; at least one.
             must: take room all the same where there is none. It is given back to the system, not to the pool.
         """
         assert nbytes > 0, "a buffer of no bytes was asked for"
@@ -182,9 +181,6 @@ class HostStore:
 
     A buffer is used again for the next piece while the copy from there may still be under way: whoever drops a place
     must have made compute wait for that copy, which the next copy to the buffer comes after.
-
-    Args:
-        pool: of the buffers.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -243,12 +239,7 @@ class HostPiece:
 
 
 class TieredStore:
-    """Host memory first; what has no room there goes to the disk.
-
-    Args:
-        host: where there is room as long as there is.
-        disk: where the rest goes.
-    """
+    """Host memory first; what has no room there goes to the disk."""
 
     def __init__(self, host: HostStore, disk: Store) -> None:
         self.host, self.disk = host, disk

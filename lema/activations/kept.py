@@ -44,12 +44,10 @@ class KeptGraphs:
 
     Args:
         model: whose parameters and buffers stay.
-        carrier: of the device.
         tier: "host" or "disk".
         directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
         at_once: hold nothing on the device for a copy's sake, and begin no copy before it is wanted.
         staging: bytes of host memory through which things go to the disk.
-        trace: records what is written and read.
     """
 
     def __init__(
@@ -131,8 +129,6 @@ class StepGraphs:
         """Return what packs tensors of the graph of micro-batch `index` through `layer`, which is built next.
 
         Args:
-            layer: its number.
-            index: of the micro-batch.
             held: tensors that somebody holds until the backward: they stay.
         """
         self._held.clear()
@@ -168,7 +164,6 @@ class BoundaryArena:
     """Where the boundary activations of a model's steps wait.
 
     Args:
-        backend: the device.
         tier: "device", "host" or "disk".
         directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
         trace: records when boundaries are kept, and waited for.

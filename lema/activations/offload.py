@@ -131,8 +131,6 @@ class Offload:
     """Moves what a choice says to a store, through carriers.
 
     Args:
-        choice: what to move.
-        store: where to.
         carrier: how, for each device.
         stash: pieces that are held on the device, at most, while they leave; as many are fetched ahead of a backward.
         fetch: begin copies to the device ahead of a backward; otherwise only reads from a disk.
@@ -187,7 +185,6 @@ class Offload:
         """Return what a graph is to keep in the place of `tensor`.
 
         Args:
-            tensor: what autograd saves.
             order: the order it belongs to; None: the newest.
 
         Raises:

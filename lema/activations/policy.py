@@ -89,7 +89,6 @@ class WeightStorages:
         """Return whether `tensor` is a weight, or shares its memory with one.
 
         Args:
-            tensor: what is asked about.
             scope: which modules are being run: what they compute with may have been put there for the moment.
         """
         if is_weight_view(tensor):
@@ -165,7 +164,6 @@ class Everything:
     """Everything that is worth moving.
 
     Args:
-        weights: what never is.
         on: says of a device type whether tensors there are to be moved.
         min_bytes: smaller tensors stay.
         but: what it leaves to be moved, this may keep all the same.

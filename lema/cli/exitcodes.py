@@ -17,7 +17,6 @@ def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
     """Run a command line; every error ends as one message on standard error and the exit code returned.
 
     Args:
-        commands: the verbs.
         arguments: what the user typed; `--debug`, anywhere, lets the traceback through.
     """
     debug = "--debug" in arguments

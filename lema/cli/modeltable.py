@@ -39,8 +39,6 @@ def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remot
 
     Args:
         names: types, directories, files, or hub ids in the cache; a name that can be both is a type.
-        revision: of the hub ids.
-        trust_remote_code: run code that comes with a model.
 
     Raises:
         ConfigError: a name is nothing of that kind.

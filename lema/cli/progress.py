@@ -62,7 +62,6 @@ class ProgressDisplay:
 
     Args:
         console: where to draw; standard output by default. A terminal gets a bar, anything else lines.
-        clock: seconds that only go forward.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:

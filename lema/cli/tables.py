@@ -114,8 +114,6 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     """Draw step time against tokens per step, with the crossover marked.
 
     Args:
-        plan: to draw.
-        planner: that made it.
         path: of the picture; what it ends in decides the format.
 
     Raises:

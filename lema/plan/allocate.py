@@ -53,11 +53,7 @@ def allocate(
     a few seconds.
 
     Args:
-        config: of the run.
         model: the skeleton, adapters attached; the decoder layers' weights on `meta`.
-        layers: its decoder layers as bytes.
-        outside_bytes: of what lies outside them, on the device.
-        backend: the device.
         shape: of a step, whose activations count towards the limits; None: weights and what trains alone. Of a model
             whose activations cannot be told ahead these alone count too, with a warning.
 
@@ -119,8 +115,6 @@ def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Dema
     """Return what a step needs of one of several processes, given what it needs of one alone.
 
     Args:
-        demand: of one alone.
-        replicas: the processes.
         sharded: whether each has only its part of every layer's weights; of one process, that is all.
     """
     demand, size = replace(demand, processes=replicas.local_size), replicas.size
@@ -163,9 +157,6 @@ def allocated(
     """Return the best allocation within the limits that the settings set.
 
     Args:
-        config: of the run.
-        demand: what a step needs.
-        speeds: of disk and link.
         device_total: bytes of the device, of which a limit may be a fraction.
         host_total: bytes of host memory, of which a limit may be a fraction.
         host_available: those of them that are free; the limit where the settings have none.
@@ -235,17 +226,7 @@ def advise(
     backend: Backend,
     short: Shortage,
 ) -> str:
-    """Return which settings would need less device memory, and by how much, in the plan's numbers.
-
-    Args:
-        config: of the run.
-        model: the skeleton, adapters attached.
-        layers: its decoder layers as bytes.
-        outside_bytes: of what lies outside them, on the device.
-        allocation: what the run spends memory on.
-        backend: the device.
-        short: what did not fit.
-    """
+    """Return which settings would need less device memory, and by how much, in the plan's numbers."""
     allocation, batch = replace(allocation, slots=short.slots), MicroBatch(short.rows, short.length)
     if not short.rows:  # it was no micro-batch
         positions = getattr(model.config, "max_position_embeddings", None)

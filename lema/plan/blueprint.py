@@ -83,9 +83,7 @@ def draw_up(
     """Read a model's config and its tensors' headers, and attach the adapter that the settings ask for.
 
     Args:
-        config: of the run.
         backend: the device that adapters are given memory on; None: the CPU.
-        trust_remote_code: as in `LemaModel`.
         chosen: given the model, returns what says of a parameter's name whether it trains itself; None: an adapter is
             attached instead.
         parallel: the processes that hold the model together, of which one's part is drawn up; None: there is one.

@@ -55,8 +55,6 @@ def solve(
     Every allocation that fits a limit fits a larger one, so more memory never makes the predicted step slower.
 
     Args:
-        demand: what a step needs.
-        speeds: how fast bytes come.
         num_slots: of the ring on the device.
         device_limit: bytes on the device; None: no more is used than streaming needs.
         host_limit: bytes of host memory for weights and activations; None: they are not counted.

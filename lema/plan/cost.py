@@ -268,10 +268,7 @@ def fetches(num_layers: int, slots: int, held: frozenset[int], lowest: int) -> t
     """Return the layers that one step after many others fetches on the way up, and on the way down.
 
     Args:
-        num_layers: decoder layers.
-        slots: of the ring they pass through.
         held: layers that are fetched once for good.
-        lowest: no layer below it is visited on the way down.
     """
     whole = training_order(num_layers, lowest)
     first, then_up = fetched(whole, slots, held), fetched(whole + whole[:num_layers], slots, held)
@@ -297,8 +294,6 @@ def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bo
     """Return the bytes that so many steps move, with what is read and uploaded once before the first of them.
 
     Args:
-        demand: of a step.
-        allocation: what memory is spent on.
         steps: at least one.
         rewritten: whether each step writes to the layers, so that the next finds nothing of them on the device.
     """

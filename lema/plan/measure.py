@@ -70,13 +70,8 @@ def layer_seconds(
     """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated.
 
     Args:
-        split: the model; its adapters have memory.
-        layers: its decoder layers as bytes.
         index: of the layer, which is read.
         call: of it, tensors without values.
-        hidden: its input.
-        backend: the device.
-        clock: seconds.
         trained: those of its weights that train themselves; their gradients are dropped.
     """
     args, kwargs = call.others()
@@ -169,10 +164,6 @@ def probe(
 
     Args:
         blueprint: the model, its adapter on the backend's device.
-        workload: what a micro-batch costs.
-        config: of the run.
-        shape: of its steps.
-        backend: the device.
         clock: seconds, by which computing is timed; reading and copying are by those that pass.
     """
     split = Split(blueprint.model, backend, parallel=blueprint.parallel)
@@ -197,10 +188,6 @@ def calibrate(
 
     Args:
         model: adapters attached; the decoder layers' weights on `meta`.
-        layers: its decoder layers as bytes.
-        workload: what a micro-batch costs.
-        shape: of a step.
-        backend: the device.
     """
     state, training = backend.rng_state(), model.training
     with torch.random.fork_rng(devices=[]):

@@ -103,10 +103,8 @@ def make_plan(
     """Plan a run.
 
     Args:
-        config: of the run.
         machine: to plan for; None: this one, which is measured.
         price: of an hour, in any currency.
-        trust_remote_code: as in `LemaModel`.
 
     Raises:
         MemoryLimitError: the limits of the settings, or the machine's memory, are too small.

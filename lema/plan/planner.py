@@ -65,7 +65,6 @@ def site_of(
     """Return the site that a run is planned for.
 
     Args:
-        config: of the run.
         machine: the profile of another machine; None: this one.
         backend: of this machine, where one is open already.
         measured: whether a planner measures the speeds of this machine; else they are not known.
@@ -290,7 +289,6 @@ def planner_of(
         device_memory: the limit of a phase that trains weights, which has none in `config`.
         processes: that share each batch, all of them on one machine.
         strict: whether a model whose activations cannot be told is an error; else weights alone are counted.
-        trust_remote_code: as in `LemaModel`.
 
     Raises:
         ConfigError: as training would raise it.

@@ -77,11 +77,6 @@ class _SizesOnly(LayerBytes):
 def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:
     """Let a few steps pass in virtual time and return what the last of them was like.
 
-    Args:
-        demand: what a step needs.
-        allocation: what memory is spent on.
-        speeds: of disk and link.
-
     Raises:
         ScheduleError: a buffer was used before it was filled, or refilled while it was in use.
     """

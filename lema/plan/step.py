@@ -87,7 +87,6 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, pa
     """Return the step that the settings ask for, every row as long as it may be.
 
     Args:
-        config: of the run.
         positions: the longest row that the model takes; None: any.
         processes: that share a batch; the step is that of the first, which has most.
         parts: processes that hold one copy of the model together, and may each have a part of every row.
@@ -108,9 +107,6 @@ def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Mac
     Expanding quantised weights takes what reading them in the device's memory takes, and writing them there.
 
     Args:
-        workload: of one micro-batch.
-        layers: the decoder layers as bytes.
-        machine: whose speed.
         itemsize: bytes of one element of the weights as they are used.
     """
     speed = machine.flops(itemsize)
@@ -143,14 +139,9 @@ def demand_of(
     """Return what one step needs.
 
     Args:
-        layers: the decoder layers as bytes.
         workload: of one micro-batch; None: weights alone are counted.
         timings: of one micro-batch; None: unknown.
         shape: of the step, given with `workload`.
-        outside_bytes: embeddings, final norm, head.
-        adapter_bytes: what trains, with gradients and optimizer state.
-        lowest: the lowest layer with something that trains.
-        shared: whether the device computes in host memory.
         trained: weights of the layers that train themselves; None: none do. What they take of host memory is not in
             the demand yet.
     """
@@ -206,9 +197,6 @@ def of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workl
     """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head.
 
     Args:
-        one: of one row.
-        two: of two, as long.
-        rows: of the micro-batch.
         rows_at_once: that the head's logits exist for; a micro-batch of more has no more of them.
     """
     return replace(
@@ -261,12 +249,7 @@ def epoch_of(
     """Read the training data as training would, and say how long an epoch takes; None: the settings name no data.
 
     Args:
-        config: of the run.
-        blueprint: its model.
-        shape: of a full step.
-        price: of an hour.
         step_seconds: given the part of a full step's tokens that a step has, returns its seconds.
-        trust_remote_code: as in `LemaModel`.
 
     Raises:
         DataError: the data is missing or malformed.

@@ -114,7 +114,6 @@ def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memor
     Args:
         layer_bytes: of each layer that trains, what may go to a file.
         outside_bytes: what is in host memory in any case.
-        host_memory: the limit.
 
     Raises:
         MemoryLimitError: the limit does not hold what is in host memory in any case.
@@ -168,8 +167,6 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
     """Look at a model without adapters for what trains.
 
     Args:
-        model: its parameters may be on `meta`.
-        layers: its decoder layers as bytes.
         chosen: says of a parameter's name in the model whether it trains.
 
     Raises:
@@ -210,9 +207,7 @@ def host_training(
     """Return what each process takes of host memory beside the copy that streams, and what of it goes to files.
 
     Args:
-        trained: what trains.
         there: bytes that are in host memory besides.
-        limit: bytes of host memory.
         clipped: whether gradients are, so that all of them wait for the norm, in the type that streams; else those of
             one layer pass through.
         shared: whether the device computes in host memory: what trains outside the layers is there, too.

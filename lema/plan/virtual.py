@@ -90,7 +90,6 @@ class VirtualDevice:
     """A `Backend` that keeps time.
 
     Args:
-        clock: the training thread's.
         speeds: of the disk and the link. With an infinite link host buffers are the slots, and computing keeps the
             training thread busy; else it is queued.
     """
@@ -285,11 +284,7 @@ class _Alias:
 
 
 class VirtualReader(LayerReader):
-    """A reader whose reads take as long as the disk needs.
-
-    Args:
-        device: whose host buffers it fills.
-    """
+    """A reader whose reads take as long as the disk needs."""
 
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__(threads=1)

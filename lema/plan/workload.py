@@ -108,7 +108,6 @@ def measure(
 
     Args:
         model: adapters attached; the decoder layers' weights on `meta`. It is left as it was.
-        layers: its decoder layers as bytes.
         batch: the micro-batch; of processes that hold the model together each can have a part of its rows.
         loss_chunk_tokens: logits exist for this many tokens at a time.
         trained: of each layer, the weights of its own that train; empty: none do, in any.
@@ -143,8 +142,6 @@ def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Col
     stored on disk counts, and which of them train, which the modules do not show.
 
     Args:
-        split: the model.
-        layers: its decoder layers as bytes.
         weights: of each layer, those of its own that train; empty: none do, in any.
     """
     known: dict[Any, int] = {}

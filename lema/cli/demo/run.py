@@ -51,13 +51,7 @@ def run(directory: Path, *, max_steps: int | None = None, console: Console | Non
 
 
 def logit_difference(model: LemaModel, files: DemoFiles, data: TokenDataset) -> float:
-    """Load base and adapter the ordinary way, and return the largest absolute difference of any logit of the data.
-
-    Args:
-        model: the streamed model, with the adapter that was saved.
-        files: where base and adapter lie.
-        data: rows to compute the logits of.
-    """
+    """Load base and adapter the ordinary way, and return the largest absolute difference of any logit of the data."""
     with without_bars(), warnings.catch_warnings():
         # PEFT asks for a property that transformers has renamed; nobody here can act on that.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)

@@ -55,7 +55,6 @@ def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_coun
     Args:
         directory: of the model, or of the output.
         measure: write a file and read it.
-        clock: seconds.
     """
     yield _space("space", directory, f"{directory.absolute()} has", SECTION)
     try:
@@ -77,9 +76,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
     """Write a file, drop it from the page cache, and read it with the reader that training has.
 
     Args:
-        directory: where it lies, without a name.
         nbytes: how large, at most: writing ends after some seconds.
-        clock: seconds.
 
     Raises:
         OSError: it could not be written.

@@ -26,7 +26,6 @@ def environment(given: Mapping[str, str] = os.environ, threads: float | None = N
     """Tell which variables that matter are set, and what they do.
 
     Args:
-        given: the variables.
         threads: that this process may keep busy; None: it is looked up.
     """
     found = [
