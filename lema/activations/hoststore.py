@@ -11,7 +11,7 @@ import psutil
 from torch import Tensor
 
 from lema.activations.protocols import Store, WaitingPiece
-from lema.backend.hostmemory import memory_left
+from lema.backend.hostmemory import memory_available
 from lema.storage.spillfile import whole_blocks
 
 __all__ = ["HostPiece", "HostPool", "HostStore", "TieredStore", "floor_bytes"]
@@ -53,7 +53,7 @@ class HostPool:
     ) -> None:
         self._allocate, self._num_buffers, self._smallest = allocate, num_buffers, 0
         self.limit = limit if num_buffers is None else 0
-        self._available = available or _available
+        self._available = available or memory_available
         self._floor = floor_bytes()
         self._lock = threading.Lock()
         # A garbage collector gives back in the middle of anything: what it calls takes no lock.
@@ -265,9 +265,3 @@ class TieredStore:
         """Give everything back."""
         self.host.close()
         self.disk.close()
-
-
-def _available() -> int:
-    """Return the bytes that the machine can still give this process, and its control groups, if they are limited."""
-    available, left = int(psutil.virtual_memory().available), memory_left()
-    return available if left is None else min(available, left)

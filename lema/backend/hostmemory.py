@@ -13,10 +13,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HUGE_PAGE", "UNLIMITED", "anonymous", "groups", "mapped", "memory_left", "memory_limit", "read_only"]
+__all__ = [
+    "HUGE_PAGE",
+    "UNLIMITED",
+    "anonymous",
+    "groups",
+    "mapped",
+    "memory_available",
+    "memory_left",
+    "memory_limit",
+    "read_only",
+]
 
 
 HUGE_PAGE = 2 << 20
@@ -82,6 +94,12 @@ def memory_left(root: Path = ROOT) -> int | None:
     What they have of files in memory is counted as free: the system drops it for whoever needs the room.
     """
     return min((limit - _used(group) for group, limit in _limits(root)), default=None)
+
+
+def memory_available() -> int:
+    """Return the bytes that the machine can still give this process, and its control groups, if they are limited."""
+    available, left = int(psutil.virtual_memory().available), memory_left()
+    return available if left is None else min(available, left)
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:

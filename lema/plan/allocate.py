@@ -6,12 +6,13 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import psutil
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Replicas
+from lema.backend.hostmemory import memory_available
 from lema.backend.registry import kept_unasked
 from lema.backend.torchrun import local_processes
 from lema.config import LemaConfig, MemoryStrategy
@@ -29,86 +30,135 @@ from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.gather import NUM_BUFFERS
 from lema.stream.placement import LayerBytes, part_bytes
 
-__all__ = ["PARTS", "advise", "allocate", "allocated", "of_one_process"]
+__all__ = ["PARTS", "OpenModel", "allocated", "of_one_process"]
 
 
 # Not known: then bytes moved are what counts, and those from disk most.
 UNKNOWN_DISK, UNKNOWN_LINK = 1.0, 10.0
 
+PARTS = {
+    "slots": "layers passing through",
+    "residents": "layers that stay",
+    "outside": "embeddings, norm, head",
+    "adapters": "adapter, gradients, optimizer",
+    "gradients": "gradients of two layers",
+    "working": "one micro-batch in one layer",
+    "flight": "hidden states between layers",
+    "expanded": "weights of one layer, expanded",
+    "gathered": "layers put together of parts",
+    "boundaries": "inputs of layers, kept",
+    "saved": "activations not recomputed",
+}
 
-def allocate(
-    config: LemaConfig,
-    model: PreTrainedModel,
-    layers: Sequence[LayerBytes],
-    outside_bytes: int,
-    backend: Backend,
-    *,
-    shape: StepShape | None = None,
-) -> Allocation:
-    """Return what the memory of a run is to be spent on.
-
-    Without limits in the settings it is what streaming needs, and nothing is measured for it; or, with a backend on
-    which layers stay unasked, as many of them as its memory holds. Where a device memory limit leaves a choice between
-    layers that stay and layers that are not recomputed, disk, link and one layer of each kind are measured, which takes
-    a few seconds.
-
-    Args:
-        model: the skeleton, adapters attached; the decoder layers' weights on `meta`.
-        shape: of a step, whose activations count towards the limits; None: weights and what trains alone. Of a model
-            whose activations cannot be told ahead these alone count too, with a warning.
-
-    Several processes ask for it at once, and get the same: that of the least memory any of them has. Where they hold
-    layers together, layers are not timed.
-
-    Raises:
-        MemoryLimitError: the limits are too small.
-    """
-    memory, speeds, timings = backend.memory(), Speeds(UNKNOWN_DISK, UNKNOWN_LINK), None
-    kept = kept_unasked(backend) if config.device_memory is None and memory.total else 0.0
-    limited = config.device_memory is not None or config.host_memory is not None
-    workload = None
-    if shape is not None and (limited or kept):
-        instead = "the memory limits are spent on weights alone" if limited else "no layer stays on the device"
-        workload = _workload(config, model, layers, shape, backend, instead)
-        kept = kept if workload is not None else 0.0
-    if memory.shared:
-        speeds = Speeds(UNKNOWN_DISK)
-    to_choose = config.device_memory is not None and config.gradient_checkpointing
-    to_choose = to_choose and backend.parallel.size == 1  # a layer that several run together is not timed alone
-    if to_choose and workload is not None and shape is not None:
-        speeds, timings = calibrate(model, layers, workload, shape, backend)
-    demand = _demand(model, layers, outside_bytes, backend, workload, timings, None if workload is None else shape)
-    host = psutil.virtual_memory()
-    # What processes measure differs; that they spend memory alike does not depend on it.
-    told = backend.replicas.everyone((demand, speeds, memory.total, host.total, host.available))
-    (demand, speeds, *_), totals = told[0], zip(*(one[2:] for one in told), strict=True)
-    demand = of_one_process(demand, backend.replicas, sharded=config.shard_weights)
-    of_copies = demand.processes * backend.parallel.size  # which more machines than this one may hold
-    demand = replace(demand, processes=min(of_copies, local_processes() or of_copies))
-    return allocated(config, demand, speeds, *map(min, totals), kept=kept)
+LARGEST = 3  # parts that are named
+WORTH_IT = 0.01  # of the peak: what saves less is not spoken of
+OTHERWISE = "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
 
 
-def _demand(
-    model: PreTrainedModel,
-    layers: Sequence[LayerBytes],
-    outside_bytes: int,
-    backend: Backend,
-    workload: Workload | None,
-    timings: Timings | None,
-    shape: StepShape | None,
-) -> Demand:
-    """Return the bytes and seconds that a step of an open model needs, of one process alone."""
-    name, stack = find_layers(model)
-    return demand_of(
-        layers,
-        workload,
-        timings,
-        shape,
-        outside_bytes=outside_bytes,
-        adapter_bytes=training_bytes(model, name),
-        lowest=lowest_trained(stack),
-        shared=backend.memory().shared,
-    )
+@dataclass(frozen=True)
+class OpenModel:
+    """A model that is about to train, for which memory is allocated."""
+
+    config: LemaConfig
+    skeleton: PreTrainedModel  # adapters attached; the decoder layers' weights on `meta`
+    layers: Sequence[LayerBytes]
+    outside_bytes: int  # of what lies outside the layers, on the device
+    backend: Backend
+
+    def allocate(self, shape: StepShape | None = None) -> Allocation:
+        """Return what the memory of a run is to be spent on.
+
+        Without limits in the settings it is what streaming needs, and nothing is measured for it; or, with a backend
+        on which layers stay unasked, as many of them as its memory holds. Where a device memory limit leaves a choice
+        between layers that stay and layers that are not recomputed, disk, link and one layer of each kind are measured,
+        which takes a few seconds.
+
+        Several processes ask for it at once, and get the same: that of the least memory any of them has. Where they
+        hold layers together, layers are not timed.
+
+        Args:
+            shape: of a step, whose activations count towards the limits; None: weights and what trains alone. Of a
+                model whose activations cannot be told ahead these alone count too, with a warning.
+
+        Raises:
+            MemoryLimitError: the limits are too small.
+        """
+        config, backend = self.config, self.backend
+        memory, speeds, timings, workload = backend.memory(), Speeds(UNKNOWN_DISK, UNKNOWN_LINK), None, None
+        kept = kept_unasked(backend) if config.device_memory is None and memory.total else 0.0
+        limited = config.device_memory is not None or config.host_memory is not None
+        if shape is not None and (limited or kept):
+            try:
+                workload = self._workload(shape.micro_batch, config.loss_chunk_tokens)
+            except ModelError as error:
+                kept = 0.0
+                instead = "the memory limits are spent on weights alone" if limited else "no layer stays on the device"
+                warnings.warn(f"{error.what}: {instead}", stacklevel=2)
+        if memory.shared:
+            speeds = Speeds(UNKNOWN_DISK)
+        to_choose = config.device_memory is not None and config.gradient_checkpointing
+        to_choose = to_choose and backend.parallel.size == 1  # a layer that several run together is not timed alone
+        if to_choose and workload is not None and shape is not None:
+            speeds, timings = calibrate(self.skeleton, self.layers, workload, shape, backend)
+        demand = self._demand(shape, workload, timings)
+        # What processes measure differs; that they spend memory alike does not depend on it.
+        host = psutil.virtual_memory().total, memory_available()
+        told = backend.replicas.everyone((demand, speeds, memory.total, *host))
+        (demand, speeds, *_), totals = told[0], zip(*(one[2:] for one in told), strict=True)
+        demand = of_one_process(demand, backend.replicas, sharded=config.shard_weights)
+        of_copies = demand.processes * backend.parallel.size  # which more machines than this one may hold
+        demand = replace(demand, processes=min(of_copies, local_processes() or of_copies))
+        return allocated(config, demand, speeds, *map(min, totals), kept=kept)
+
+    def advise(self, allocation: Allocation, short: Shortage) -> str:
+        """Return which settings would need less device memory, and by how much, in the plan's numbers."""
+        config, parts = self.config, self.backend.parallel.size
+        allocation, batch = replace(allocation, slots=short.slots), MicroBatch(short.rows, short.length)
+        if not short.rows:  # it was no micro-batch
+            positions = getattr(self.skeleton.config, "max_position_embeddings", None)
+            batch = step_shape(config, positions, parts=parts).micro_batch
+        num_rows = config.batch_size * config.gradient_accumulation_steps // self.backend.replicas.size
+
+        def demand(batch: MicroBatch, chunk: int) -> Demand:
+            step = StepShape(batch, max(num_rows, batch.rows))
+            alone = self._demand(step, self._workload(batch, chunk))
+            return of_one_process(alone, self.backend.replicas, sharded=config.shard_weights)
+
+        chunk = config.loss_chunk_tokens
+        try:
+            now = demand(batch, chunk)
+            others = [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
+            if batch.length > 1:
+                shorter = replace(batch, length=batch.length // 2)
+                others.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
+        except (LemaError, RuntimeError):
+            return OTHERWISE
+        peak = _peak(now, allocation)
+        options = [*_allocations(config, now, allocation), *((what, _peak(one, allocation)) for what, one in others)]
+        saving = sorted(((peak - less, setting) for setting, less in options), key=lambda option: -option[0])
+        named = [f"{setting} ({human_bytes(less)} less)" for less, setting in saving if less > WORTH_IT * peak]
+        largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
+        counted = ", ".join(f"{human_bytes(size)} {PARTS[part]}" for part, size in largest if size)
+        return (
+            f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the peak, of it {counted}"
+        )
+
+    def _workload(self, batch: MicroBatch, chunk_tokens: int) -> Workload:
+        return measure(self.skeleton, self.layers, batch, chunk_tokens, parallel=self.backend.parallel)
+
+    def _demand(self, shape: StepShape | None, workload: Workload | None, timings: Timings | None = None) -> Demand:
+        """Return the bytes and seconds that a step needs, of one process alone."""
+        name, stack = find_layers(self.skeleton)
+        return demand_of(
+            self.layers,
+            workload,
+            timings,
+            None if workload is None else shape,
+            outside_bytes=self.outside_bytes,
+            adapter_bytes=training_bytes(self.skeleton, name),
+            lowest=lowest_trained(stack),
+            shared=self.backend.memory().shared,
+        )
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
@@ -126,22 +176,6 @@ def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Dema
         layers.append(replace(layer, slot_bytes=part, upload_bytes=part, read_bytes=math.ceil(layer.read_bytes / size)))
     largest = max(layer.slot_bytes for layer in layers)
     return replace(demand, layers=tuple(layers), gathered_bytes=NUM_BUFFERS * size * largest)
-
-
-def _workload(
-    config: LemaConfig,
-    model: PreTrainedModel,
-    layers: Sequence[LayerBytes],
-    shape: StepShape,
-    backend: Backend,
-    instead: str,
-) -> Workload | None:
-    """Return what a micro-batch costs; None, with a warning: it cannot be told, and this is done instead."""
-    try:
-        return measure(model, layers, shape.micro_batch, config.loss_chunk_tokens, parallel=backend.parallel)
-    except ModelError as error:
-        warnings.warn(f"{error.what}: {instead}", stacklevel=2)
-        return None
 
 
 def allocated(
@@ -196,65 +230,6 @@ def allocated(
         if error.where == "host_memory" and host_limit is None:
             error.where = "memory available on this machine"
         raise
-
-
-PARTS = {
-    "slots": "layers passing through",
-    "residents": "layers that stay",
-    "outside": "embeddings, norm, head",
-    "adapters": "adapter, gradients, optimizer",
-    "gradients": "gradients of two layers",
-    "working": "one micro-batch in one layer",
-    "flight": "hidden states between layers",
-    "expanded": "weights of one layer, expanded",
-    "gathered": "layers put together of parts",
-    "boundaries": "inputs of layers, kept",
-    "saved": "activations not recomputed",
-}
-
-LARGEST = 3  # parts that are named
-WORTH_IT = 0.01  # of the peak: what saves less is not spoken of
-OTHERWISE = "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
-
-
-def advise(
-    config: LemaConfig,
-    model: PreTrainedModel,
-    layers: Sequence[LayerBytes],
-    outside_bytes: int,
-    allocation: Allocation,
-    backend: Backend,
-    short: Shortage,
-) -> str:
-    """Return which settings would need less device memory, and by how much, in the plan's numbers."""
-    allocation, batch = replace(allocation, slots=short.slots), MicroBatch(short.rows, short.length)
-    if not short.rows:  # it was no micro-batch
-        positions = getattr(model.config, "max_position_embeddings", None)
-        batch = step_shape(config, positions, parts=backend.parallel.size).micro_batch
-    num_rows = config.batch_size * config.gradient_accumulation_steps
-
-    def demand(batch: MicroBatch, chunk: int) -> Demand:
-        work = measure(model, layers, batch, chunk, parallel=backend.parallel)
-        step = StepShape(batch, max(num_rows // backend.replicas.size, batch.rows))
-        alone = _demand(model, layers, outside_bytes, backend, work, None, step)
-        return of_one_process(alone, backend.replicas, sharded=config.shard_weights)
-
-    chunk = config.loss_chunk_tokens
-    try:
-        now = demand(batch, chunk)
-        others = [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
-        if batch.length > 1:
-            shorter = replace(batch, length=batch.length // 2)
-            others.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
-    except (LemaError, RuntimeError):
-        return OTHERWISE
-    peak = _peak(now, allocation)
-    options = [*_allocations(config, now, allocation), *((setting, _peak(one, allocation)) for setting, one in others)]
-    saving = sorted(((peak - less, setting) for setting, less in options), key=lambda option: -option[0])
-    named = [f"{setting} ({human_bytes(less)} less)" for less, setting in saving if less > WORTH_IT * peak]
-    largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
-    counted = ", ".join(f"{human_bytes(size)} {PARTS[part]}" for part, size in largest if size)
-    return f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the peak, of it {counted}"
 
 
 def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> Iterator[tuple[str, int]]:

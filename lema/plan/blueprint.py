@@ -109,7 +109,10 @@ def draw_up(
             layers = layer_bytes(held_records(model, records, parallel), dtypes, name, len(stack))
         adapter = training_bytes(model, name)
     else:
-        trained = _train_weights(model, layers, chosen(model), f"{name}.")
+        trains = chosen(model)
+        for own, parameter in model.named_parameters():  # those inside the layers are given to each call
+            parameter.requires_grad_(trains(own) and not own.startswith(f"{name}."))
+        trained = trained_bytes(model, layers, trains)
         count, adapter = trained.parameters, trained.on_device
     return Blueprint(
         directory,
@@ -137,12 +140,3 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training says them, when it begins
         return directory, index, model, match_names(model, index)
-
-
-def _train_weights(
-    model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool], inside: str
-) -> TrainedBytes:
-    """Have those outside the layers require grad, as training does; those inside are given to each call."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(chosen(name) and not name.startswith(inside))
-    return trained_bytes(model, layers, chosen)

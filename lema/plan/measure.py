@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle, takewhile
 from pathlib import Path
@@ -34,27 +34,17 @@ from lema.model.capture import LayerCall, tensors_in
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Speeds
 from lema.plan.machine import Machine
-from lema.plan.step import StepShape, Timings
-from lema.plan.workload import Workload, calls_of
+from lema.plan.step import LayerSeconds, StepShape, Timings
+from lema.plan.workload import Workload, calls_of, replaced_parameters
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.speed import ENOUGH, REPEATS, Clock, median_seconds, read_speed, upload_speed
 
-__all__ = ["LayerSeconds", "calibrate", "layer_seconds", "made_up", "probe", "process_bytes", "with_values"]
+__all__ = ["calibrate", "layer_seconds", "made_up", "probe", "process_bytes", "with_values"]
 
 
 AT_ONCE = 3  # layers being read
 PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
-
-
-@dataclass(frozen=True)
-class LayerSeconds:
-    """One micro-batch in one layer."""
-
-    forward: float  # seconds
-    recompute: float  # of running it again, as far as the backward needs it
-    backward: float  # without that
-    expand: float  # of expanding weights that are stored quantised, once in each lease
 
 
 def layer_seconds(
@@ -93,20 +83,15 @@ def layer_seconds(
 
         forward, again = _phases(lambda: visits(recompute=True), backend, clock)
         _, backward = _phases(lambda: visits(recompute=False), backend, clock)
-        expand = _expanding(stream, index, backend, clock) if layers[index].expansions else 0.0
+
+        def lease() -> None:
+            with stream.lease(index):
+                pass
+
+        expand = median_seconds(lease, backend, clock) if layers[index].expansions else 0.0
     for parameter in split.layers[index].parameters():
         parameter.grad = None
     return LayerSeconds(max(0.0, forward - expand), max(0.0, again - backward), max(0.0, backward - expand), expand)
-
-
-def _expanding(stream: LayerStream, index: int, backend: Backend, clock: Clock) -> float:
-    """Return the seconds that a lease takes of a layer whose weights are stored quantised."""
-
-    def lease() -> None:
-        with stream.lease(index):
-            pass
-
-    return median_seconds(lease, backend, clock)
 
 
 def with_values(value: Any, backend: Backend) -> Any:
@@ -203,7 +188,7 @@ def calibrate(
     model.train(training)
     backend.set_rng_state(state)
     rate = max(work.forward / max(one.forward, 1e-9) for work, one in zip(workload.works, found, strict=True))
-    return speeds, _timings(found, workload.head.flops / max(rate, 1.0))
+    return speeds, Timings(tuple(found), workload.head.flops / max(rate, 1.0))
 
 
 def process_bytes() -> int:
@@ -235,20 +220,16 @@ def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend
     return 2 * tokens * rows * columns / median_seconds(lambda: states @ weight.t(), backend)
 
 
+@dataclass(frozen=True)
 class _Timer:
     """Times the parts of a step."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        config: LemaConfig,
-        shape: StepShape,
-        backend: Backend,
-        split: Split,
-        clock: Clock,
-    ) -> None:
-        self.blueprint, self.config, self.shape, self.backend, self.split = blueprint, config, shape, backend, split
-        self.clock = clock
+    blueprint: Blueprint
+    config: LemaConfig
+    shape: StepShape
+    backend: Backend
+    split: Split
+    clock: Clock
 
     def timings(self, workload: Workload, rate: float) -> Timings:
         blueprint = self.blueprint
@@ -274,7 +255,7 @@ class _Timer:
             )
             for index, call in zip(firsts, calls, strict=True)
         ]
-        return _timings(found, *self._ends(workload, hidden, rate), self._optimizer(firsts))
+        return Timings(tuple(found), *self._ends(workload, hidden, rate), self._optimizer(firsts))
 
     def _ends(self, workload: Workload, hidden: Tensor, rate: float) -> tuple[float, float]:
         """Return the seconds of the head with the loss, and of what comes before the layers; of a model whose ends are
@@ -283,7 +264,15 @@ class _Timer:
             return workload.head.flops / rate, 0.0
         batch = self.shape.micro_batch
         tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)
-        with _made_up_outside(self.blueprint.model, self.split, self.backend):
+        inside = {id(parameter) for parameter in self.split.layers.parameters()}
+
+        def with_memory(parameter: nn.Parameter) -> nn.Parameter:
+            if not parameter.is_meta or id(parameter) in inside:
+                return parameter
+            real = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.backend.device)
+            return nn.Parameter(made_up(real), requires_grad=False)
+
+        with replaced_parameters(self.blueprint.model, with_memory):
             chunks = LossChunks(self.split.head, [tokens], self.config.loss_chunk_tokens)
             head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), self.backend, self.clock)
             prelude = median_seconds(lambda: self.split.prelude({"input_ids": tokens}, {}), self.backend, self.clock)
@@ -305,35 +294,3 @@ class _Timer:
         for parameter in parameters:
             parameter.grad = None
         return seconds * self.blueprint.adapter_parameters / sum(parameter.numel() for parameter in parameters)
-
-
-def _timings(found: Sequence[LayerSeconds], head: float, prelude: float = 0.0, optimizer: float = 0.0) -> Timings:
-    return Timings(
-        tuple(one.forward for one in found),
-        tuple(one.recompute for one in found),
-        tuple(one.backward for one in found),
-        head,
-        tuple(one.expand for one in found),
-        prelude,
-        optimizer,
-    )
-
-
-@contextmanager
-def _made_up_outside(model: nn.Module, split: Split, backend: Backend) -> Iterator[None]:
-    """Give what lies outside the layers values and memory for the length of a `with` block."""
-    inside = {id(parameter) for parameter in split.layers.parameters()}
-    owned = [(module, dict(module._parameters)) for module in model.modules()]
-    made: dict[int, nn.Parameter] = {}
-    try:
-        for module, parameters in owned:
-            for name, parameter in parameters.items():
-                if parameter is not None and parameter.is_meta and id(parameter) not in inside:
-                    if id(parameter) not in made:
-                        real = torch.empty(parameter.shape, dtype=parameter.dtype, device=backend.device)
-                        made[id(parameter)] = nn.Parameter(made_up(real), requires_grad=False)
-                    module._parameters[name] = made[id(parameter)]
-        yield
-    finally:
-        for module, parameters in owned:
-            module._parameters.update(parameters)

@@ -43,7 +43,8 @@ class Tally(TorchDispatchMode):
     @property
     def live(self) -> int:
         """Bytes made here and alive now."""
-        self._forget_freed()
+        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
+            del self._alive[key]
         return sum(nbytes for _, nbytes in self._alive.values())
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
@@ -90,10 +91,6 @@ class Tally(TorchDispatchMode):
         self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
         self.peak = max(self.peak, self.live)
         return result
-
-    def _forget_freed(self) -> None:
-        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
-            del self._alive[key]
 
 
 @dataclass(frozen=True)

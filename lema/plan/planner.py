@@ -15,7 +15,7 @@ import psutil
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, SingleProcess
-from lema.backend.hostmemory import memory_left
+from lema.backend.hostmemory import memory_available
 from lema.backend.registry import kept_unasked
 from lema.config import LemaConfig
 from lema.config.units import parse_memory
@@ -78,10 +78,9 @@ def site_of(
 
 
 def _this_machine(backend: Backend, *, measured: bool) -> Site:
-    memory, host, left = backend.memory(), psutil.virtual_memory(), memory_left()
-    available = host.available if left is None else min(host.available, left)
-    available = min(backend.replicas.exchange(available))  # processes that share a machine must agree
-    machine = Machine(backend.name, memory.total, host.total, _unknown_speeds(shared=memory.shared), 0.0, 0.0)
+    memory, host_total = backend.memory(), psutil.virtual_memory().total
+    available = min(backend.replicas.exchange(memory_available()))  # processes that share a machine must agree
+    machine = Machine(backend.name, memory.total, host_total, _unknown_speeds(shared=memory.shared), 0.0, 0.0)
     return Site(machine, available, "measured" if measured else "unknown", kept_unasked(backend))
 
 

@@ -160,9 +160,9 @@ class _Run:
             "compute": device.computed,
             "link": device.link.busy,
             "disk": device.disk.busy,
-            "stall_disk": device.stalls.disk,
-            "stall_upload": device.stalls.upload,
-            "stall_boundaries": device.stalls.boundaries,
+            "stall_disk": device.stall_disk,
+            "stall_upload": device.stall_upload,
+            "stall_boundaries": device.stall_boundaries,
             "bytes_read": counters.bytes_read,
             "bytes_uploaded": 0 if device.shared else counters.bytes_uploaded,
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +26,7 @@ from lema.stream.placement import LayerBytes
 
 __all__ = [
     "Epoch",
+    "LayerSeconds",
     "StepShape",
     "Timings",
     "by_arithmetic",
@@ -34,6 +36,9 @@ __all__ = [
     "step_shape",
     "untimed",
 ]
+
+
+T = TypeVar("T", Workload, LayerWork, HeadWork)
 
 
 @dataclass(frozen=True)
@@ -55,32 +60,32 @@ class StepShape:
 
 
 @dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one micro-batch in one layer."""
+
+    forward: float = 0.0
+    recompute: float = 0.0  # of running it again, as far as the backward needs it
+    backward: float = 0.0  # without that
+    expand: float = 0.0  # of expanding weights that are stored quantised, once in each lease
+
+    def times(self, factor: float) -> LayerSeconds:
+        """Return the seconds of micro-batches that have `factor` times the tokens."""
+        return LayerSeconds(factor * self.forward, factor * self.recompute, factor * self.backward, self.expand)
+
+
+@dataclass(frozen=True)
 class Timings:
     """Seconds of one micro-batch, and of what comes once in a step."""
 
-    forward: tuple[float, ...]  # of each kind of layer
-    recompute: tuple[float, ...]  # of running each kind of layer again, as far as the backward needs it
-    backward: tuple[float, ...]  # of each kind of layer, without recomputing
+    layers: tuple[LayerSeconds, ...]  # one of each kind
     head: float  # head and loss, forward and backward
-    expand: tuple[float, ...] = ()  # by kind of layer, once in each lease; empty: nothing is stored quantised
     prelude: float = 0.0  # before the layers
     optimizer: float = 0.0  # once in a step
 
     def times(self, factor: float) -> Timings:
         """Return the timings of micro-batches that have `factor` times the tokens."""
-
-        def scaled(part: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(factor * one for one in part)
-
-        return Timings(
-            scaled(self.forward),
-            scaled(self.recompute),
-            scaled(self.backward),
-            factor * self.head,
-            self.expand,
-            factor * self.prelude,
-            self.optimizer,
-        )
+        layers = tuple(layer.times(factor) for layer in self.layers)
+        return replace(self, layers=layers, head=factor * self.head, prelude=factor * self.prelude)
 
 
 def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, parts: int = 1) -> StepShape:
@@ -110,18 +115,14 @@ def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Mac
         itemsize: bytes of one element of the weights as they are used.
     """
     speed = machine.flops(itemsize)
-    firsts = [layers[workload.kinds.index(kind)] for kind in range(len(workload.works))]
-
-    def seconds(flops: int) -> float:
-        return max(flops / speed, machine.launch)
-
-    return Timings(
-        tuple(seconds(work.forward) for work in workload.works),
-        tuple(seconds(work.recompute) for work in workload.works),
-        tuple(seconds(work.backward) for work in workload.works),
-        workload.head.flops / speed,
-        tuple((one.nbytes + one.expanded_bytes) / machine.memory * bool(one.expansions) for one in firsts),
-    )
+    found = []
+    for kind, work in enumerate(workload.works):
+        first = layers[workload.kinds.index(kind)]
+        expand = (first.nbytes + first.expanded_bytes) / machine.memory if first.expansions else 0.0
+        flops = (work.forward, work.recompute, work.backward)
+        forward, recompute, backward = (max(one / speed, machine.launch) for one in flops)
+        found.append(LayerSeconds(forward, recompute, backward, expand))
+    return Timings(tuple(found), workload.head.flops / speed)
 
 
 def demand_of(
@@ -149,14 +150,13 @@ def demand_of(
     costs = []
     for index, layer in enumerate(layers):
         kind = 0 if workload is None else workload.kinds[index]
-        spent = (0.0,) * 3 if timings is None else (timings.forward, timings.recompute, timings.backward)
-        forward, recompute, backward = (one if isinstance(one, float) else times * one[kind] for one in spent)
+        spent = LayerSeconds() if timings is None else timings.layers[kind].times(times)
         saved = 0 if workload is None else round(times * workload.works[kind].saved_bytes)
-        expand = timings.expand[kind] if timings is not None and timings.expand else 0.0
         sizes = (layer.nbytes, layer.read_bytes, layer.nbytes, saved)
+        seconds = (spent.expand, spent.forward, spent.recompute, spent.backward)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
-        costs.append(LayerCost(*sizes, expand, forward, recompute, backward, micro, gradients))
+        costs.append(LayerCost(*sizes, *seconds, micro, gradients))
     known = Demand(
         tuple(costs),
         lowest=lowest,
@@ -199,31 +199,17 @@ def of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workl
     Args:
         rows_at_once: that the head's logits exist for; a micro-batch of more has no more of them.
     """
-    return replace(
-        one,
-        works=tuple(_layer(first, second, rows) for first, second in zip(one.works, two.works, strict=True)),
-        head=_head(one.head, two.head, min(rows, rows_at_once)),
-        hidden_bytes=_grown(one.hidden_bytes, two.hidden_bytes, rows),
-        call_bytes=_grown(one.call_bytes, two.call_bytes, rows),
-        prelude_bytes=_grown(one.prelude_bytes, two.prelude_bytes, rows),
-    )
+    parts = ("saved_bytes", "working_bytes", "forward_bytes")
+    works = tuple(_grown(*layers, rows, *parts) for layers in zip(one.works, two.works, strict=True))
+    head = _grown(one.head, two.head, min(rows, rows_at_once), "working_bytes")
+    whole = _grown(one, two, rows, "hidden_bytes", "call_bytes", "prelude_bytes")
+    return replace(whole, works=works, head=head)
 
 
-def _layer(one: LayerWork, two: LayerWork, rows: int) -> LayerWork:
-    return replace(
-        one,
-        saved_bytes=_grown(one.saved_bytes, two.saved_bytes, rows),
-        working_bytes=_grown(one.working_bytes, two.working_bytes, rows),
-        forward_bytes=_grown(one.forward_bytes, two.forward_bytes, rows),
-    )
-
-
-def _head(one: HeadWork, two: HeadWork, rows: int) -> HeadWork:
-    return replace(one, working_bytes=_grown(one.working_bytes, two.working_bytes, rows))
-
-
-def _grown(one: int, two: int, rows: int) -> int:
-    return one + (rows - 1) * (two - one)
+def _grown(one: T, two: T, rows: int, *parts: str) -> T:
+    """Return `one` with the bytes of these parts as they are of so many rows."""
+    more = {part: (rows - 1) * (getattr(two, part) - getattr(one, part)) for part in parts}
+    return replace(one, **{part: getattr(one, part) + growth for part, growth in more.items()})
 
 
 @dataclass(frozen=True)

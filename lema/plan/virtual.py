@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.workers import Ticket
 
-__all__ = ["BufferState", "Clock", "Line", "ScheduleError", "Stalls", "VirtualDevice", "VirtualReader"]
+__all__ = ["BufferState", "Clock", "Line", "ScheduleError", "VirtualDevice", "VirtualReader"]
 
 
 class ScheduleError(Exception):
@@ -77,15 +77,6 @@ class BufferState:
     leased: bool = False
 
 
-@dataclass
-class Stalls:
-    """Seconds that the device waited, by what it waited for."""
-
-    disk: float = 0.0
-    upload: float = 0.0
-    boundaries: float = 0.0
-
-
 class VirtualDevice:
     """A `Backend` that keeps time.
 
@@ -101,7 +92,8 @@ class VirtualDevice:
     def __init__(self, clock: Clock, speeds: Speeds) -> None:
         self.clock, self.shared = clock, speeds.link == float("inf")
         self.disk, self.link, self.back = Line(speeds.disk), Line(speeds.link), Line(speeds.link)
-        self.stalls = Stalls()
+        # Seconds that the device waited for bytes that were not read yet, for the link, and for boundary activations.
+        self.stall_disk = self.stall_upload = self.stall_boundaries = 0.0
         self.computed = self.computed_until = 0.0
         self.device_bytes = self.device_peak = self.host_bytes = self.host_peak = 0
         self._known: dict[int, BufferState] = {}
@@ -153,7 +145,7 @@ class VirtualDevice:
     def wait_for(self, moment: float) -> None:
         """Let what is computed next wait for boundary activations."""
         start = max(self.clock.now, self.computed_until)
-        self.stalls.boundaries += max(0.0, moment - start)
+        self.stall_boundaries += max(0.0, moment - start)
         self.computed_until = max(start, moment)
         if self.shared:
             self.clock.wait_until(moment)
@@ -191,8 +183,8 @@ class VirtualDevice:
         """Add the pause before `start` to what caused it: the disk until the bytes were read, then the link."""
         pause = max(0.0, start - self.computed_until)
         on_disk = min(pause, max(0.0, self._read - self.computed_until))
-        self.stalls.disk += on_disk
-        self.stalls.upload += min(pause - on_disk, max(0.0, self._ready - self._read))
+        self.stall_disk += on_disk
+        self.stall_upload += min(pause - on_disk, max(0.0, self._ready - self._read))
 
     def _made(self, nbytes: int, freed: Callable[[int], None]) -> Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
@@ -235,7 +227,7 @@ class _Upload:
     slot: Tensor
     done: float
     read: float
-    _given: bool = field(default=False)
+    _given: bool = False
 
     def wait(self) -> Tensor:
         if self._given:  # leased again; nobody has refilled it

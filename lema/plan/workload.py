@@ -8,7 +8,7 @@ byte of a weight is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +24,11 @@ from lema.backend import Parallel, load
 from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import LayerCall, tensors_in
+from lema.model.skeleton import find_layers
 from lema.plan.meter import Tally
 from lema.stream.placement import LayerBytes
 
-__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "calls_of", "cost_kinds", "measure", "without_values"]
+__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "calls_of", "measure", "replaced_parameters"]
 
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -279,34 +280,41 @@ def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> 
 
 
 @contextmanager
+def replaced_parameters(model: nn.Module, other: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
+    """Have every parameter of a model be what `other` returns for it in a `with` block; tied ones stay one."""
+    owned = [(module, dict(module._parameters)) for module in model.modules()]
+    made: dict[int, nn.Parameter] = {}
+    try:
+        for module, parameters in owned:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = other(parameter)
+                    module._parameters[name] = made[id(parameter)]
+        yield
+    finally:
+        for module, parameters in owned:
+            module._parameters.update(parameters)
+
+
+@contextmanager
 def without_values(model: PreTrainedModel) -> Iterator[None]:
     """Let what is in the model's memory, or belongs there, be tensors without values for the length of a `with` block.
 
     Weights of the decoder layers stay on `meta`: they are given to each call.
     """
     training = model.training
-    owned = [(module, dict(module._parameters)) for module in model.modules()]
-    inside = {id(parameter) for name, parameter in _in_layers(model).items() if parameter.is_meta}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
+
+    def like(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) in inside:
+            return parameter
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), replaced_parameters(model, like):
         try:
             model.train()
-            made: dict[int, nn.Parameter] = {}  # tied tensors stay one
-            for module, parameters in owned:
-                for name, parameter in parameters.items():
-                    if parameter is not None and id(parameter) not in inside:
-                        module._parameters[name] = made.setdefault(id(parameter), _like(parameter))
             yield
         finally:
             model.train(training)
-            for module, parameters in owned:
-                module._parameters.update(parameters)
-
-
-def _in_layers(model: PreTrainedModel) -> Mapping[str, nn.Parameter]:
-    from lema.model.skeleton import find_layers
-
-    return dict(find_layers(model)[1].named_parameters())
-
-
-def _like(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)

@@ -34,7 +34,7 @@ from lema.model.partition import held_records, open_backend, whole_adapter
 from lema.model.precision import ProductPrecision
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
-from lema.plan.allocate import advise, allocate
+from lema.plan.allocate import OpenModel
 from lema.plan.step import step_shape
 from lema.storage import GlobalBinaryIndex
 from lema.storage.hub import own_weights
@@ -257,9 +257,7 @@ class LemaModel:
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
         )
-        adapter.retry.advise = partial(
-            advise, self.config, self.skeleton, self._layers, self.outside_bytes, self.allocation, self.backend
-        )
+        adapter.retry.advise = partial(self._open_model.advise, self.allocation)
         return adapter
 
     @cached_property
@@ -289,7 +287,11 @@ class LemaModel:
         shape = None
         if self.lora_manager is not None:
             shape = step_shape(self.config, positions, self.backend.replicas.size, self.backend.parallel.size)
-        return allocate(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, shape=shape)
+        return self._open_model.allocate(shape)
+
+    @property
+    def _open_model(self) -> OpenModel:
+        return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend)
 
     @cached_property
     def memory(self) -> LayerStream:

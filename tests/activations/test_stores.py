@@ -155,7 +155,7 @@ def test_some_memory_is_left_to_the_machine() -> None:
 def test_by_default_the_machine_says_how_much_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     one = HostPool(anonymous)
     taken(one, 1)
-    monkeypatch.setattr(stores, "_available", lambda: 0)
+    monkeypatch.setattr(stores, "memory_available", lambda: 0)
     assert HostPool(anonymous).take(1) is None
 
 

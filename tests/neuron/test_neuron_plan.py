@@ -17,7 +17,7 @@ from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.errors import ConfigError
 from lema.plan import Allocation
-from lema.plan.allocate import allocate, allocated
+from lema.plan.allocate import OpenModel, allocated
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Demand, LayerCost, Speeds, device_parts
 from lema.plan.machine import profile
@@ -116,7 +116,7 @@ def test_more_processes_than_one_machine_has_do_not_share_its_memory(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         with closing(LemaModel(config)) as model:
             backend = Beside(model.backend, 4)
-            allocate(config, model.skeleton, model._layers, 0, backend)  # type: ignore[arg-type]
+            OpenModel(config, model.skeleton, model._layers, 0, backend).allocate()  # type: ignore[arg-type]
     assert seen == [4, 2]
 
 

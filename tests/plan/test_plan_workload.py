@@ -1,5 +1,6 @@
 """What a step needs is told from shapes alone: it is what a real step takes, and no byte of a weight is read for it."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from transformers import MixtralConfig
 from lema import LemaConfig, LemaModel
 from lema.activations.boundaries import NUM_BUFFERS
 from lema.convert.prepare import prepare
-from lema.errors import ConfigError, ModelError
+from lema.errors import ConfigError, MemoryLimitError, ModelError
 from lema.plan import Allocation
-from lema.plan.allocate import allocate
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import STAGED, device_parts
 from lema.plan.meter import Tally
-from lema.plan.planner import planner_of
+from lema.plan.planner import planner_of, site_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.reader import LayerReader
@@ -197,7 +197,7 @@ def test_what_depends_on_values_is_refused_by_name(tmp_path: Path, monkeypatch: 
 
 
 def allocation_of(model: LemaModel, shape: StepShape | None = None) -> Allocation:
-    return allocate(model.config, model.skeleton, model._layers, model.outside_bytes, model.backend, shape=shape)
+    return model._open_model.allocate(shape)
 
 
 def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) -> None:
@@ -205,6 +205,21 @@ def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) ->
     model.initialize_lora()
     assert allocation_of(model) == Allocation(3)
     model.close()
+
+
+def test_what_the_control_group_leaves_is_the_limit_of_plan_and_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(write_model(tmp_path / "model"), tmp_path, strategy="resident")
+    monkeypatch.setattr("lema.backend.hostmemory.memory_left", lambda: 4096)
+    assert site_of(config).host_available == 4096
+    with closing(LemaModel(config)) as model:
+        model.initialize_lora()
+        with pytest.raises(MemoryLimitError, match="4,096 are allowed") as training:
+            allocation_of(model)
+    with pytest.raises(MemoryLimitError, match="4,096 are allowed") as plan:
+        planner_of(config).needs()
+    assert training.value.where == plan.value.where == "memory available on this machine"
 
 
 @pytest.mark.slow
