@@ -19,25 +19,19 @@ from lema.errors import ConfigError
 __all__ = ["app", "main"]
 
 
-_EPILOG = (
-    "Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 75 stopped with a checkpoint, 130 Ctrl-C."
-)
-
 app = typer.Typer(
     name="lema",
     help="Fine-tune language models larger than the device's memory.",
-    epilog=_EPILOG,
+    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 75 stopped with a checkpoint, "
+    "130 Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
 config_app = typer.Typer(
     help="Show the settings of a run, or of all runs.", no_args_is_help=True, rich_markup_mode=None
 )
-
-
 app.add_typer(config_app, name="config")
 
 
@@ -243,13 +237,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "backends": tellcommands.backends,
     "doctor": tellcommands.doctor,
 }
-
-
 for name, command in COMMANDS.items():
     app.command(name=name)(command)
-
-
 config_app.command()(tellcommands.show)
-
-
 config_app.command()(tellcommands.schema)

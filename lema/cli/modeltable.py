@@ -71,27 +71,15 @@ def json_text(rows: Iterable[Row]) -> str:
 def markdown(rows: Iterable[Row]) -> str:
     """Return the page of the docs."""
     known = list(rows)
-    return "".join(line + "\n" for line in _page(known))
-
-
-def _page(rows: Sequence[Row]) -> Iterator[str]:
-    made_with = ", ".join(
-        f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch")
-    )
-    yield "# Models"
-    yield ""
-    yield f"Made by `{COMMAND} > docs/models.md`, with {made_with}."
-    yield ""
-    yield from INTRODUCTION
-    yield ""
-    yield _summary(rows)
-    yield ""
-    yield f"| {' | '.join(HEADERS)} |"
-    yield "|---" * len(HEADERS) + "|"
-    for row in rows:
+    versions = (f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch"))
+    made = f"Made by `{COMMAND} > docs/models.md`, with {', '.join(versions)}."
+    page = ["# Models", "", made, "", *INTRODUCTION, "", _summary(known), ""]
+    page += [f"| {' | '.join(HEADERS)} |", "|---" * len(HEADERS) + "|"]
+    for row in known:
         name, streams, _, reason = _cells(row)
         adapters = " ".join(f"`{target}`" for target in row.targets)
-        yield f"| `{name}` | {streams} | {adapters} | {_escaped(reason)} |"
+        page.append(f"| `{name}` | {streams} | {adapters} | {_escaped(reason)} |")
+    return "".join(line + "\n" for line in page)
 
 
 def _cells(row: Row) -> tuple[str, str, str, str]:

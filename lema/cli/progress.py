@@ -157,28 +157,22 @@ def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallbac
     shown = display or ProgressDisplay()
 
     class ProgressCallback(TrainerCallback):
-        """Draws what the training loop reports."""
-
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Begin at the step training begins at."""
             if state.is_world_process_zero:
                 shown.start(state.max_steps, state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Move on."""
             if state.is_world_process_zero:
                 shown.advance(state.global_step)
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
         ) -> None:
-            """Show the numbers just measured."""
             if state.is_world_process_zero and logs:
                 shown.advance(state.global_step)
                 shown.show(logs, state.epoch)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Leave the terminal as it was."""
             shown.close()
 
     return ProgressCallback()

@@ -69,17 +69,6 @@ def test_an_old_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found()["python"].level is Level.PROBLEM
 
 
-def test_a_package_that_asks_for_another_of_what_lema_needs_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs = ["transformers~=4.57.1", "peft>=0.1", "absent>=2", "torch<1; extra == 'old'"]
-    with installed(tmp_path, monkeypatch, "other-trainer", {}, {}, requires=needs):
-        conflicts = {name: finding for name, finding in found().items() if name.startswith("other-trainer")}
-    assert list(conflicts) == ["other-trainer and transformers"]
-    (finding,) = conflicts.values()
-    assert (finding.level, finding.facts["wanted"]) == (Level.WARNING, "~=4.57.1")
-
-
 # Known to be bad
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -24,46 +23,18 @@ SHARD_SIZE = "2MB"
 END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
 
 
-@dataclass(frozen=True)
 class DemoFiles:
     """Where everything of one demo lies."""
 
-    directory: Path
-
-    @property
-    def model(self) -> Path:
-        """The base model, as a hub checkpoint: shards, index, config, tokenizer."""
-        return self.directory / "model"
-
-    @property
-    def text(self) -> Path:
-        """The almanac, one row per line."""
-        return self.directory / "data" / "text.txt"
-
-    @property
-    def chat(self) -> Path:
-        """The almanac's questions and answers, as `messages`."""
-        return self.directory / "data" / "chat.jsonl"
-
-    @property
-    def config(self) -> Path:
-        """The settings, for `lema train`."""
-        return self.directory / "train.yaml"
-
-    @property
-    def adapter(self) -> Path:
-        """What training writes: the adapter, metrics and the loss curve."""
-        return self.directory / "adapter"
-
-    @property
-    def metrics(self) -> Path:
-        """The numbers of the run, a line of JSON for every measurement."""
-        return self.adapter / "metrics.jsonl"
-
-    @property
-    def curve(self) -> Path:
-        """The loss over the steps, where matplotlib is installed."""
-        return self.adapter / "loss.png"
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "model"  # the base model, as a hub checkpoint: shards, index, config, tokenizer
+        self.text = directory / "data/text.txt"  # the almanac, one row per line
+        self.chat = directory / "data/chat.jsonl"  # its questions and answers, as `messages`
+        self.config = directory / "train.yaml"  # the settings, for `lema train`
+        self.adapter = directory / "adapter"  # what training writes: the adapter, metrics and the loss curve
+        self.metrics = self.adapter / "metrics.jsonl"  # the numbers of the run, a line of JSON for every measurement
+        self.curve = self.adapter / "loss.png"  # the loss over the steps, where matplotlib is installed
 
 
 def write_files(directory: Path) -> DemoFiles:

@@ -31,12 +31,7 @@ __all__ = [
 ]
 
 
-MOST_DIFFERENCE = 1e-4
-
-
-"""Logits of the streamed model and of PEFT's may differ by this; with one arithmetic they do not differ at all."""
-
-
+MOST_DIFFERENCE = 1e-4  # of a logit of the streamed model and of PEFT's; with one arithmetic there is none
 _REPORT = "this is a fault of lema or of a library it rests on; please report it with the output of `pip list`"
 
 
@@ -106,18 +101,10 @@ def show_outcome(out: Console, prompt: str, outcome: Outcome) -> None:
 def show_next(out: Console, files: DemoFiles) -> None:
     """Show where everything lies, and commands that go on from there."""
     curve = files.curve if files.curve.is_file() else "none: it is drawn where matplotlib is installed"
-    places = {
-        "model": files.model,
-        "text": files.text,
-        "chats": files.chat,
-        "config": files.config,
-        "adapter": files.adapter,
-        "metrics": files.metrics,
-        "curve": curve,
-    }
     say(out, "Files", "bold")
-    for name, place in places.items():
-        say(out, f"  {name:8} {place}")
+    for name in ("model", "text", "chat", "config", "adapter", "metrics"):
+        say(out, f"  {name:8} {getattr(files, name)}")
+    say(out, f"  {'curve':8} {curve}")
     say(out, "What to try next", "bold")
     for command in next_commands(files):
         say(out, f"  {command}")

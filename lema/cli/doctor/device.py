@@ -45,46 +45,28 @@ def devices() -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that it needs is absent
-        yield Finding(
-            SECTION,
-            "torch",
-            Level.PROBLEM,
-            f"torch cannot be imported: {error}.",
-            "pip install --force-reinstall torch",
-        )
+        what = f"torch cannot be imported: {error}."
+        yield Finding(SECTION, "torch", Level.PROBLEM, what, "pip install --force-reinstall torch")
         return
     from lema.backend import available, load
 
-    yield Finding(
-        SECTION,
-        "torch",
-        Level.OK,
-        f"torch computes with {torch.get_num_threads()} threads in host memory.",
-        facts={"threads": torch.get_num_threads()},
-    )
+    threads = torch.get_num_threads()
+    what = f"torch computes with {threads} threads in host memory."
+    yield Finding(SECTION, "torch", Level.OK, what, facts={"threads": threads})
     with _alone():
         found = available()
         for one in found:
+            facts: dict[str, Fact] = {"available": one.reason is None, "package": one.source}
             if one.reason is not None:
-                facts: dict[str, Fact] = {"available": False, "package": one.source}
                 what = f"{one.name} cannot run here: {one.reason}."
                 yield Finding(SECTION, one.name, Level.NOTE, what, facts=facts)
                 continue
             with closing(load(one.name)) as backend:
                 memory = backend.memory()
-            yield Finding(
-                SECTION,
-                one.name,
-                Level.OK,
-                f"{one.name} can run here, with {human_bytes(memory.total)} "
-                f"{'of host memory' if memory.shared else 'on its device'}.",
-                facts={
-                    "available": True,
-                    "package": one.source,
-                    "total_bytes": memory.total,
-                    "in_host_memory": memory.shared,
-                },
-            )
+            where = "of host memory" if memory.shared else "on its device"
+            what = f"{one.name} can run here, with {human_bytes(memory.total)} {where}."
+            facts |= {"total_bytes": memory.total, "in_host_memory": memory.shared}
+            yield Finding(SECTION, one.name, Level.OK, what, facts=facts)
     if not any(one.ok for one in found):
         what = "No device can be computed on: " + ("none of the backends runs here." if found else "none is installed.")
         yield Finding(SECTION, "any", Level.PROBLEM, what, "pip install --force-reinstall lema brings one for the CPU")
@@ -110,31 +92,25 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
                     with closing(load(name, BackendOptions(page_locked=locked))) as backend:
                         speeds = link_speeds(backend, nbytes, clock)
                 except (LemaError, RuntimeError, OSError) as error:
-                    yield Finding(
-                        LINK,
-                        f"{name} {kind}",
-                        Level.WARNING if locked else Level.PROBLEM,
-                        f"Copying {kind} memory to {name} failed: {_first_line(error)}.",
-                        "raise the limit of locked memory: ulimit -l unlimited" if locked else "",
-                    )
+                    level, how = Level.PROBLEM, ""
+                    if locked:
+                        level, how = Level.WARNING, "raise the limit of locked memory: ulimit -l unlimited"
+                    what = f"Copying {kind} memory to {name} failed: {_first_line(error)}."
+                    yield Finding(LINK, f"{name} {kind}", level, what, how)
                     continue
                 yield _link(name, kind, speeds)
 
 
 def _link(name: str, kind: str, speeds: LinkSpeeds) -> Finding:
-    return Finding(
-        LINK,
-        f"{name} {kind}",
-        Level.OK,
-        f"{kind.capitalize()} memory is copied to {name} at {human_bytes(speeds.upload)}/s, "
-        f"and back at {human_bytes(speeds.download)}/s.",
-        facts={
-            "copied": True,
-            "copy_bytes": speeds.nbytes,
-            "upload_bytes_per_second": speeds.upload,
-            "download_bytes_per_second": speeds.download,
-        },
-    )
+    what = f"{kind.capitalize()} memory is copied to {name} at {human_bytes(speeds.upload)}/s, "
+    what += f"and back at {human_bytes(speeds.download)}/s."
+    facts: dict[str, Fact] = {
+        "copied": True,
+        "copy_bytes": speeds.nbytes,
+        "upload_bytes_per_second": speeds.upload,
+        "download_bytes_per_second": speeds.download,
+    }
+    return Finding(LINK, f"{name} {kind}", Level.OK, what, facts=facts)
 
 
 def link_speeds(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> LinkSpeeds:

@@ -62,13 +62,9 @@ def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_coun
         if measure:
             yield _speed(directory, clock)
     except OSError as error:
-        yield Finding(
-            SECTION,
-            "write",
-            Level.WARNING,
-            f"{directory.absolute()} could not be written: {error.strerror or error}.",
-            "give a directory that can be written: lema doctor --directory DIR",
-        )
+        what = f"{directory.absolute()} could not be written: {error.strerror or error}."
+        how = "give a directory that can be written: lema doctor --directory DIR"
+        yield Finding(SECTION, "write", Level.WARNING, what, how)
     yield _hub()
 
 
@@ -107,17 +103,15 @@ def _speed(directory: Path, clock: Clock) -> Finding:
     if nbytes == 0:
         return Finding(SECTION, "read", Level.WARNING, "The disk is too full to measure.", "free some space")
     found = disk_speeds(directory, nbytes, clock)
-    return Finding(
-        SECTION,
-        "read",
-        Level.OK,
-        f"Layers are read at {human_bytes(found.read)}/s from a disk that is written at {human_bytes(found.write)}/s.",
-        facts={
-            "file_bytes": found.nbytes,
-            "read_bytes_per_second": found.read,
-            "write_bytes_per_second": found.write,
-        },
+    what = (
+        f"Layers are read at {human_bytes(found.read)}/s from a disk that is written at {human_bytes(found.write)}/s."
     )
+    facts: dict[str, Fact] = {
+        "file_bytes": found.nbytes,
+        "read_bytes_per_second": found.read,
+        "write_bytes_per_second": found.write,
+    }
+    return Finding(SECTION, "read", Level.OK, what, facts=facts)
 
 
 def _direct(directory: Path) -> Finding:
@@ -127,14 +121,9 @@ def _direct(directory: Path) -> Finding:
         works = _reads_directly(path)
     if works:
         return Finding(SECTION, "direct", Level.OK, "Reads go past the page cache (O_DIRECT).", facts={"works": True})
-    return Finding(
-        SECTION,
-        "direct",
-        Level.NOTE,
-        "Reads go through the page cache: this file system has no O_DIRECT. Each byte costs one more copy.",
-        "put the model on a local disk with ext4 or xfs",
-        facts={"works": False},
-    )
+    what = "Reads go through the page cache: this file system has no O_DIRECT. Each byte costs one more copy."
+    how = "put the model on a local disk with ext4 or xfs"
+    return Finding(SECTION, "direct", Level.NOTE, what, how, facts={"works": False})
 
 
 def _reads_directly(path: Path) -> bool:
@@ -148,13 +137,13 @@ def _reads_directly(path: Path) -> bool:
         return False
     try:
         os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0)
+        return True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return False
     finally:
         os.close(descriptor)
-    return True
 
 
 def _space(name: str, directory: Path, what: str, section: str) -> Finding:
@@ -167,16 +156,14 @@ def _space(name: str, directory: Path, what: str, section: str) -> Finding:
         "free_bytes": status.free,
     }
     where = f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} free{f' ({kind})' if kind else ''}"
+    level, said, how = Level.OK, "", ""
     if status.free < LITTLE:
-        what = f"{where}: little for checkpoints."
-        return Finding(section, name, Level.WARNING, what, "free some space", facts=facts)
-    if kind in IN_MEMORY:
-        how = "put the model on a disk"
-        return Finding(section, name, Level.NOTE, f"{where}: memory, and no disk.", how, facts=facts)
-    if kind in REMOTE:
-        how = "put the model on a local disk"
-        return Finding(section, name, Level.NOTE, f"{where}: a disk of another machine.", how, facts=facts)
-    return Finding(section, name, Level.OK, f"{where}.", facts=facts)
+        level, said, how = Level.WARNING, ": little for checkpoints", "free some space"
+    elif kind in IN_MEMORY:
+        level, said, how = Level.NOTE, ": memory, and no disk", "put the model on a disk"
+    elif kind in REMOTE:
+        level, said, how = Level.NOTE, ": a disk of another machine", "put the model on a local disk"
+    return Finding(section, name, level, f"{where}{said}.", how, facts=facts)
 
 
 def _hub() -> Finding:

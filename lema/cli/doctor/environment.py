@@ -44,14 +44,9 @@ def _threads(given: Mapping[str, str], threads: float) -> Iterator[Finding]:
             continue
         asked = given[name].split(",")[0]
         if asked.isdigit() and int(asked) < int(threads):
-            yield Finding(
-                SECTION,
-                name,
-                Level.NOTE,
-                f"{name}={given[name]}: computing in host memory uses {asked} of {threads:g} hardware threads.",
-                f"unset {name}, or set it to {int(threads)}",
-                facts={"value": given[name]},
-            )
+            what = f"{name}={given[name]}: computing in host memory uses {asked} of {threads:g} hardware threads."
+            how = f"unset {name}, or set it to {int(threads)}"
+            yield Finding(SECTION, name, Level.NOTE, what, how, facts={"value": given[name]})
         else:
             yield _says(name, given)
 
@@ -77,14 +72,9 @@ def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
     if not there:
         return
     if missing := [name for name in LAUNCHED if not given.get(name)]:
-        yield Finding(
-            SECTION,
-            "torchrun",
-            Level.WARNING,
-            f"{', '.join(there)} set, {', '.join(missing)} not: torchrun sets all of them.",
-            f"start the processes with torchrun, or unset {' '.join(there)}",
-            facts=facts,
-        )
+        what = f"{', '.join(there)} set, {', '.join(missing)} not: torchrun sets all of them."
+        how = f"start the processes with torchrun, or unset {' '.join(there)}"
+        yield Finding(SECTION, "torchrun", Level.WARNING, what, how, facts=facts)
         return
     what = f"torchrun started this process: {given['RANK']} of {given['WORLD_SIZE']}."
     yield Finding(SECTION, "torchrun", Level.NOTE, what, facts=facts)

@@ -31,13 +31,9 @@ Limits = Callable[[int], tuple[int, int]]
 
 def machine(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Iterator[Finding]:
     """Tell what the machine is and what this process may take of it."""
-    yield Finding(
-        SECTION,
-        "system",
-        Level.OK,
-        f"{platform.system()} {platform.release()} on {platform.machine()}.",
-        facts={"system": platform.system(), "kernel": platform.release(), "architecture": platform.machine()},
-    )
+    system, kernel, architecture = platform.system(), platform.release(), platform.machine()
+    facts: dict[str, Fact] = {"system": system, "kernel": kernel, "architecture": architecture}
+    yield Finding(SECTION, "system", Level.OK, f"{system} {kernel} on {architecture}.", facts=facts)
     yield processors(root)
     yield memory(root)
     yield huge_pages(root)
@@ -56,10 +52,8 @@ def processors(root: Path = ROOT) -> Finding:
         "usable_threads": usable,
     }
     what = f"{facts['model'] or 'unknown processor'}, {total} hardware threads"
-    if usable < total:
-        what = f"{what}, of which this process may use {usable:g}"
-        return Finding(SECTION, "processors", Level.NOTE, f"{what}.", facts=facts)
-    return Finding(SECTION, "processors", Level.OK, f"{what}.", facts=facts)
+    what += f", of which this process may use {usable:g}." if usable < total else "."
+    return Finding(SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts)
 
 
 def usable_processors(root: Path = ROOT) -> float:
@@ -86,18 +80,13 @@ def memory(root: Path = ROOT) -> Finding:
         "swap_bytes": psutil.swap_memory().total,
         "limit_bytes": limit,
     }
+    level, how = Level.OK, ""
     what = f"{human_bytes(known.total)} of memory, {human_bytes(known.available)} of it available"
-    if limit is None or limit >= known.total:
-        return Finding(SECTION, "memory", Level.OK, f"{what}.", facts=facts)
-    return Finding(
-        SECTION,
-        "memory",
-        Level.WARNING,
-        f"{what}; this process's control group may have {human_bytes(limit)}, which a fraction or auto in a config "
-        "does not know.",
-        f"set host_memory in bytes, below {human_bytes(limit)}",
-        facts=facts,
-    )
+    if limit is not None and limit < known.total:
+        level, how = Level.WARNING, f"set host_memory in bytes, below {human_bytes(limit)}"
+        what += f"; this process's control group may have {human_bytes(limit)}, which a fraction or auto in a config "
+        what += "does not know"
+    return Finding(SECTION, "memory", level, f"{what}.", how, facts=facts)
 
 
 def huge_pages(root: Path = ROOT) -> Finding:
@@ -106,14 +95,9 @@ def huge_pages(root: Path = ROOT) -> Finding:
     facts: dict[str, Fact] = {"setting": setting}
     if setting in ("always", "madvise"):
         return Finding(SECTION, "huge pages", Level.OK, f"Huge pages: {setting}.", facts=facts)
-    return Finding(
-        SECTION,
-        "huge pages",
-        Level.NOTE,
-        "Memory for layers is not in huge pages: filling it costs more requests and more work.",
-        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled" if setting else "",
-        facts=facts,
-    )
+    what = "Memory for layers is not in huge pages: filling it costs more requests and more work."
+    how = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled" if setting else ""
+    return Finding(SECTION, "huge pages", Level.NOTE, what, how, facts=facts)
 
 
 def locked_memory(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Finding:
@@ -124,33 +108,22 @@ def locked_memory(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Fin
     if soft == resource.RLIM_INFINITY or exempt:
         why = "this process is exempt from the limit" if exempt else "there is no limit"
         return Finding(SECTION, "locked memory", Level.OK, f"Any memory may be locked: {why}.", facts=facts)
-    return Finding(
-        SECTION,
-        "locked memory",
-        Level.NOTE,
-        f"This process may lock {human_bytes(soft)} of memory; some systems hold page-locked copies to that.",
-        "ulimit -l unlimited (memlock in /etc/security/limits.conf; --ulimit memlock=-1 for a container)",
-        facts=facts,
-    )
+    what = f"This process may lock {human_bytes(soft)} of memory; some systems hold page-locked copies to that."
+    how = "ulimit -l unlimited (memlock in /etc/security/limits.conf; --ulimit memlock=-1 for a container)"
+    return Finding(SECTION, "locked memory", Level.NOTE, what, how, facts=facts)
 
 
 def open_files(limits: Limits = resource.getrlimit) -> Finding:
     """Tell how many files this process may have open."""
     soft, hard = limits(resource.RLIMIT_NOFILE)
     facts: dict[str, Fact] = {"limit": _limit(soft), "hard_limit": _limit(hard)}
+    level, what, how = Level.OK, f"{soft:,} files may be open.", ""
     if soft == resource.RLIM_INFINITY:
-        return Finding(SECTION, "open files", Level.OK, "Any number of files may be open.", facts=facts)
-    what = f"{soft:,} files may be open"
-    if soft >= ENOUGH_FILES:
-        return Finding(SECTION, "open files", Level.OK, f"{what}.", facts=facts)
-    return Finding(
-        SECTION,
-        "open files",
-        Level.WARNING,
-        f"Only {what}, and a model may lie in some hundred of them.",
-        f"ulimit -n {ENOUGH_FILES}",
-        facts=facts,
-    )
+        what = "Any number of files may be open."
+    elif soft < ENOUGH_FILES:
+        level, how = Level.WARNING, f"ulimit -n {ENOUGH_FILES}"
+        what = f"Only {soft:,} files may be open, and a model may lie in some hundred of them."
+    return Finding(SECTION, "open files", level, what, how, facts=facts)
 
 
 def shared_memory(root: Path = ROOT) -> Finding:
@@ -163,24 +136,12 @@ def shared_memory(root: Path = ROOT) -> Finding:
     anonymous = hasattr(os, "memfd_create")
     facts: dict[str, Fact] = {"total_bytes": size, "free_bytes": free, "memfd": anonymous}
     if not anonymous:
-        return Finding(
-            SECTION,
-            "shared memory",
-            Level.WARNING,
-            "Processes of this machine cannot share host memory: this system has no memfd_create.",
-            "start one process per machine",
-            facts=facts,
-        )
+        what = "Processes of this machine cannot share host memory: this system has no memfd_create."
+        return Finding(SECTION, "shared memory", Level.WARNING, what, "start one process per machine", facts=facts)
     if size is not None and size < ENOUGH_SHARED:
-        return Finding(
-            SECTION,
-            "shared memory",
-            Level.NOTE,
-            f"/dev/shm has {human_bytes(size)}; weights are shared without it, but libraries that carry tensors "
-            "between processes use it.",
-            "--shm-size=1g for a container",
-            facts=facts,
-        )
+        what = f"/dev/shm has {human_bytes(size)}; weights are shared without it, but libraries that carry tensors "
+        what += "between processes use it."
+        return Finding(SECTION, "shared memory", Level.NOTE, what, "--shm-size=1g for a container", facts=facts)
     amount = "" if size is None else f", and /dev/shm has {human_bytes(size)}"
     return Finding(SECTION, "shared memory", Level.OK, f"Processes can share host memory{amount}.", facts=facts)
 

@@ -92,9 +92,8 @@ def _own_doctors() -> Iterator[tuple[str, Look]]:
         yield point.name, partial(_asked, point)
 
 
-def _asked(point: EntryPoint) -> Iterable[Finding]:
-    found: Iterable[Finding] = point.load()()
-    return found
+def _asked(point: EntryPoint) -> Iterator[Finding]:
+    yield from point.load()()
 
 
 def _careful(section: str, look: Look) -> Iterator[Finding]:
@@ -105,13 +104,8 @@ def _careful(section: str, look: Look) -> Iterator[Finding]:
                 raise TypeError(f"{finding!r} is no finding")
             yield finding
     except Exception as error:  # noqa: BLE001 - whatever is broken here is what the user wants to know
-        yield Finding(
-            section,
-            "failed",
-            Level.WARNING,
-            f"Looking at {section} failed: {type(error).__name__}: {error}.",
-            "the rest of this report holds",
-        )
+        what = f"Looking at {section} failed: {type(error).__name__}: {error}."
+        yield Finding(section, "failed", Level.WARNING, what, "the rest of this report holds")
 
 
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
