@@ -147,44 +147,8 @@ class _OnDevice:
         self._states.clear()
 
 
-class _Leaving:
-    """Downloads under way. The last few keep their boundaries on the device, so that compute need not wait for them."""
-
-    def __init__(self, backend: Carrier) -> None:
-        self._backend = backend
-        self._held: deque[Download] = deque()
-
-    def begin(self, state: Tensor, target: Tensor) -> Download:
-        if len(self._held) == NUM_BUFFERS:
-            self._held.popleft().release()
-        self._held.append(self._backend.download(state, target))
-        return self._held[-1]
-
-    def let_go(self) -> None:
-        """Keep none: what comes next needs the room."""
-        while self._held:
-            self._held.popleft().release()
-
-
-class _Room(Protocol):
-    """Where the boundaries of one step wait as pieces."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """The bytes of host memory held."""
-
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Make room for pieces of so many bytes; those of the step before were dropped."""
-
-    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
-        """Return room for a piece; where `begin` was not told of its like, there shall be room for those after it."""
-
-    def close(self) -> None:
-        """Give everything back."""
-
-
 class _DiskRoom:
-    """A file, and a few buffers in host memory through which boundaries go there and come back."""
+    """A file, and a few buffers in host memory through which boundaries go there and come back; used as `_Pool` is."""
 
     def __init__(self, backend: Carrier, directory: Path, trace: NoTrace) -> None:
         how = "free some space, set offload_dir to a directory on another disk, or use boundary_activations: host"
@@ -212,9 +176,10 @@ class _Away:
     Copies are queued behind the compute that makes the state, and those back behind them; nobody waits for one.
     """
 
-    def __init__(self, backend: Carrier, room: _Room) -> None:
-        self._leaving, self._fetches, self._room = _Leaving(backend), FetchAhead(backend), room
+    def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
+        self._backend, self._fetches, self._room = backend, FetchAhead(backend), room
         self._pieces: dict[Key, WaitingPiece] = {}
+        self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
 
     @property
     def memory_bytes(self) -> int:
@@ -226,10 +191,13 @@ class _Away:
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         piece = self._pieces[key] = self._room.place(like.nbytes, to_come)
-        piece.filled(self._leaving.begin(state, placed(piece.fill(), like)).landed)
+        if len(self._leaving) == NUM_BUFFERS:  # not at once, because compute need not wait for a copy then
+            self._leaving.popleft().release()
+        self._leaving.append(self._backend.download(state, placed(piece.fill(), like)))
+        piece.filled(self._leaving[-1].landed)
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
-        self._leaving.let_go()
+        self._let_go()
         self._fetches.start([(key, like, self._pieces.pop(key)) for key, like in order])
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
@@ -242,9 +210,13 @@ class _Away:
     def _forget(self) -> None:
         """Drop what a step left that was given up."""
         self._fetches.stop()
-        self._leaving.let_go()
+        self._let_go()
         while self._pieces:
             self._pieces.popitem()[1].drop()
+
+    def _let_go(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().release()
 
 
 @dataclass

@@ -37,29 +37,18 @@ class _Transfer:
 
 
 class DiskPiece:
-    """One piece on the disk, and at times in a buffer; see `lema.activations.protocols.WaitingPiece`.
-
-    Attributes:
-        start: where in the file its blocks are.
-        nbytes: of the piece.
-        buffer: uint8 `[size]` with the bytes, if it has one.
-        lent: the buffer is the caller's.
-        expected: the bytes will be wanted soon.
-        transfers: those under way that touch the buffer.
-        checksum: of the bytes; None: they are not on the disk.
-        failure: why there are none; they may be read again if they are on the disk.
-        dropped, gone: nobody wants them; and it has nothing any more.
-        num_told: failures that the store had told when this was placed.
-    """
+    """One piece on the disk, and at times in a buffer; see `lema.activations.protocols.WaitingPiece`."""
 
     def __init__(self, store: DiskStore, start: int, nbytes: int, buffer: Tensor) -> None:
         self._store, self.start, self.nbytes = store, start, nbytes
-        self.buffer: Tensor | None = buffer
-        self.lent, self.expected = True, False
-        self.transfers: list[_Transfer] = []
-        self.checksum: int | None = None
-        self.failure: BaseException | None = None
-        self.dropped, self.gone, self.num_told = False, False, store._num_told
+        self.buffer: Tensor | None = buffer  # uint8 `[size]` with the bytes, if it has one
+        self.lent = True  # the buffer is the caller's
+        self.expected = False  # the bytes will be wanted soon
+        self.transfers: list[_Transfer] = []  # those under way that touch the buffer
+        self.checksum: int | None = None  # of the bytes; None: they are not on the disk
+        self.failure: BaseException | None = None  # why there are none; they may be read again if they are on the disk
+        self.dropped = self.gone = False  # nobody wants them; and it has nothing any more
+        self.num_told = store._num_told  # failures that the store had told when this was placed
 
     @property
     def size(self) -> int:
@@ -157,10 +146,6 @@ class DiskStore:
         file: where the bytes go; closed with this.
         staging: buffers on the way, of nobody else, with a limit. One piece that is larger passes all the same.
         limit: bytes that the file may have; None: as many as the disk has.
-
-    Attributes:
-        bytes_written: that went to the disk, in whole blocks, as far as calls have seen.
-        bytes_read: that came from there.
     """
 
     def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
@@ -175,7 +160,10 @@ class DiskStore:
         self._idle: OrderedDict[DiskPiece, None] = OrderedDict()  # with buffers that nothing touches
         self._dropped: deque[DiskPiece] = deque()  # without the lock, because a collector drops at any time
         self._failed: tuple[DiskPiece, BaseException] | None = None
-        self.bytes_written = self.bytes_read = self._num_told = 0
+        self.bytes_written = self.bytes_read = (
+            0  # to the disk and from there, in whole blocks, as far as calls have seen
+        )
+        self._num_told = 0
 
     @property
     def taken_bytes(self) -> int:

@@ -36,11 +36,6 @@ class HostPool:
         limit: bytes of all buffers, free and in use; None: as many as the machine has.
         available: returns the bytes of memory that can still be had; None: the machine and the control groups say it.
         num_buffers: let there be so many, each as large as the largest ever asked for; this sets the limit.
-
-    Attributes:
-        allocated: how many buffers were made.
-        reused: how often one was handed out again.
-        peak_bytes: the most that all buffers ever had.
     """
 
     def __init__(
@@ -61,7 +56,8 @@ class HostPool:
         self._out: dict[int, tuple[Tensor, int]] = {}  # by address, with the bytes that were asked for
         self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
         self._held = self._wanted = self._most_wanted = 0
-        self.allocated = self.reused = self.peak_bytes = 0
+        self.allocated = self.reused = 0  # how many buffers were made, and how often one was handed out again
+        self.peak_bytes = 0  # the most that all buffers ever had
 
     @property
     def held_bytes(self) -> int:
@@ -191,9 +187,6 @@ class HostStore:
         buffer = self.pool.take(nbytes)
         return None if buffer is None else HostPiece(buffer, self.pool.give)
 
-    def settle(self) -> None:
-        """Nothing goes to a disk."""
-
     def close(self) -> None:
         """Give back all that nothing waits in."""
         self.pool.clear()
@@ -252,14 +245,6 @@ class TieredStore:
         """
         place = self.host.place(nbytes)
         return self.disk.place(nbytes) if place is None else place
-
-    def settle(self) -> None:
-        """Wait for what is on its way to the disk.
-
-        Raises:
-            DiskError: something could not be written.
-        """
-        self.disk.settle()
 
     def close(self) -> None:
         """Give everything back."""

@@ -26,6 +26,7 @@ from lema.activations.boundaries import Key, Tier, TierName, make_tier
 from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.offload import CastWeight, Offload, Order, Packed
+from lema.activations.pieces import Piece
 from lema.activations.policy import Everything, WeightStorages
 from lema.activations.protocols import Counters, Kept, Store
 from lema.backend import Carrier
@@ -123,7 +124,7 @@ class StepGraphs:
 
     def __init__(self, offload: Offload, held: set[int]) -> None:
         self._offload, self._held = offload, held
-        self._orders: dict[tuple[int, int], Order] = {}
+        self._orders: dict[Key, Order[Piece]] = {}
 
     def keep(self, layer: int, index: int, held: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
         """Return what packs tensors of the graph of micro-batch `index` through `layer`, which is built next.
@@ -136,7 +137,7 @@ class StepGraphs:
         order = self._orders[layer, index] = self._offload.order()
         return partial(self._pack, order=order)
 
-    def _pack(self, tensor: Tensor, order: Order) -> Packed:
+    def _pack(self, tensor: Tensor, order: Order[Piece]) -> Packed:
         if (cast := CastWeight.of(tensor)) is None:
             return self._offload.pack(tensor, order)
         counters = self._offload.counters

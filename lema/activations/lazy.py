@@ -14,10 +14,10 @@ from weakref import WeakSet, ref
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lema.activations.offload import KeptTensor, Packed
+from lema.activations.offload import KeptTensor, Order, Packed
 from lema.activations.protocols import Choice, Counters
 
-__all__ = ["ByValue", "ValueOrder"]
+__all__ = ["ByValue"]
 
 
 class ByValue:
@@ -35,19 +35,19 @@ class ByValue:
         self.counters = Counters()
         self._values: WeakSet[_Value] = WeakSet()
         self._known: Any = WeakTensorKeyDictionary()  # by tensor: its version then, and a reference to the value
-        self._order = ValueOrder()
+        self._order: Order[_Value] = Order()
 
     @property
     def live_bytes(self) -> int:
         """Bytes that wait for a backward."""
         return sum(value.nbytes for value in list(self._values))
 
-    def order(self) -> ValueOrder:
+    def order(self) -> Order[_Value]:
         """Return a new order; values that are packed without any go by the newest."""
-        self._order = ValueOrder()
+        self._order = Order[_Value]()
         return self._order
 
-    def pack(self, tensor: Tensor, order: ValueOrder | None = None) -> Packed:
+    def pack(self, tensor: Tensor, order: Order[_Value] | None = None) -> Packed:
         """Return what a graph is to keep in the place of `tensor`."""
         self.counters.seen += 1
         if (why := self._choice.why_kept(tensor)) is not None:
@@ -56,9 +56,9 @@ class ByValue:
         self.counters.moved += 1
         return _Away(self, self._value_of(tensor), order or self._order)
 
-    def expect(self, order: ValueOrder) -> None:
+    def expect(self, order: Order[_Value]) -> None:
         """Begin to bring back what was packed last, as its backward comes soon."""
-        self.bring_ahead(order, len(order.values))
+        self.bring_ahead(order, len(order.pieces))
 
     def let_go(self) -> None:
         """Hold nothing on the device any more: a forward is over, or a backward was given up."""
@@ -76,9 +76,9 @@ class ByValue:
             value.reached = True
         return self._back(value)
 
-    def bring_ahead(self, order: ValueOrder, position: int) -> None:
+    def bring_ahead(self, order: Order[_Value], position: int) -> None:
         """Begin to bring back what left before what stands at `position`."""
-        for found in reversed(order.values[max(0, position - self._ahead) : position]):
+        for found in reversed(order.pieces[max(0, position - self._ahead) : position]):
             value = found()
             if value is not None and value.waiting:
                 value.back = self._back(value)
@@ -104,40 +104,21 @@ class ByValue:
         return value
 
 
-class ValueOrder:
-    """The values of one graph in the order in which they left; they are wanted back last first."""
-
-    def __init__(self) -> None:
-        self.values: list[ref[_Value]] = []
-
-    def add(self, value: _Value) -> int:
-        """Add a value, if it is not the last already; return where it stands."""
-        if not self.values or self.values[-1]() is not value:
-            self.values.append(ref(value))
-        return len(self.values) - 1
-
-
 class _Value:
-    """A tensor in host memory.
-
-    Attributes:
-        waiting: what graphs keep of it and have not asked for yet; until they have, what came back stays.
-        back: what came back.
-        reached: one of them has asked, and others are waiting.
-    """
+    """A tensor in host memory."""
 
     def __init__(self, source: Tensor) -> None:
         self.device, self.nbytes = source.device, source.numel() * source.element_size()
         self.host = source.to("cpu")
-        self.waiting: WeakSet[_Away] = WeakSet()
-        self.back: Tensor | None = None
-        self.reached = False
+        self.waiting: WeakSet[_Away] = WeakSet()  # what graphs keep of it and have not asked for yet
+        self.back: Tensor | None = None  # what came back; it stays until all of them have asked
+        self.reached = False  # one of them has asked, and others are waiting
 
 
 class _Away:
     """What a graph keeps in the place of a tensor that was moved."""
 
-    def __init__(self, offload: ByValue, value: _Value, order: ValueOrder) -> None:
+    def __init__(self, offload: ByValue, value: _Value, order: Order[_Value]) -> None:
         self._offload, self._value, self._order = offload, value, order
         self._place = order.add(value)
         value.waiting.add(self)

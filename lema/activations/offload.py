@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet, ref
 
 import torch
@@ -28,6 +28,7 @@ from lema.errors import ModelError
 __all__ = ["CastWeight", "Offload", "Order", "Packed"]
 
 
+P = TypeVar("P")
 NO_BACKWARD = -1  # the number of the backward where none runs
 
 OVERWRITTEN = (
@@ -62,13 +63,13 @@ class KeptTensor:
         return self._tensor
 
 
-class Order:
+class Order(Generic[P]):
     """The pieces of one graph in the order in which they left; they are wanted back last first."""
 
     def __init__(self) -> None:
-        self.pieces: list[ref[Piece]] = []
+        self.pieces: list[ref[P]] = []
 
-    def add(self, piece: Piece) -> int:
+    def add(self, piece: P) -> int:
         """Add a piece, if it is not the last already; return where it stands."""
         while self.pieces and self.pieces[-1]() is None:
             self.pieces.pop()
@@ -82,7 +83,7 @@ class OffloadedTensor:
 
     __slots__ = ("_dtype", "_first", "_offload", "_order", "_piece", "_place", "_round", "_shape", "_stride")
 
-    def __init__(self, offload: Offload, piece: Piece, order: Order, tensor: Tensor) -> None:
+    def __init__(self, offload: Offload, piece: Piece, order: Order[Piece], tensor: Tensor) -> None:
         self._offload, self._piece, self._order = offload, piece, order
         self._place, self._round = order.add(piece), piece.round
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
@@ -161,7 +162,7 @@ class Offload:
         self._pieces: dict[tuple[int, int], list[Piece]] = {}  # alive, by storage and version
         self._stash: deque[ref[Piece]] = deque()
         self._back: dict[int, WeakSet[Piece]] = {}  # pieces that came back, by backward
-        self._order = Order()
+        self._order: Order[Piece] = Order()
         self._full = False
 
     @property
@@ -170,18 +171,12 @@ class Offload:
         with self.alone():
             return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
 
-    @property
-    def live_pieces(self) -> int:
-        """How many pieces wait for a backward."""
-        with self.alone():
-            return sum(len(pieces) for pieces in self._pieces.values())
-
-    def order(self) -> Order:
+    def order(self) -> Order[Piece]:
         """Return a new order; pieces that are packed without any go by the newest."""
         self._order = Order()
         return self._order
 
-    def pack(self, tensor: Tensor, order: Order | None = None) -> Packed:
+    def pack(self, tensor: Tensor, order: Order[Piece] | None = None) -> Packed:
         """Return what a graph is to keep in the place of `tensor`.
 
         Args:
@@ -201,7 +196,7 @@ class Offload:
                 return reference
             return KeptTensor(tensor)
 
-    def expect(self, order: Order) -> None:
+    def expect(self, order: Order[Piece]) -> None:
         """Begin to bring back what was packed last, as its backward comes soon."""
         with self.alone():
             self.fetch_ahead(order, len(order.pieces))
@@ -233,7 +228,7 @@ class Offload:
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
         self._back[backward].add(piece)
 
-    def fetch_ahead(self, order: Order, position: int) -> None:
+    def fetch_ahead(self, order: Order[Piece], position: int) -> None:
         """Begin to bring back what left before what stands at `position`: it is wanted next."""
         backward, to_fetch = torch._C._current_graph_task_id(), self._stash_size
         while position > 0 and to_fetch > 0:

@@ -32,14 +32,7 @@ ALIGNMENT = 64  # kernels may take another way where an address is aligned other
 
 
 class Piece:
-    """Bytes `start` to `start + nbytes` of a storage; begins to leave when it is made.
-
-    Attributes:
-        alive: packed tensors in it.
-        wanted: of these, those that have not been asked for since it came back.
-        round: how often it came back.
-        spent: the backward in which all of them were asked for; None: there was none.
-    """
+    """Bytes `start` to `start + nbytes` of a storage; begins to leave when it is made."""
 
     def __init__(
         self, tensor: Tensor, start: int, nbytes: int, place: WaitingPiece, carrier: Carrier, counters: Counters
@@ -47,8 +40,10 @@ class Piece:
         storage = tensor.untyped_storage()
         self.start, self.nbytes, self.version, self.device = start, nbytes, tensor._version, tensor.device
         self.key = (storage._cdata, self.version)
-        self.alive = self.wanted = self.round = 0
-        self.spent: int | None = None
+        self.alive = 0  # packed tensors in it
+        self.wanted = 0  # of these, those that have not been asked for since it came back
+        self.round = 0  # how often it came back
+        self.spent: int | None = None  # the backward in which all of them were asked for; None: there was none
         self._left_at = self.version
         self._guard = StorageWeakRef(storage)
         self._place, self._carrier, self._counters = place, carrier, counters
@@ -83,11 +78,7 @@ class Piece:
             self.source = None
 
     def expect(self, *, fetch: bool) -> bool:
-        """Be wanted soon; return whether the bytes may be fetched without waiting for a disk. Never blocks.
-
-        Args:
-            fetch: whether they are to be, if so.
-        """
+        """Be wanted soon; return whether the bytes are to be fetched now, without waiting for a disk. Never blocks."""
         if fetch and self._place.ready():
             return True
         self._place.expect()

@@ -105,12 +105,5 @@ class Store(Protocol):
     def place(self, nbytes: int) -> WaitingPiece | None:
         """Return room for `nbytes`; None: there is none."""
 
-    def settle(self) -> None:
-        """Wait for what is on its way to the disk.
-
-        Raises:
-            DiskError: something could not be written.
-        """
-
     def close(self) -> None:
         """Give everything back."""

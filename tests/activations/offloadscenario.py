@@ -144,7 +144,7 @@ class Course:
         self.held.clear()
         self.drop(self.graphs)
         self.settle()
-        assert (self.offload.live_bytes, self.offload.live_pieces) == (0, 0)
+        assert (self.offload.live_bytes, self.offload._pieces) == (0, {})
         assert not self.alive, f"device memory is still held: {self.alive}"
         assert self.store.live == 0, "host memory is still held"
 
