@@ -182,16 +182,7 @@ def entered(scope: Scope) -> Iterator[None]:
 
 # Where models have their heads, in the order in which they are looked for. A head that is no module calls one of its
 # own. Where there is nothing but the last norm, the head follows it.
-HEADS = (
-    "output",
-    "output.linear",
-    "lm_head",
-    "decoder.output",
-    "decoder.lm_head",
-    "final_layer_norm",
-    "ln_f",
-    "head",
-)
+HEADS = ("output", "output.linear", "lm_head", "decoder.output", "decoder.lm_head", "final_layer_norm", "ln_f", "head")
 
 UNTOUCHED = "liger"  # modules named so keep what they save: their kernels do with it as they please
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # parts of names that users do not write

@@ -171,11 +171,7 @@ class BoundaryArena:
     """
 
     def __init__(
-        self,
-        backend: Carrier,
-        tier: TierName = "device",
-        directory: Path | None = None,
-        trace: NoTrace = NO_TRACE,
+        self, backend: Carrier, tier: TierName = "device", directory: Path | None = None, trace: NoTrace = NO_TRACE
     ) -> None:
         self._backend, self.tier, self._trace = backend, tier, trace
         self._directory = directory or Path(tempfile.gettempdir())

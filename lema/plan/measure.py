@@ -163,11 +163,7 @@ def probe(
 
 
 def calibrate(
-    model: PreTrainedModel,
-    layers: Sequence[LayerBytes],
-    workload: Workload,
-    shape: StepShape,
-    backend: Backend,
+    model: PreTrainedModel, layers: Sequence[LayerBytes], workload: Workload, shape: StepShape, backend: Backend
 ) -> tuple[Speeds, Timings]:
     """Measure what decides where memory is best spent, with a model that is about to train and is left as it is.
 

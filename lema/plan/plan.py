@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lema.config import LemaConfig
+from lema.data import needs_tokenizer, prepare_data
 from lema.plan.cost import Allocation, phases, saved_elsewhere
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, workload_of
 from lema.plan.simulator import Simulated
-from lema.plan.step import Epoch, StepShape, epoch_of, of_rows
+from lema.plan.step import StepShape, of_rows
 from lema.plan.workload import MicroBatch
+from lema.storage.modelfiles import load_tokenizer
 
-__all__ = ["Headroom", "Plan", "PlannedMemory", "make_plan", "plan_with", "step_curve"]
+__all__ = ["Epoch", "Headroom", "Plan", "PlannedMemory", "make_plan", "plan_with", "step_curve"]
 
 
 GB = 10**9
@@ -45,6 +47,17 @@ class Headroom:
     largest_step: int  # tokens per step that still fit
     gigabyte_on_device: float  # seconds that each GB more of device memory, enough for a layer, would save in each step
     gigabyte_in_host: float  # seconds that each GB more of host memory would save in each step
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over the training data."""
+
+    rows: int  # of the data
+    tokens: int  # of these rows
+    steps: int  # optimizer steps
+    hours: float  # they take
+    cost: float | None  # at the price given; None: none was
 
 
 @dataclass(frozen=True)
@@ -89,16 +102,11 @@ class Plan:
             "device_peak": self.step.device_peak,
             "host_peak": self.host_peak,
         }
-        plain: dict[str, Any] = _plain(whole)
-        return plain
+        return {key: _plain(value) for key, value in whole.items()}
 
 
 def make_plan(
-    config: LemaConfig,
-    machine: Machine | None = None,
-    *,
-    price: float | None = None,
-    trust_remote_code: bool = False,
+    config: LemaConfig, machine: Machine | None = None, *, price: float | None = None, trust_remote_code: bool = False
 ) -> tuple[Plan, Planner]:
     """Plan a run.
 
@@ -119,10 +127,6 @@ def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code
     needs = planner.needs()
     demand, allocation = needs.demand, needs.allocation
     step, memory = planner.simulated(demand, allocation), _memory(needs)
-
-    def seconds_of_part(part: float) -> float:
-        return planner.simulated(planner.demand(scale=part), allocation).seconds
-
     return Plan(
         machine=planner.machine,
         measured=planner.site.speeds == "measured",
@@ -133,16 +137,27 @@ def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code
         memory=memory,
         step=step,
         room=_headroom(needs, memory, step.seconds),
-        epoch=epoch_of(
-            planner.config,
-            planner.blueprint,
-            planner.shape,
-            price,
-            seconds_of_part,
-            trust_remote_code=trust_remote_code,
-        ),
+        epoch=_epoch(needs, price, trust_remote_code),
         notes=_notes(planner, memory),
     )
+
+
+def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None:
+    """Read the training data as training would, and say how long an epoch takes; None: the settings name no data."""
+    planner, config, length = needs.planner, needs.planner.config, needs.planner.shape.micro_batch.length
+    if not config.train_data:
+        return None
+    tokenizer, vocabulary = None, planner.blueprint.vocabulary or None
+    if needs_tokenizer(config.train_data):
+        how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
+        tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
+    overlong = config.overlong
+    data = prepare_data(config.train_data, tokenizer, max_length=length, overlong=overlong, vocab_size=vocabulary)
+    rows, tokens = data.counts.rows, data.counts.tokens
+    steps = math.ceil(rows / planner.shape.num_rows)
+    part_of_full = planner.demand(scale=tokens / (rows * length))
+    hours = steps * planner.simulated(part_of_full, needs.allocation).seconds / 3600
+    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours)
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:

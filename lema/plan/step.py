@@ -1,41 +1,25 @@
-"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds, and how many make an epoch.
+"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds.
 
 The cost of micro-batches of many rows is extrapolated from those of one row and of two.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from transformers import PreTrainedTokenizerBase
-
 from lema.config import LemaConfig
-from lema.data import longest_row, needs_tokenizer, prepare_data
+from lema.data import longest_row
 from lema.data.batches import share_of
 from lema.engine.padding import padding_of
-from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
 from lema.plan.trainable_bytes import TrainedBytes
 from lema.plan.workload import HeadWork, LayerWork, MicroBatch, Workload
-from lema.storage.modelfiles import load_tokenizer
 from lema.stream.placement import LayerBytes
 
-__all__ = [
-    "Epoch",
-    "LayerSeconds",
-    "StepShape",
-    "Timings",
-    "by_arithmetic",
-    "demand_of",
-    "epoch_of",
-    "of_rows",
-    "step_shape",
-    "untimed",
-]
+__all__ = ["LayerSeconds", "StepShape", "Timings", "by_arithmetic", "demand_of", "of_rows", "step_shape", "untimed"]
 
 
 T = TypeVar("T", Workload, LayerWork, HeadWork)
@@ -210,52 +194,3 @@ def _grown(one: T, two: T, rows: int, *parts: str) -> T:
     """Return `one` with the bytes of these parts as they are of so many rows."""
     more = {part: (rows - 1) * (getattr(two, part) - getattr(one, part)) for part in parts}
     return replace(one, **{part: getattr(one, part) + growth for part, growth in more.items()})
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One pass over the training data."""
-
-    rows: int  # of the data
-    tokens: int  # of these rows
-    steps: int  # optimizer steps
-    hours: float  # they take
-    cost: float | None  # at the price given; None: none was
-
-
-def epoch_of(
-    config: LemaConfig,
-    blueprint: Blueprint,
-    shape: StepShape,
-    price: float | None,
-    step_seconds: Callable[[float], float],
-    *,
-    trust_remote_code: bool = False,
-) -> Epoch | None:
-    """Read the training data as training would, and say how long an epoch takes; None: the settings name no data.
-
-    Args:
-        step_seconds: given the part of a full step's tokens that a step has, returns its seconds.
-
-    Raises:
-        DataError: the data is missing or malformed.
-    """
-    if not config.train_data:
-        return None
-    data = prepare_data(
-        config.train_data,
-        _tokenizer(blueprint, trust_remote_code) if needs_tokenizer(config.train_data) else None,
-        max_length=shape.micro_batch.length,
-        overlong=config.overlong,
-        vocab_size=blueprint.vocabulary or None,
-    )
-    rows, tokens = data.counts.rows, data.counts.tokens
-    steps = math.ceil(rows / shape.num_rows)
-    part = tokens / (rows * shape.micro_batch.length)
-    hours = steps * step_seconds(part) / 3600
-    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours)
-
-
-def _tokenizer(blueprint: Blueprint, trusted: bool) -> PreTrainedTokenizerBase:
-    how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
-    return load_tokenizer(blueprint.directory, trusted=trusted, how=how)

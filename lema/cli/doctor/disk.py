@@ -56,7 +56,7 @@ def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_coun
         directory: of the model, or of the output.
         measure: write a file and read it.
     """
-    yield _space("space", directory, f"{directory.absolute()} has", SECTION)
+    yield _space("space", directory, f"{directory.absolute()} has")
     try:
         yield _direct(directory)
         if measure:
@@ -146,7 +146,7 @@ def _reads_directly(path: Path) -> bool:
         os.close(descriptor)
 
 
-def _space(name: str, directory: Path, what: str, section: str) -> Finding:
+def _space(name: str, directory: Path, what: str) -> Finding:
     status = psutil.disk_usage(str(directory))
     kind = _file_system(directory)
     facts: dict[str, Fact] = {
@@ -163,7 +163,7 @@ def _space(name: str, directory: Path, what: str, section: str) -> Finding:
         level, said, how = Level.NOTE, ": memory, and no disk", "put the model on a disk"
     elif kind in REMOTE:
         level, said, how = Level.NOTE, ": a disk of another machine", "put the model on a local disk"
-    return Finding(section, name, level, f"{where}{said}.", how, facts=facts)
+    return Finding(SECTION, name, level, f"{where}{said}.", how, facts=facts)
 
 
 def _hub() -> Finding:
@@ -171,7 +171,7 @@ def _hub() -> Finding:
 
     cache = Path(HF_HUB_CACHE).expanduser().absolute()
     there = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
-    found = _space("hub cache", there, f"The hub's cache {cache} has", SECTION)
+    found = _space("hub cache", there, f"The hub's cache {cache} has")
     facts = {**found.facts, "directory": str(cache), "exists": cache.is_dir(), "writable": os.access(there, os.W_OK)}
     if not facts["writable"]:
         what, how = f"The hub's cache {cache} cannot be written.", "set HF_HOME to a directory that can be"
