@@ -88,7 +88,8 @@ class KeptGraphs:
             DiskError: no file can be made.
         """
         if self._offload is None:
-            choice = Everything(self._weights, self._is_here, held=self._held)
+            here = {self._carrier.device.type}
+            choice = Everything(self._weights, here.__contains__, held=self._held)
             ahead = 1 if self._at_once else STASH
             self._offload = Offload(
                 choice, self._store(), lambda _: self._carrier, stash=ahead, fetch=not self._at_once
@@ -114,9 +115,6 @@ class KeptGraphs:
             self._trace,
         )
         return DiskStore(file, pool)
-
-    def _is_here(self, kind: str) -> bool:
-        return kind == self._carrier.device.type
 
 
 class StepGraphs:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lema.activations.hooks import current
 from lema.activations.offload import Offload, Packed
@@ -116,27 +117,21 @@ class _Keeping(TorchDispatchMode):
         out = func(*args, **kwargs)
         after = {device: _random_state(device) for device in devices}
         drawn = {device: (old, after[device]) for device, old in before.items() if not torch.equal(old, after[device])}
-        self._region.calls.append(_Call(func, self._packed(out), drawn))
+        self._region.calls.append(_Call(func, tree_map_only(Tensor, self._packed, out), drawn))
         for tensor in _tensors(out):
             for key in storages_of(tensor):
                 self._kept[key] = StorageWeakRef(tensor.untyped_storage()), func
         return out
 
-    def _packed(self, out: Any) -> Any:
-        """Return an operator's output with every tensor in it packed."""
-        if isinstance(out, (list, tuple)):
-            return type(out)(map(self._packed, out))
-        return _Waiting(self._pack(out)) if isinstance(out, Tensor) else out
-
-    def _pack(self, tensor: Tensor) -> Packed:
+    def _packed(self, tensor: Tensor) -> _Waiting:
         # Down here aliases do not share their version with what they are aliases of. Those that `pack` makes must, so
         # that a write into the tensor is seen, and with this they do.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             if (scope := current()) is None:
-                return self._region.offload.pack(tensor)
+                return _Waiting(self._region.offload.pack(tensor))
             scope.mark(tensor)  # chosen by name, even where only layers' inputs are
             try:
-                return self._region.offload.pack(tensor)
+                return _Waiting(self._region.offload.pack(tensor))
             finally:
                 scope.unmark(tensor)
 
@@ -181,14 +176,8 @@ class _BringingBack(TorchDispatchMode):
             # What follows shall draw what it drew. Where the checkpoint does not preserve the state, it draws anew.
             if torch.equal(_random_state(device), before):
                 _set_random_state(device, after)
-        return _unpacked(call.out)
-
-
-def _unpacked(out: Any) -> Any:
-    if isinstance(out, (list, tuple)):
-        return type(out)(map(_unpacked, out))
-    # An alias, for autograd makes it part of a graph: what stayed on the device may be asked for again.
-    return out.packed.unpack().detach() if isinstance(out, _Waiting) else out
+        # An alias, for autograd makes it part of a graph: what stayed on the device may be asked for again.
+        return tree_map_only(_Waiting, lambda waiting: waiting.packed.unpack().detach(), call.out)
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -205,12 +194,8 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

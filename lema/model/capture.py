@@ -13,7 +13,7 @@ traces too, but `transformers` does not know it, and is told so here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "depends_on",
     "has_values",
     "leaves",
+    "replaced_tensors",
     "same_structure",
     "structure",
     "tensors_in",
@@ -215,6 +216,25 @@ def has_values(tensor: Tensor) -> bool:
 
 
 @contextmanager
+def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have a model's parameters and buffers be what `other` returns for them in a `with` block; tied ones stay one."""
+    owned: list[tuple[Any, dict[str, Tensor | None]]]
+    owned = [(kept, {**kept}) for module in model.modules() for kept in (module._parameters, module._buffers)]
+    made: dict[int, Tensor] = {}
+    try:
+        for kept, tensors in owned:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = other(tensor)
+                    kept[name] = made[id(tensor)]
+        yield
+    finally:
+        for kept, tensors in owned:
+            kept.update(tensors)
+
+
+@contextmanager
 def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
     """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there.
 
@@ -224,29 +244,15 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
         device: where all others seem to be.
     """
     inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
-    owned = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    made: dict[int, Tensor] = {}  # tied tensors stay one
 
     def like(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            trains = tensor.requires_grad
-            made[id(tensor)] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
-        return made[id(tensor)]
+        if id(tensor) in inside:
+            return tensor
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        try:
-            for module, parameters, buffers in owned:
-                kinds: list[tuple[Any, Mapping[str, Tensor | None]]]
-                kinds = [(module._parameters, parameters), (module._buffers, buffers)]
-                for kept, tensors in kinds:
-                    there = {name: one for name, one in tensors.items() if one is not None and id(one) not in inside}
-                    kept.update({name: like(one) for name, one in there.items()})
-            yield
-        finally:
-            for module, parameters, buffers in owned:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
+    with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
+        yield
 
 
 def with_bytes(value: object, device: torch.device) -> object:

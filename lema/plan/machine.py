@@ -44,23 +44,14 @@ class Machine:
 
 # Half precision, links and disks: what public benchmarks of fine-tuning reach on these. Single precision: three
 # quarters of the vendor's figure; memory: half of it. Launch: a decoder layer, forward, in eager mode.
+TRN1 = "one core of two; the speed of its host link is not published, and a guess here: measure it"
 PROFILES = {
     machine.name: machine
     for machine in (
         Machine("t4", 15 * GIB, 32 * GB, Speeds(3e9, 12e9), 25e12, 6e12, 160e9, 1.5e-3),
         Machine("4090", 24 * GIB, 64 * GB, Speeds(7e9, 25e9), 140e12, 62e12, 500e9, 1.5e-3),
         Machine("h200", 139 * GIB, 128 * GIB, Speeds(14e9, 50e9), 400e12, 50e12, 2.4e12, 1.5e-3),
-        Machine(
-            "trn1",
-            16 * GIB,
-            32 * GIB,
-            Speeds(2e9, 12e9),
-            65e12,
-            16e12,
-            200e9,
-            1.5e-3,
-            "one core of two; the speed of its host link is not published, and a guess here: measure it",
-        ),
+        Machine("trn1", 16 * GIB, 32 * GIB, Speeds(2e9, 12e9), 65e12, 16e12, 200e9, 1.5e-3, TRN1),
         Machine("cpu", 24 * GB, 24 * GB, Speeds(1.1e9), 0.4e12, 0.15e12, 5e9),
     )
 }

@@ -30,12 +30,12 @@ from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit
 from lema.model import Split
-from lema.model.capture import LayerCall, tensors_in
+from lema.model.capture import LayerCall, replaced_tensors, tensors_in
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Speeds
 from lema.plan.machine import Machine
 from lema.plan.step import LayerSeconds, StepShape, Timings
-from lema.plan.workload import Workload, calls_of, replaced_parameters
+from lema.plan.workload import Workload, calls_of
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.speed import ENOUGH, REPEATS, Clock, median_seconds, read_speed, upload_speed
@@ -262,13 +262,13 @@ class _Timer:
         tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)
         inside = {id(parameter) for parameter in self.split.layers.parameters()}
 
-        def with_memory(parameter: nn.Parameter) -> nn.Parameter:
-            if not parameter.is_meta or id(parameter) in inside:
-                return parameter
-            real = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.backend.device)
+        def with_memory(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter) or not tensor.is_meta or id(tensor) in inside:
+                return tensor
+            real = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.backend.device)
             return nn.Parameter(made_up(real), requires_grad=False)
 
-        with replaced_parameters(self.blueprint.model, with_memory):
+        with replaced_tensors(self.blueprint.model, with_memory):
             chunks = LossChunks(self.split.head, [tokens], self.config.loss_chunk_tokens)
             head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), self.backend, self.clock)
             prelude = median_seconds(lambda: self.split.prelude({"input_ids": tokens}, {}), self.backend, self.clock)

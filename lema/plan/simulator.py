@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from lema.backend import Backend
 from lema.plan.cost import (
     STAGED,
     Allocation,
@@ -85,7 +86,7 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     reader = VirtualReader(device)
     stream = LayerStream(
         layers_like(demand),
-        device,
+        cast(Backend, device),
         prefetch_depth=allocation.slots - 1,
         residents=allocation.residents,
         host_cached=allocation.host_cached,

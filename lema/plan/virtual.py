@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lema.backend import Alone, DeviceSlots, Download, Downloaded, MemoryStats, SingleProcess, Upload
+from lema.backend import Alone, DeviceSlots, MemoryStats, Upload
 from lema.plan.cost import Speeds
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
@@ -78,15 +77,13 @@ class BufferState:
 
 
 class VirtualDevice:
-    """A `Backend` that keeps time.
+    """As much of a `Backend` as a `LayerStream` asks for; it keeps time.
 
     Args:
         speeds: of the disk and the link. With an infinite link host buffers are the slots, and computing keeps the
             training thread busy; else it is queued.
     """
 
-    name = "virtual"
-    parallel = SingleProcess()
     replicas = Alone()
 
     def __init__(self, clock: Clock, speeds: Speeds) -> None:
@@ -122,10 +119,6 @@ class VirtualDevice:
         self.device_peak = max(self.device_peak, self.device_bytes)
         return _Slots(self, [self._made(nbytes, self._free_device) for _ in range(count)])
 
-    def download(self, source: Tensor, target: Tensor) -> Download:  # noqa: ARG002 - as in Backend
-        """Nothing here has bytes."""
-        return Downloaded()
-
     def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
         """Queue computation, with the weights of `layer` in the slot `lease` where they are given."""
         start = max(self.clock.now, self.computed_until)
@@ -150,20 +143,6 @@ class VirtualDevice:
         if self.shared:
             self.clock.wait_until(moment)
 
-    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:  # noqa: ARG002 - as in Backend
-        """Nothing is computed."""
-        return nullcontext()
-
-    def rng_state(self) -> Tensor:
-        """Nothing is drawn."""
-        return torch.empty(0, device="meta")
-
-    def set_rng_state(self, state: Tensor) -> None:
-        """Nothing is drawn."""
-
-    def end_step(self) -> None:
-        """Nothing is done lazily."""
-
     def synchronize(self) -> None:
         """Let the training thread wait until everything queued is done."""
         self.clock.wait_until(max(self.computed_until, self.link.free, self.back.free))
@@ -171,9 +150,6 @@ class VirtualDevice:
     def memory(self) -> MemoryStats:
         """Return the bytes of slots and residents."""
         return MemoryStats(self.device_bytes, self.device_peak, self.device_peak)
-
-    def close(self) -> None:
-        """Nothing was taken."""
 
     def uploaded(self, ready: float, read: float) -> None:
         """Note when the layer now leased is on the device, and when it was in host memory."""

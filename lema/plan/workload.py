@@ -8,7 +8,7 @@ byte of a weight is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from lema.backend import Parallel, load
 from lema.errors import LemaError, ModelError
 from lema.model import Split
-from lema.model.capture import LayerCall, tensors_in
+from lema.model.capture import LayerCall, replaced_tensors, tensors_in
 from lema.model.skeleton import find_layers
 from lema.plan.meter import Tally
 from lema.stream.placement import LayerBytes
 
-__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "calls_of", "measure", "replaced_parameters"]
+__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "calls_of", "measure"]
 
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -280,24 +280,6 @@ def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> 
 
 
 @contextmanager
-def replaced_parameters(model: nn.Module, other: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
-    """Have every parameter of a model be what `other` returns for it in a `with` block; tied ones stay one."""
-    owned = [(module, dict(module._parameters)) for module in model.modules()]
-    made: dict[int, nn.Parameter] = {}
-    try:
-        for module, parameters in owned:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in made:
-                        made[id(parameter)] = other(parameter)
-                    module._parameters[name] = made[id(parameter)]
-        yield
-    finally:
-        for module, parameters in owned:
-            module._parameters.update(parameters)
-
-
-@contextmanager
 def without_values(model: PreTrainedModel) -> Iterator[None]:
     """Let what is in the model's memory, or belongs there, be tensors without values for the length of a `with` block.
 
@@ -306,13 +288,12 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
     training = model.training
     inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
 
-    def like(parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) in inside:
-            return parameter
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-        return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) in inside or not isinstance(tensor, nn.Parameter):
+            return tensor
+        return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), replaced_parameters(model, like):
+    with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
         try:
             model.train()
             yield
