@@ -189,15 +189,10 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # parts of 
 
 
 class Sites:
-    """The hooks of one context on a model.
+    """The hooks of one context on a model as the user has it: wrapped or not, adapted or not.
 
-    Args:
-        model: as the user has it: wrapped or not, adapted or not.
-        exclude: further modules whose saved tensors stay: ends of their dotted names, or regular expressions that match
-            the whole of them.
-
-    Attributes:
-        head: whether an output head was found.
+    `exclude` names further modules whose saved tensors stay: ends of their dotted names, or regular expressions that
+    match the whole of them.
 
     Raises:
         ConfigError: nothing matches one of `exclude`, or it is no regular expression.
@@ -207,7 +202,7 @@ class Sites:
         levels = wrapped(model)
         excluded = [*_untouched(model), *_matching(levels, (exclude,) if isinstance(exclude, str) else exclude)]
         head = output_head(model)
-        self.head = head is not None
+        self.head = head is not None  # whether there is one
         self._hooked = Hooked()
         for level in levels:
             self._hooked.add(level, BEGINNING)

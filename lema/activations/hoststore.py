@@ -76,8 +76,7 @@ class HostPool:
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
         """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
 
-        Args:
-            must: take room all the same where there is none. It is given back to the system, not to the pool.
+        If it `must`, room is taken all the same where there is none; it is given back to the system, not to the pool.
         """
         assert nbytes > 0, "a buffer of no bytes was asked for"
         size = whole_blocks(nbytes)
@@ -193,11 +192,9 @@ class HostStore:
 
 
 class HostPiece:
-    """One piece in host memory; see `lema.activations.protocols.WaitingPiece`.
+    """One piece in host memory, uint8 `[nbytes]`; see `lema.activations.protocols.WaitingPiece`.
 
-    Args:
-        buffer: uint8 `[nbytes]`.
-        give: takes the buffer back; a garbage collector may call it.
+    `give` takes the buffer back; a garbage collector may call it.
     """
 
     def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:

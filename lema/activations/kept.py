@@ -125,11 +125,8 @@ class StepGraphs:
         self._orders: dict[Key, Order[Piece]] = {}
 
     def keep(self, layer: int, index: int, held: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
-        """Return what packs tensors of the graph of micro-batch `index` through `layer`, which is built next.
-
-        Args:
-            held: tensors that somebody holds until the backward: they stay.
-        """
+        """Return what packs tensors of the graph of micro-batch `index` through `layer`, which is built next; tensors
+        that are `held` until the backward stay."""
         self._held.clear()
         self._held.update(tensor.untyped_storage()._cdata for tensor in held)
         order = self._orders[layer, index] = self._offload.order()

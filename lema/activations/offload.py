@@ -177,10 +177,7 @@ class Offload:
         return self._order
 
     def pack(self, tensor: Tensor, order: Order[Piece] | None = None) -> Packed:
-        """Return what a graph is to keep in the place of `tensor`.
-
-        Args:
-            order: the order it belongs to; None: the newest.
+        """Return what a graph is to keep in the place of `tensor`, which belongs to the newest order if none is given.
 
         Raises:
             DiskError: this or something before it could not be written.

@@ -65,12 +65,7 @@ class WeightView:
 
 
 class WeightStorages:
-    """The weights of a model.
-
-    Args:
-        model: whose parameters and buffers they are; None: none are known beforehand, and those are told that are
-            parameters or views of one.
-    """
+    """The weights of a model: its parameters and buffers; without a model, what are parameters or views of one."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = None if model is None else ref(model)
@@ -88,8 +83,7 @@ class WeightStorages:
     def holds(self, tensor: Tensor, scope: Scope | None = None) -> bool:
         """Return whether `tensor` is a weight, or shares its memory with one.
 
-        Args:
-            scope: which modules are being run: what they compute with may have been put there for the moment.
+        What the modules of `scope` that are being run compute with may have been put there for the moment.
         """
         if is_weight_view(tensor):
             return True

@@ -209,12 +209,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
-    """Yield the overloads of an operator that can be kept.
-
-    Args:
-        op: a name, or what `torch.ops` has under it.
-        needed: whether it is an error that there is no such operator.
-    """
+    """Yield the overloads of an operator, given by name or as `torch.ops` has it, that can be kept; if it is not
+    `needed`, there may be no such operator."""
     if isinstance(op, str):
         space, _, name = op.partition("::")
         found = getattr(getattr(torch.ops, space), name, None) if name else None

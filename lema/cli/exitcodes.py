@@ -16,8 +16,7 @@ _DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
     """Run a command line; every error ends as one message on standard error and the exit code returned.
 
-    Args:
-        arguments: what the user typed; `--debug`, anywhere, lets the traceback through.
+    `--debug`, anywhere among the arguments, lets the traceback through.
     """
     debug = "--debug" in arguments
     try:

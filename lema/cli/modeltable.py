@@ -37,8 +37,7 @@ whether its weights stream as they are stored or go through `lema prepare` once.
 def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remote_code: bool = False) -> Iterator[Row]:
     """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come.
 
-    Args:
-        names: types, directories, files, or hub ids in the cache; a name that can be both is a type.
+    Names are types, directories, files, or hub ids in the cache; one that can be both is a type.
 
     Raises:
         ConfigError: a name is nothing of that kind.

@@ -58,11 +58,7 @@ class _Bar(Progress):
 
 
 class ProgressDisplay:
-    """Shows steps and measurements; lives from `start` to `close`.
-
-    Args:
-        console: where to draw; standard output by default. A terminal gets a bar, anything else lines.
-    """
+    """Shows steps and measurements, on a terminal with a bar, elsewhere as lines; lives from `start` to `close`."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console()
@@ -115,12 +111,7 @@ class ProgressDisplay:
 
 
 class ByteProgress:
-    """Shows how many bytes of a whole are done, on a terminal only; call it with both numbers, and `close` it.
-
-    Args:
-        console: where to draw; standard error by default.
-        clock: seconds that only go forward; they count from now on.
-    """
+    """Shows how many bytes of a whole are done, on a terminal only; call it with both numbers, and `close` it."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._bar = _Bar(console or Console(stderr=True), transient=True)
@@ -147,10 +138,8 @@ class ByteProgress:
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":
     """A `transformers.TrainerCallback` that draws what the training loop reports. Imports transformers.
 
-    Only the first process of a group draws.
-
-    Args:
-        display: what to draw on. Whoever gives one can close it when training fails, before the error is printed.
+    Only the first process of a group draws. Whoever gives a display can close it when training fails, before the error
+    is printed.
     """
     from transformers import TrainerCallback
 

@@ -111,10 +111,7 @@ def _more(plan: Plan) -> Iterator[Row]:
 
 
 def draw(plan: Plan, planner: Planner, path: Path) -> None:
-    """Draw step time against tokens per step, with the crossover marked.
-
-    Args:
-        path: of the picture; what it ends in decides the format.
+    """Draw step time against tokens per step, with the crossover marked; what `path` ends in decides the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or knows no such format.

@@ -74,11 +74,8 @@ class OpenModel:
         which takes a few seconds.
 
         Several processes ask for it at once, and get the same: that of the least memory any of them has. Where they
-        hold layers together, layers are not timed.
-
-        Args:
-            shape: of a step, whose activations count towards the limits; None: weights and what trains alone. Of a
-                model whose activations cannot be told ahead these alone count too, with a warning.
+        hold layers together, layers are not timed. Activations count towards the limits where the shape of a step is
+        given and they can be told ahead; else weights and what trains alone, with a warning in the second case.
 
         Raises:
             MemoryLimitError: the limits are too small.
@@ -162,11 +159,8 @@ class OpenModel:
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
-    """Return what a step needs of one of several processes, given what it needs of one alone.
-
-    Args:
-        sharded: whether each has only its part of every layer's weights; of one process, that is all.
-    """
+    """Return what a step needs of one of several processes, given what it needs of one alone; `sharded`: each has only
+    its part of every layer's weights."""
     demand, size = replace(demand, processes=replicas.local_size), replicas.size
     if not sharded or size == 1:
         return demand

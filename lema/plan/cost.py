@@ -265,11 +265,8 @@ def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
 
 @lru_cache(maxsize=4096)
 def fetches(num_layers: int, slots: int, held: frozenset[int], lowest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers that one step after many others fetches on the way up, and on the way down.
-
-    Args:
-        held: layers that are fetched once for good.
-    """
+    """Return the layers that one step after many others fetches on the way up, and on the way down; those that are
+    `held` are fetched once for good."""
     whole = training_order(num_layers, lowest)
     first, then_up = fetched(whole, slots, held), fetched(whole + whole[:num_layers], slots, held)
     return then_up[len(first) :], fetched(whole * 2, slots, held)[len(then_up) :]
@@ -291,11 +288,9 @@ class Traffic:
 
 
 def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bool) -> Traffic:
-    """Return the bytes that so many steps move, with what is read and uploaded once before the first of them.
+    """Return the bytes that so many steps (at least one) move, with what is read and uploaded once before the first.
 
-    Args:
-        steps: at least one.
-        rewritten: whether each step writes to the layers, so that the next finds nothing of them on the device.
+    If layers are `rewritten` in each step, the next finds nothing of them on the device.
     """
     num_layers, slots = len(demand.layers), allocation.slots
     kept = allocation.residents | allocation.host_cached

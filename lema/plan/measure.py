@@ -145,12 +145,7 @@ def probe(
     backend: Backend,
     clock: Clock = time.perf_counter,
 ) -> tuple[Machine, Timings]:
-    """Measure this machine with one micro-batch of a run.
-
-    Args:
-        blueprint: the model, its adapter on the backend's device.
-        clock: seconds, by which computing is timed; reading and copying are by those that pass.
-    """
+    """Measure this machine with one micro-batch of a run; the clock times computing alone, not reading and copying."""
     split = Split(blueprint.model, backend, parallel=blueprint.parallel)
     speeds = _speeds(blueprint.layers, backend)
     largest = max(blueprint.layers, key=lambda layer: layer.nbytes)
@@ -165,11 +160,7 @@ def probe(
 def calibrate(
     model: PreTrainedModel, layers: Sequence[LayerBytes], workload: Workload, shape: StepShape, backend: Backend
 ) -> tuple[Speeds, Timings]:
-    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is.
-
-    Args:
-        model: adapters attached; the decoder layers' weights on `meta`.
-    """
+    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is."""
     state, training = backend.rng_state(), model.training
     with torch.random.fork_rng(devices=[]):
         speeds = _speeds(layers, backend)

@@ -93,10 +93,8 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, pa
 def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int) -> Timings:
     """Return the seconds that operations take at a machine's speed; a layer takes at least what launching it takes.
 
-    Expanding quantised weights takes what reading them in the device's memory takes, and writing them there.
-
-    Args:
-        itemsize: bytes of one element of the weights as they are used.
+    Expanding quantised weights takes what reading them in the device's memory takes, and writing them there; an element
+    of them has `itemsize` bytes as it is used.
     """
     speed = machine.flops(itemsize)
     found = []
@@ -178,11 +176,8 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
 
 
 def of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
-    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head.
-
-    Args:
-        rows_at_once: that the head's logits exist for; a micro-batch of more has no more of them.
-    """
+    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head, whose
+    logits exist for no more than `rows_at_once`."""
     parts = ("saved_bytes", "working_bytes", "forward_bytes")
     works = tuple(_grown(*layers, rows, *parts) for layers in zip(one.works, two.works, strict=True))
     head = _grown(one.head, two.head, min(rows, rows_at_once), "working_bytes")

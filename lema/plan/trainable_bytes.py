@@ -164,10 +164,7 @@ class TrainedBytes:
 
 
 def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool]) -> TrainedBytes:
-    """Look at a model without adapters for what trains.
-
-    Args:
-        chosen: says of a parameter's name in the model whether it trains.
+    """Look at a model without adapters for what trains: those of its parameters whose names are chosen.
 
     Raises:
         ConfigError: a layer that trains is stored quantised, or something that trains is of a type that does not.

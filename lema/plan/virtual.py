@@ -79,9 +79,7 @@ class BufferState:
 class VirtualDevice:
     """As much of a `Backend` as a `LayerStream` asks for; it keeps time.
 
-    Args:
-        speeds: of the disk and the link. With an infinite link host buffers are the slots, and computing keeps the
-            training thread busy; else it is queued.
+    With an infinite link host buffers are the slots, and computing keeps the training thread busy; else it is queued.
     """
 
     replicas = Alone()

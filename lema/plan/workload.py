@@ -140,10 +140,7 @@ def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Col
     stands for another's, so whatever cannot be told to be equal, down to the last attribute, makes two kinds. Here
     every kind is measured for seconds, so attributes that cost nothing must not make one: of 170 types of models 26
     would have more kinds by their attributes, and one of these types one kind per layer. But how weights are
-    stored on disk counts, and which of them train, which the modules do not show.
-
-    Args:
-        weights: of each layer, those of its own that train; empty: none do, in any.
+    stored on disk counts, and which of them (`weights` of each layer) train, which the modules do not show.
     """
     known: dict[Any, int] = {}
     found = []

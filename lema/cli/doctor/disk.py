@@ -50,12 +50,7 @@ class DiskSpeeds:
 
 
 def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_counter) -> Iterator[Finding]:
-    """Tell what the disk that a directory is on has free and how fast it reads, and where the hub's cache is.
-
-    Args:
-        directory: of the model, or of the output.
-        measure: write a file and read it.
-    """
+    """Tell what the disk that a directory is on has free and how fast it reads, and where the hub's cache is."""
     yield _space("space", directory, f"{directory.absolute()} has")
     try:
         yield _direct(directory)
@@ -69,10 +64,7 @@ def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_coun
 
 
 def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) -> DiskSpeeds:
-    """Write a file, drop it from the page cache, and read it with the reader that training has.
-
-    Args:
-        nbytes: how large, at most: writing ends after some seconds.
+    """Write at most `nbytes` in some seconds, drop them from the page cache, and read them with training's reader.
 
     Raises:
         OSError: it could not be written.

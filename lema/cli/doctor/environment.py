@@ -23,11 +23,7 @@ YES = {"1", "true", "yes", "on"}
 
 
 def environment(given: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:
-    """Tell which variables that matter are set, and what they do.
-
-    Args:
-        threads: that this process may keep busy; None: it is looked up.
-    """
+    """Tell which variables that matter are set, and what they do; `threads` of the machine may be kept busy."""
     found = [
         *_threads(given, usable_processors() if threads is None else threads),
         *_hub(given),

@@ -67,12 +67,7 @@ class Report:
 
 
 def examine(directory: Path, *, measure: bool = True) -> Report:
-    """Look at everything.
-
-    Args:
-        directory: whose disk is looked at.
-        measure: time disk and links, which takes some seconds.
-    """
+    """Look at everything, at the disk that `directory` is on too; timing disk and links takes some seconds."""
     looks: list[tuple[str, Look]] = [
         ("versions", versions),
         ("machine", machine),
