@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lema.backend import BackendInfo, Download, Finding, Level, MemoryStats
 from lema.cli.doctor import device
-from lema.cli.doctor.device import devices, link_speeds, links
+from lema.cli.doctor.device import devices, links
 from lema.stream import speed
 from lema_cpu import CpuBackend
 
@@ -81,8 +81,8 @@ def test_a_speed_is_the_median_of_some_copies_and_the_first_does_not_count(monke
     usual = [0.125, 0.25, 0.25, 0.5, 1.0, 40.0]
     assert len(usual) == 1 + speed.REPEATS
     backend = Timed(usual + [2 * seconds for seconds in usual])
-    speeds = link_speeds(backend, 4096, lambda: backend.now)
-    assert (speeds.nbytes, speeds.upload, speeds.download) == (4096, 4096 / 0.5, 4096 / 1.0)
+    assert speed.upload_speed(backend, 4096, lambda: backend.now) == 4096 / 0.5
+    assert speed.download_speed(backend, 4096, lambda: backend.now) == 4096 / 1.0
     assert backend.landed == 1 + speed.REPEATS
 
 

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
@@ -19,9 +18,9 @@ from lema.backend import Fact, Finding, Level
 from lema.config.units import human_bytes
 
 if TYPE_CHECKING:
-    from lema.backend import Backend
+    pass
 
-__all__ = ["LINK", "SECTION", "LinkSpeeds", "devices", "link_speeds", "links"]
+__all__ = ["LINK", "SECTION", "devices", "links"]
 
 
 SECTION = "devices"
@@ -29,15 +28,6 @@ LINK = "link"
 COPY = 256 << 20  # bytes of one copy
 PART = 16  # of the device's memory, and of what is available in the host, no more than one part in so many
 Clock = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class LinkSpeeds:
-    """Bytes per second to the device and back."""
-
-    nbytes: int
-    upload: float
-    download: float
 
 
 def devices() -> Iterator[Finding]:
@@ -76,6 +66,7 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
     """Tell how fast each device that can run copies from host memory and to it, page-locked and pageable."""
     from lema.backend import BackendOptions, available, load
     from lema.errors import LemaError
+    from lema.stream.speed import download_speed, upload_speed
 
     with _alone():
         for name in (one.name for one in available() if one.ok):
@@ -90,7 +81,7 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
                 kind = "page-locked" if locked else "pageable"
                 try:
                     with closing(load(name, BackendOptions(page_locked=locked))) as backend:
-                        speeds = link_speeds(backend, nbytes, clock)
+                        up, down = upload_speed(backend, nbytes, clock), download_speed(backend, nbytes, clock)
                 except (LemaError, RuntimeError, OSError) as error:
                     level, how = Level.PROBLEM, ""
                     if locked:
@@ -98,26 +89,19 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
                     what = f"Copying {kind} memory to {name} failed: {_first_line(error)}."
                     yield Finding(LINK, f"{name} {kind}", level, what, how)
                     continue
-                yield _link(name, kind, speeds)
+                yield _link(name, kind, nbytes, up, down)
 
 
-def _link(name: str, kind: str, speeds: LinkSpeeds) -> Finding:
-    what = f"{kind.capitalize()} memory is copied to {name} at {human_bytes(speeds.upload)}/s, "
-    what += f"and back at {human_bytes(speeds.download)}/s."
+def _link(name: str, kind: str, nbytes: int, upload: float, download: float) -> Finding:
+    what = f"{kind.capitalize()} memory is copied to {name} at {human_bytes(upload)}/s, "
+    what += f"and back at {human_bytes(download)}/s."
     facts: dict[str, Fact] = {
         "copied": True,
-        "copy_bytes": speeds.nbytes,
-        "upload_bytes_per_second": speeds.upload,
-        "download_bytes_per_second": speeds.download,
+        "copy_bytes": nbytes,
+        "upload_bytes_per_second": upload,
+        "download_bytes_per_second": download,
     }
     return Finding(LINK, f"{name} {kind}", Level.OK, what, facts=facts)
-
-
-def link_speeds(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> LinkSpeeds:
-    """Time copies between a host buffer and a slot, as training makes them; medians, the first of each left out."""
-    from lema.stream.speed import download_speed, upload_speed
-
-    return LinkSpeeds(nbytes, upload_speed(backend, nbytes, clock), download_speed(backend, nbytes, clock))
 
 
 def _first_line(error: Exception) -> str:

@@ -35,9 +35,7 @@ def environment(given: Mapping[str, str] = os.environ, threads: float | None = N
 
 
 def _threads(given: Mapping[str, str], threads: float) -> Iterator[Finding]:
-    for name in THREADS:
-        if name not in given:
-            continue
+    for name in filter(given.__contains__, THREADS):
         asked = given[name].split(",")[0]
         if asked.isdigit() and int(asked) < int(threads):
             what = f"{name}={given[name]}: computing in host memory uses {asked} of {threads:g} hardware threads."
@@ -48,9 +46,7 @@ def _threads(given: Mapping[str, str], threads: float) -> Iterator[Finding]:
 
 
 def _hub(given: Mapping[str, str]) -> Iterator[Finding]:
-    for name in OFFLINE:
-        if name not in given:
-            continue
+    for name in filter(given.__contains__, OFFLINE):
         if given[name].lower() in YES:
             what = f"{name}={given[name]}: nothing is fetched from the hub; models come from the cache or a directory."
             yield Finding(SECTION, name, Level.NOTE, what, facts={"value": given[name]})
@@ -63,9 +59,8 @@ def _hub(given: Mapping[str, str]) -> Iterator[Finding]:
 
 def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
     """Tell what `torchrun` said: all of it, or nothing."""
-    there = [name for name in LAUNCHED if name in given]
     facts = {name.lower(): given.get(name) for name in LAUNCHED}
-    if not there:
+    if not (there := [name for name in LAUNCHED if name in given]):
         return
     if missing := [name for name in LAUNCHED if not given.get(name)]:
         what = f"{', '.join(there)} set, {', '.join(missing)} not: torchrun sets all of them."
