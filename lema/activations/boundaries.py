@@ -170,16 +170,30 @@ class _DiskRoom:
         self._store.close()
 
 
-class _Away:
-    """Boundaries that leave the device, each as a piece in a store.
+@dataclass
+class _Fetch:
+    key: Key
+    like: Tensor
+    piece: WaitingPiece
+    slot: DeviceSlots | None = None
+    upload: Upload | None = None
 
-    Copies are queued behind the compute that makes the state, and those back behind them; nobody waits for one.
+
+class _Away:
+    """Boundaries that leave the device, each as a piece in a store, and come back in the order that `turn` is told.
+
+    Copies are queued behind the compute that makes the state, and those back behind them, a few ahead of the boundary
+    that is in use; nobody waits for one.
     """
 
     def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
-        self._backend, self._fetches, self._room = backend, FetchAhead(backend), room
+        self._backend, self._room = backend, room
         self._pieces: dict[Key, WaitingPiece] = {}
         self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
+        self._to_fetch: deque[_Fetch] = deque()
+        self._fetches: deque[_Fetch] = deque()  # under way
+        self._slots: deque[DeviceSlots] = deque()  # that are free
+        self._slot_bytes = self._num_held = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -198,57 +212,14 @@ class _Away:
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
         self._let_go()
-        self._fetches.start([(key, like, self._pieces.pop(key)) for key, like in order])
-
-    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        return self._fetches.fetched(key)
-
-    def close(self) -> None:
-        self._forget()
-        self._room.close()
-
-    def _forget(self) -> None:
-        """Drop what a step left that was given up."""
-        self._fetches.stop()
-        self._let_go()
-        while self._pieces:
-            self._pieces.popitem()[1].drop()
-
-    def _let_go(self) -> None:
-        while self._leaving:
-            self._leaving.popleft().release()
-
-
-@dataclass
-class _Fetch:
-    key: Key
-    like: Tensor
-    piece: WaitingPiece
-    slot: DeviceSlots | None = None
-    upload: Upload | None = None
-
-
-class FetchAhead:
-    """Brings pieces to the device in an order that is known beforehand, a few ahead of the one in use."""
-
-    def __init__(self, backend: Carrier) -> None:
-        self._backend = backend
-        self._order: deque[tuple[Key, Tensor, WaitingPiece]] = deque()
-        self._fetches: deque[_Fetch] = deque()
-        self._slots: deque[DeviceSlots] = deque()  # that are free
-        self._slot_bytes = self._num_held = 0
-
-    def start(self, order: Sequence[tuple[Key, Tensor, WaitingPiece]]) -> None:
-        """Begin; `order` says of each piece what the boundary in it looks like."""
-        largest = max((like.nbytes for _, like, _ in order), default=0)
+        largest = max((like.nbytes for _, like in order), default=0)
         if largest > self._slot_bytes:
             self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
             self._slot_bytes = largest
-        self._order.extend(order)
+        self._to_fetch.extend(_Fetch(key, like, self._pieces.pop(key)) for key, like in order)
         self._pump()
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        """Yield the next boundary, on the device; what failed on its way is raised."""
         self._pump()
         fetch = self._fetches.popleft()
         assert fetch.key == key, "boundaries were asked for in another order than the backward's"
@@ -264,17 +235,26 @@ class FetchAhead:
             self._give_back(fetch)
         self._pump()
 
-    def stop(self) -> None:
-        """Forget what was to be fetched. Uploads given up may bring what is put there next: nobody looks at them."""
-        while self._order:
-            self._order.popleft()[2].drop()
-        while self._fetches:
-            self._give_back(self._fetches.popleft())
+    def close(self) -> None:
+        self._forget()
+        self._room.close()
+
+    def _forget(self) -> None:
+        """Drop what a step left that was given up. Uploads may bring what is put there next: nobody looks at them."""
+        while fetches := self._to_fetch or self._fetches:
+            self._give_back(fetches.popleft())
+        self._let_go()
+        while self._pieces:
+            self._pieces.popitem()[1].drop()
+
+    def _let_go(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().release()
 
     def _pump(self) -> None:
         """Have as many pieces read as there are slots, and begin every upload whose bytes are there."""
-        while self._order and len(self._fetches) + self._num_held < NUM_BUFFERS:
-            self._fetches.append(_Fetch(*self._order.popleft()))
+        while self._to_fetch and len(self._fetches) + self._num_held < NUM_BUFFERS:
+            self._fetches.append(self._to_fetch.popleft())
         waiting = [fetch for fetch in self._fetches if fetch.upload is None]
         for fetch in waiting:
             fetch.piece.expect()
