@@ -44,10 +44,8 @@ class Blueprint:
     stored_bytes: int  # of the model's files
     files: tuple[Path, ...]
     parameters: int  # of the model, adapters not counted
-    # weights of the model that train themselves, in place of an adapter; None: an adapter does
-    trained: TrainedBytes | None = None
-    # the processes that hold it together; the layers, and adapters on them, are one's part
-    parallel: Parallel = field(default_factory=SingleProcess)
+    trained: TrainedBytes | None = None  # weights of the model that train in the place of an adapter
+    parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
 
     @property
     def model_bytes(self) -> int:

@@ -104,12 +104,10 @@ class Demand:
     micro_boundary_bytes: int = 0  # the inputs of one layer, of the largest micro-batch
     turn: float = 0.0  # seconds of the head and the loss, forward and backward
     rest: float = 0.0  # seconds of what is done between steps, and before the layers
-    # layers that are put together from the parts of all processes; 0: each process has them whole
-    gathered_bytes: int = 0
+    gathered_bytes: int = 0  # layers put together from the parts of all processes; 0: each process has them whole
     processes: int = 1  # of this machine, which have its host memory together
     shared: bool = False  # the device computes in host memory: host buffers are its slots
-    # what weights of the layers that train themselves take of host memory, in each process
-    training: HostTraining = HostTraining()
+    training: HostTraining = HostTraining()  # in each process, for weights that train themselves
 
     @property
     def top(self) -> int:

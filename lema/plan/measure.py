@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from lema.activations.kept import BoundaryArena
 from lema.backend import Backend
+from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
 from lema.engine.loss import LossChunks
 from lema.engine.optim import make_optimizer
@@ -247,7 +248,7 @@ class _Timer:
     def _ends(self, workload: Workload, hidden: Tensor, rate: float) -> tuple[float, float]:
         """Return the seconds of the head with the loss, and of what comes before the layers; of a model whose ends are
         too large to be made up, what the head's operations take."""
-        if self.blueprint.outside_bytes > psutil.virtual_memory().available / FREE_PART:
+        if self.blueprint.outside_bytes > memory_available() / FREE_PART:
             return workload.head.flops / rate, 0.0
         batch = self.shape.micro_batch
         tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)

@@ -102,7 +102,7 @@ MUTANTS: dict[str, list[Change]] = {
     ],
     "what is left of a stash stays": [("offload", "                oldest.release()", "                pass")],
     "the end of a forward lets nothing go": [
-        ("offload", "                    piece.release()", "                    pass"),
+        ("offload", "                    piece.release()", "                    pass")
     ],
     "a backward that is over keeps what it brought": [
         ("offload", "alone():\n            self._forget(backward)", "alone():\n            pass")

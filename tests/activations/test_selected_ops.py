@@ -187,11 +187,7 @@ def test_an_operator_that_draws_leaves_the_draws_after_it_as_they_were(preserve:
         return
     torch.manual_seed(7)
     loss = checkpoint(
-        noisy,
-        x,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=offloaded_ops(offload(), [DROPOUT]),
+        noisy, x, use_reentrant=False, preserve_rng_state=False, context_fn=offloaded_ops(offload(), [DROPOUT])
     ).sum()
     # Who gives up the same draws is not given those of the forward for what comes after the step.
     torch.manual_seed(8)

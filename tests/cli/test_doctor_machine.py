@@ -210,15 +210,7 @@ def test_a_small_dev_shm_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_of_this_machine_everything_is_told() -> None:
     names = [finding.name for finding in machine()]
-    assert names == [
-        "system",
-        "processors",
-        "memory",
-        "huge pages",
-        "locked memory",
-        "open files",
-        "shared memory",
-    ]
+    assert names == ["system", "processors", "memory", "huge pages", "locked memory", "open files", "shared memory"]
 
 
 # The environment

@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clirun import (
-    CHATS,
-    PAIRS,
-    TEXTS,
-    Rows,
-    assert_same_adapter,
-    config_writer,
-    lema,
-    write_rows,
-)
+from clirun import CHATS, PAIRS, TEXTS, Rows, assert_same_adapter, config_writer, lema, write_rows
 from smallrun import SENTENCES, adapter_of, token_rows, tokenizer, whole_model, write_model
 
 from lema import LemaModel

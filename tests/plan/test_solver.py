@@ -52,7 +52,7 @@ OPTIONS = st.fixed_dictionaries(
         "recompute": st.booleans(),
         "host_cache": st.sampled_from(["none", "fill", "all"]),
         "saved_on": st.sampled_from(["device", "host", "disk"]),
-    },
+    }
 )
 
 
