@@ -40,9 +40,7 @@ class PlannedMemory:
 class Headroom:
     """What larger steps, or more memory, would give."""
 
-    # tokens per step from which on reading and copying weights is hidden behind computing; None: there is nothing to
-    # hide
-    crossover: float | None
+    crossover: float | None  # tokens per step from which on moving weights is hidden; None: there is nothing to hide
     largest_micro_batch: int  # rows that still fit
     largest_step: int  # tokens per step that still fit
     gigabyte_on_device: float  # seconds that each GB more of device memory, enough for a layer, would save in each step

@@ -44,10 +44,8 @@ class Site:
 
     machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
     host_available: int  # bytes of host memory that are free
-    # where they come from: the machine's `profile`, or `measured` on this machine with the planned model
-    speeds: Literal["profile", "measured", "unknown"] = "unknown"
-    # the fraction of device memory up to which layers stay there where the settings have no limit for it
-    kept: float = 0.0
+    speeds: Literal["profile", "measured", "unknown"] = "unknown"  # `measured`: on this machine, with the model
+    kept: float = 0.0  # the fraction of device memory up to which layers stay there without a limit in the settings
     process_bytes: int = 0  # bytes of host memory that interpreter and libraries take; 0: not known
 
     def limits(self, device_memory: Memory, host_memory: Memory) -> tuple[int, int]:
@@ -101,13 +99,11 @@ class Planner:
     config: LemaConfig  # the settings of the run or of the phase
     blueprint: Blueprint  # its model, and what of it trains
     site: Site  # the machine
-    # what one micro-batch of `shape` costs; None: it cannot be told, so weights alone are counted
-    workload: Workload | None
+    workload: Workload | None  # what one micro-batch of `shape` costs; None: it cannot be told, so weights alone count
     timings: Timings | None  # the seconds of such a micro-batch; None: speeds are not known
     shape: StepShape  # the rows and tokens of a step, of one process
     processes: int = 1  # how many share each batch, all of them on one machine
-    # the limit of device memory for a phase that trains weights, which has none in `config`
-    device_memory: Memory = None
+    device_memory: Memory = None  # the limit of a phase that trains weights, which has none in `config`
     note: str = ""  # what is not counted, and why; empty: everything is
 
     @property
