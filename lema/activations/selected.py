@@ -83,8 +83,7 @@ class _Call:
 
     op: Any  # the operator
     out: Any  # what it returned, with `_Waiting` for tensors
-    # for each device on which it drew random numbers, the generator's state before and after
-    drawn: dict[torch.device, tuple[Tensor, Tensor]]
+    drawn: dict[torch.device, tuple[Tensor, Tensor]]  # where it drew, the generator's state before and after
 
 
 @dataclass(eq=False)
