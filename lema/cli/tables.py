@@ -78,9 +78,10 @@ def _step(plan: Plan) -> Iterator[Row]:
     yield "a step", "copied to the device", human_bytes(step.bytes_uploaded)
     yield "a step", "takes", f"{step.seconds:.3g} s"
     yield "a step", "limited by", {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck]
-    for name, seconds in (("computing", step.compute), ("on the link", step.link), ("on the disk", step.disk)):
-        yield "a step", name, f"{seconds:.3g} s"
     for name, seconds in (
+        ("computing", step.compute),
+        ("on the link", step.link),
+        ("on the disk", step.disk),
         ("waiting for the disk", step.stall_disk),
         ("waiting for the link", step.stall_upload),
         ("waiting for activations", step.stall_boundaries),

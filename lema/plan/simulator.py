@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from lema.backend import Backend
@@ -23,7 +24,7 @@ from lema.plan.cost import (
 )
 from lema.plan.virtual import Clock, VirtualDevice, VirtualReader
 from lema.stream import LayerStream
-from lema.stream.placement import LayerBytes
+from lema.stream.placement import ByteRun, LayerBytes
 from lema.stream.schedule import training_order
 
 __all__ = ["Simulated", "layers_like", "simulate"]
@@ -63,16 +64,8 @@ class Simulated:
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
     """Return layers of the sizes that a demand names, of which nothing else is known."""
-    return [_SizesOnly((), (), (), layer.slot_bytes, stored_bytes=layer.read_bytes) for layer in demand.layers]
-
-
-@dataclass(frozen=True)
-class _SizesOnly(LayerBytes):
-    stored_bytes: int = 0
-
-    @property
-    def read_bytes(self) -> int:
-        return self.stored_bytes
+    one_run = [(ByteRun(Path(), 0, layer.read_bytes, 0),) for layer in demand.layers]
+    return [LayerBytes((), run, (), layer.slot_bytes) for run, layer in zip(one_run, demand.layers, strict=True)]
 
 
 def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:

@@ -41,9 +41,6 @@ class FakeStore:
     def finish(self) -> None:
         """Bring it to its end: until then it may hold what the copies hold."""
 
-    def settle(self) -> None:
-        """Everything is where it is."""
-
     def close(self) -> None:
         self.free.clear()
 
