@@ -160,9 +160,7 @@ class DiskStore:
         self._idle: OrderedDict[DiskPiece, None] = OrderedDict()  # with buffers that nothing touches
         self._dropped: deque[DiskPiece] = deque()  # without the lock, because a collector drops at any time
         self._failed: tuple[DiskPiece, BaseException] | None = None
-        self.bytes_written = self.bytes_read = (
-            0  # to the disk and from there, in whole blocks, as far as calls have seen
-        )
+        self.bytes_written = self.bytes_read = 0  # in whole blocks, as far as calls have seen
         self._num_told = 0
 
     @property

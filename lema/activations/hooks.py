@@ -31,12 +31,12 @@ __all__ = ["Hooked", "Hooks", "Scope", "Sites", "current", "entered", "has_stora
 class Hooks:
     """What a module is to call: functions of a module of ours, so that a model with hooks can be copied and pickled."""
 
-    # Called before `forward` with the module, its positional and its keyword arguments
+    # Called before `forward` with the module, its positional and its keyword arguments.
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-    # Called with these and the output, also where `forward` raised; None: nothing is
+    # Called with these and the output, also where `forward` raised; None: nothing is.
     after: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None] | None = None
     # Whether `before` comes before other hooks, so that `after` has its `before` also where one of those raises.
-    # Otherwise it comes last, and is given what `forward` will be given
+    # Otherwise it comes last, and is given what `forward` will be given.
     first: bool = False
 
 
@@ -106,14 +106,14 @@ class Scope:
     """What one open context knows of the forward that runs in it."""
 
     excluded: int = 0  # excluded modules, and regions opted out of, that are being run, one in the other
-    # The output head has been entered: what is saved from here to the model's next forward is the loss's
+    # The output head has been entered: what is saved from here to the model's next forward is the loss's.
     past_head: bool = False
-    # Storages of the inputs of decoder layers that are being run, `_cdata` to how often
+    # Storages of the inputs of decoder layers that are being run, `_cdata` to how often.
     layer_inputs: dict[int, int] = field(default_factory=dict)
-    # Likewise these inputs themselves, by `id`: on some devices a tensor has no storage
+    # Likewise these inputs themselves, by `id`: on some devices a tensor has no storage.
     layer_values: dict[int, int] = field(default_factory=dict)
     # The modules with weights that are being run, the innermost last, each with how many tensors have been saved in
-    # it so far
+    # it so far.
     modules: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
 
     def reset(self) -> None:

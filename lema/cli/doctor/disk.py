@@ -95,9 +95,8 @@ def _speed(directory: Path, clock: Clock) -> Finding:
     if nbytes == 0:
         return Finding(SECTION, "read", Level.WARNING, "The disk is too full to measure.", "free some space")
     found = disk_speeds(directory, nbytes, clock)
-    what = (
-        f"Layers are read at {human_bytes(found.read)}/s from a disk that is written at {human_bytes(found.write)}/s."
-    )
+    read, write = human_bytes(found.read), human_bytes(found.write)
+    what = f"Layers are read at {read}/s from a disk that is written at {write}/s."
     facts: dict[str, Fact] = {
         "file_bytes": found.nbytes,
         "read_bytes_per_second": found.read,
