@@ -21,7 +21,6 @@ from packaging.version import InvalidVersion
 
 __all__ = ["PAIRS", "Fact", "Finding", "Level", "Pair", "Stub", "installed_version", "known_bad", "stubs"]
 
-
 Fact = str | int | float | bool | None
 
 

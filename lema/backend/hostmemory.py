@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HUGE_PAGE", "UNLIMITED", "anonymous", "groups", "mapped", "memory_left", "memory_limit", "read_only"]
 
-
 HUGE_PAGE = 2 << 20
 
 

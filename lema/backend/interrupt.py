@@ -17,16 +17,10 @@ from lema.backend.single import Alone
 
 __all__ = ["NEVER", "Interrupt", "Leaving", "Stop", "StopRequested", "agreed"]
 
-
 Stop = Callable[[], str | None]
-
-
 """Returns why a run is to stop; None: it goes on."""
 
-
 Leaving = Literal["alone", "as a copy", "together"]
-
-
 """Who leaves a pass at once: a process on its own, those that hold one copy of the model together, or all there are.
 
 Processes that meet at most after a pass leave it alone, before a layer or a micro-batch. Those that compute layers

@@ -43,7 +43,6 @@ __all__ = [
     "usable",
 ]
 
-
 Kind = Literal["replicated", "column", "row", "embedding", "query", "kv", "fused"]
 KvLayout = Literal["tile", "interleave"]
 SHOWN = 64  # degrees named in an error, at most up to this one

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BackendInfo", "available", "has_addresses", "kept_unasked", "load", "planned"]
 
-
 GROUP = "lema.backends"
 
 

@@ -23,7 +23,6 @@ from lema.errors import BackendUnavailable, ConfigError, LemaError
 
 __all__ = ["Joined", "ProcessGroup", "gather_objects", "join", "join_in_parts", "local_processes", "others_there"]
 
-
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that `torchrun` sets
 PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the others wait
 

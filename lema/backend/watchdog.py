@@ -25,7 +25,6 @@ from typing import Any, Self, TextIO
 
 __all__ = ["Moves", "Watchdog", "write_stacks"]
 
-
 FACTOR = 10  # times as long as a layer takes
 AT_LEAST = 45.0  # seconds: a slow disk is not reported each time
 AT_FIRST = 300.0  # seconds, while it is not known how long a layer takes, or where no layers are gone through

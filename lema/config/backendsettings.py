@@ -13,7 +13,6 @@ from lema.config.problems import nearest
 
 __all__ = ["BackendSetting", "backend_setting", "backend_settings", "check_backend_settings"]
 
-
 GROUP = "lema.settings"
 
 

@@ -38,7 +38,6 @@ from lema.errors import ConfigError, DiskError
 
 __all__ = ["CONFIG_NAME", "LemaConfig"]
 
-
 CONFIG_NAME = "lema_config.json"
 
 # Settings that only earlier versions saved, one at least in every file they wrote. Such a file may hold others that are

@@ -20,7 +20,6 @@ __all__ = [
     "why_not_initial",
 ]
 
-
 SETTING_OF: Mapping[str, str] = MappingProxyType(
     {
         "r": "lora_rank",
@@ -43,10 +42,7 @@ SETTING_OF: Mapping[str, str] = MappingProxyType(
         "ensure_weight_tying": "lora_ensure_weight_tying",
     }
 )
-
-
 """PEFT's option -> the setting that says the same."""
-
 
 CARRIED = frozenset(
     {
@@ -67,10 +63,7 @@ CARRIED = frozenset(
         "runtime_config",  # is not saved, and only says where initial values are computed
     }
 )
-
-
 """Options that change no number, or follow from the model or from another option."""
-
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -85,16 +78,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "kasa_config": "changes the frozen weights, and those that stream are the checkpoint's",
     }
 )
-
-
 """Options that cannot be used, each with the reason, to follow its name."""
 
-
 INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
-
-
 """Values of `init_lora_weights` that are drawn from nothing but shapes."""
-
 
 _TAKEN_OUT = "takes its values out of the frozen weights, and those that stream are the checkpoint's"
 
@@ -109,8 +96,6 @@ REFUSED_INITIAL_VALUES: Mapping[str, str] = MappingProxyType(
         "eva": "runs data through the whole model beforehand",
     }
 )
-
-
 """Values that cannot be used, each with the reason, to follow its name."""
 
 

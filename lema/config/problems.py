@@ -22,7 +22,6 @@ __all__ = [
     "unknown_setting",
 ]
 
-
 # Names that other trainers, and other settings here, use for the same thing, where spelling alone would not lead a
 # newcomer there: to the settings that are meant, of which the first is offered that there is where the name stands.
 _ELSEWHERE: Mapping[str, tuple[str, ...]] = {

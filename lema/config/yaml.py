@@ -22,7 +22,6 @@ from lema.errors import ConfigError
 
 __all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml"]
 
-
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 

@@ -27,7 +27,6 @@ from lema.storage.header import TensorRecord
 
 __all__ = ["WINDOW_BYTES", "LargeInScratch", "ReadAhead", "Scratch"]
 
-
 WINDOW_BYTES = 256 << 20  # asked for and not read yet, at most
 STEP_BYTES = 128 << 10  # of one request: of a longer one some systems read only so much
 

@@ -27,7 +27,6 @@ from lema.storage.verify import base_fingerprint
 
 __all__ = ["DELTA_NAME", "apply_delta", "is_delta"]
 
-
 DELTA_NAME = "lema_delta.json"
 STEM = "delta"
 FORMAT = 1

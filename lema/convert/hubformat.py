@@ -15,7 +15,6 @@ from lema.storage.tensorfile import TensorSpec
 
 __all__ = ["Tensors", "shards_of", "write_shards"]
 
-
 SHARD_NAME = "{}-{:05}-of-{:05}.safetensors"  # the hub's, of "model"
 
 

@@ -27,7 +27,6 @@ from lema.storage.tensorfile import TensorSpec
 
 __all__ = ["Precision", "Quantizer", "check_kind", "show"]
 
-
 SAMPLED_LAYERS = 8
 INPUTS = 16  # random ones, per measured weight
 

@@ -34,7 +34,6 @@ __all__ = [
     "write_config",
 ]
 
-
 METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `transformers` uses in memory
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, generation settings

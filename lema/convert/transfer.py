@@ -26,7 +26,6 @@ from lema.storage.header import TensorRecord
 
 __all__ = ["transfer"]
 
-
 Origin = TensorRecord | Conversion | Tensor  # on disk as it is, to be made, or in the model itself
 
 

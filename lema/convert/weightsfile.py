@@ -24,7 +24,6 @@ from lema.storage.hub import own_weights
 
 __all__ = ["Progress", "Source", "Written", "visit_order", "write_weights"]
 
-
 Source = str | os.PathLike[str] | PreTrainedModel
 Progress = Callable[[int, int], None]
 

@@ -13,7 +13,6 @@ from lema.errors import DataError
 
 __all__ = ["Batch", "Batches", "collate"]
 
-
 TokenRow = Mapping[str, Sequence[int]]
 
 

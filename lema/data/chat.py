@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_SECONDS", "Span", "check_template", "limited", "tokenize_chat", "tokenize_spans"]
 
-
 MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
 
@@ -57,8 +56,6 @@ def limited() -> AbstractContextManager[None]:
 
 
 Span: TypeAlias = tuple[int, int]
-
-
 """First character and the one after the last."""
 
 

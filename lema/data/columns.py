@@ -13,18 +13,11 @@ from lema.errors import ConfigError
 
 __all__ = ["IGNORED", "Chat", "Example", "Kind", "Text", "Tokens", "detect", "longest_row", "num_trained", "parse"]
 
-
 IGNORED = -100
-
-
 """The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""
 
-
 Kind: TypeAlias = tuple[str, ...]
-
-
 """The columns a row is read from. The first entry of `KINDS` whose columns a row has is its kind."""
-
 
 KINDS: tuple[Kind, ...] = (
     ("input_ids", "labels"),

@@ -15,7 +15,6 @@ from lema.errors import DataError
 
 __all__ = ["Columns", "Counts", "TokenDataset"]
 
-
 TokenRow = dict[str, list[int]]
 
 

@@ -13,7 +13,6 @@ from lema.errors import DataError
 
 __all__ = ["Row", "find_files", "load_rows", "read_rows"]
 
-
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")

@@ -29,7 +29,6 @@ from lema.errors import ConfigError
 
 __all__ = ["SHAPES", "WINDOW", "Fade", "Interleaving", "faded_rates"]
 
-
 PIECES = 256
 UNIT = 2**20  # a weight of 1
 STEEPNESS = 10.0  # of the sigmoid: a tenth of the fade before its middle, the weight is 0.73
@@ -49,8 +48,6 @@ SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "sigmoid": _sigmoid,
     }
 )
-
-
 """The weight of the mixture before, as a function of how much of the fade is over."""
 
 

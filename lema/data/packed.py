@@ -23,7 +23,6 @@ from lema.storage.atomic import replacing
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
 
-
 FORMAT, VERSION = "lema packed tokens", 1
 LIMITS = {"uint16": 2**16, "uint32": 2**32}
 SPLITS = ("train", "val")
@@ -31,8 +30,6 @@ CHUNK = 1 << 16  # tokens that are given one by one are written so many at a tim
 READ_BYTES = 1 << 20
 AGAIN = "write it again with write_packed, or copy it again"
 Item: TypeAlias = int | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
-
-
 """A token, a row of tokens, or a row with `input_ids`."""
 
 

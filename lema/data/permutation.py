@@ -11,7 +11,6 @@ from hashlib import blake2b
 
 __all__ = ["Permutation", "permutation", "shuffled_row"]
 
-
 ROUNDS = 12
 ROUNDS_OF_FEW = 24  # a network of fewer than six bits needs more until all its orders are equally likely
 MASK = 2**64 - 1
@@ -66,8 +65,6 @@ def _mixed(value: int) -> int:
 
 
 permutation = lru_cache(maxsize=256)(Permutation)
-
-
 """`Permutation`, the latest of which are kept: rows asked for one after the other are of few orders."""
 
 

@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Overlong", "needs_tokenizer", "prepare_data"]
 
-
 Overlong: TypeAlias = Literal["truncate", "drop", "error"]
-
-
 """What becomes of a row which is too long: cut at the end, left out, or refused."""
 
-
 Data: TypeAlias = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
-
-
 """Files, directories, globs; or the rows themselves, as dictionaries."""
 
 

@@ -12,7 +12,6 @@ from lema.errors import ConfigError
 
 __all__ = ["Sampling", "SamplingError", "Start", "Style", "check_rates", "rates_of"]
 
-
 TOLERANCE = 1e-6  # of the sum of the rates; rates like 0.3333333 are meant to sum to 1
 
 

@@ -25,7 +25,6 @@ from lema.storage.spillfile import OffloadFile, whole_blocks
 
 __all__ = ["PrefixCache"]
 
-
 NUM_BUFFERS = 3  # hidden states on their way to or from the disk
 Key = bytes
 

@@ -21,7 +21,6 @@ from lema.stream.schedule import forward_order
 
 __all__ = ["generate", "streaming_forward"]
 
-
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 

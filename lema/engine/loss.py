@@ -20,7 +20,6 @@ from lema.model.capture import leaves
 
 __all__ = ["IGNORED", "LossChunks", "attended_tokens", "split_batch", "targets_of", "trained_tokens"]
 
-
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
 

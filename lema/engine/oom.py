@@ -31,7 +31,6 @@ from lema.stream import LayerStream
 
 __all__ = ["ForwardAttempt", "OomRetry", "PassAttempt", "Shortage"]
 
-
 MicroBatches = Sequence[Mapping[str, Tensor]]
 Purpose = Literal["training", "evaluation"]
 PLACE = "ran out of device memory "  # how the note on an error begins that says where

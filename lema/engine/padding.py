@@ -18,7 +18,6 @@ from lema.errors import ConfigError, DataError
 
 __all__ = ["Padding", "cut", "padding_of"]
 
-
 VALUES = {"labels": IGNORED}  # of all else zeros: nothing attends to them
 
 

@@ -35,7 +35,6 @@ from lema.stream.schedule import forward_order, training_order
 
 __all__ = ["StreamedModel"]
 
-
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
 TARGETS = "targets"
 

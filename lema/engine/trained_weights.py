@@ -16,7 +16,6 @@ from lema.stream import Lease
 
 __all__ = ["Leaves", "TrainedWeights", "add"]
 
-
 Leaves = dict[str, Tensor]
 
 

@@ -33,7 +33,6 @@ from lema.model.skeleton import EmptyOnMeta, find_layers
 
 __all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
 
-
 BASE_LAYER = ".base_layer"  # where PEFT keeps the module it wraps
 
 # Warnings of PEFT's that nobody here can act on, or that are given by the names of the settings, one name at a time.

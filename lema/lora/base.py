@@ -21,7 +21,6 @@ from lema.storage.verify import base_fingerprint
 
 __all__ = ["BASE_NAME", "check_base", "check_named_base", "write_base"]
 
-
 BASE_NAME = "adapter_base.json"
 KEY = "fingerprint"
 

@@ -38,7 +38,6 @@ __all__ = [
     "read_records",
 ]
 
-
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 

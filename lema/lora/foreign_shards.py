@@ -30,7 +30,6 @@ from lema.storage.header import parse_json
 
 __all__ = ["Adapter", "Metadata", "Rule", "Stage", "find_stages", "load_rank", "read_foreign", "read_metadata"]
 
-
 NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = ".serialization.TensorReference"  # the end of the full name of the one class that may be asked for
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, KeyError, TypeError)

@@ -26,16 +26,12 @@ from lema.errors import ModelError
 
 __all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "take_off"]
 
-
 ADAPTER = "default"  # PEFT's name for the only adapter
 SAVED = f".modules_to_save.{ADAPTER}"  # where PEFT keeps the copy that trains
 MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}"
 PLACES = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER}|lora_magnitude_vector\.{ADAPTER})\b")
 Read = Callable[[Collection[str]], Mapping[str, Tensor]]
-
-
 """Names of tensors of the model without adapters -> those of them that are stored, on the device."""
-
 
 Kind = TypeVar("Kind")
 

@@ -36,7 +36,6 @@ __all__ = [
     "wrapped",
 ]
 
-
 Rounding = Literal["nearest", "stochastic"]
 
 
@@ -76,8 +75,6 @@ ADAPTER = "default"  # PEFT's name for the only adapter
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # where PEFT keeps what it wraps
 OWN = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\b")  # where PEFT keeps what it adds
 Weight = Callable[[str, nn.Parameter], Tensor]
-
-
 """A weight's name in the model without adapters, and what stands for it in the module -> its value, in its own type."""
 
 

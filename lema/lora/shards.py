@@ -44,7 +44,6 @@ __all__ = [
     "write_shards",
 ]
 
-
 SHARDS = "adapter_shards"
 LAYOUTS = "layout.json"
 VERSION = 1

@@ -36,7 +36,6 @@ from lema.storage.hub import own_weights
 
 __all__ = ["Row", "model_types", "survey", "survey_model", "try_model"]
 
-
 TOKENS = 8
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 LONGEST_REASON = 200  # characters

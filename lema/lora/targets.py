@@ -25,7 +25,6 @@ from lema.model.skeleton import find_layers
 
 __all__ = ["default_targets", "linear_modules", "router_modules", "warn_of_left_out"]
 
-
 ROUTER = "router"
 
 
