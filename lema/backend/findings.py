@@ -40,25 +40,15 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        section: what it belongs to; of a backend's own findings the backend's name.
-        name: what was looked at; `section.name` is the same on every machine.
-        level: how it stands.
-        what: one sentence.
-        how: how to mend it; empty where nothing needs mending.
-        source: where that is published; empty where it was seen here.
-        facts: what was measured: name, with its unit where it has one -> plain value; bytes and bytes per second are
-            numbers.
-    """
-
-    section: str
-    name: str
-    level: Level
-    what: str
-    how: str = ""
-    source: str = ""
+    section: str  # what it belongs to; of a backend's own findings the backend's name
+    name: str  # what was looked at; `section.name` is the same on every machine
+    level: Level  # how it stands
+    what: str  # one sentence
+    how: str = ""  # how to mend it; empty where nothing needs mending
+    source: str = ""  # where that is published; empty where it was seen here
+    # what was measured: name, with its unit where it has one -> plain value; bytes and bytes per second are numbers
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
     @property
@@ -82,46 +72,27 @@ class Finding:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two requirements that must not both be met.
+    """Two requirements that must not both be met."""
 
-    Attributes:
-        one: such as `"a>=2"`.
-        other: such as `"b<1.5"`.
-        level: how bad it is.
-        what: what goes wrong, as the end of a sentence that begins with the two packages.
-        how: how to mend it.
-        source: where it is published.
-    """
-
-    one: str
-    other: str
-    level: Level
-    what: str
-    how: str
-    source: str
+    one: str  # such as `"a>=2"`
+    other: str  # such as `"b<1.5"`
+    level: Level  # how bad it is
+    what: str  # what goes wrong, as the end of a sentence that begins with the two packages
+    how: str  # how to mend it
+    source: str  # where it is published
 
 
 @dataclass(frozen=True)
 class Stub:
-    """A package that is there to keep a name, and fails when it is imported.
+    """A package that is there to keep a name, and fails when it is imported."""
 
-    Attributes:
-        name: of the distribution.
-        version: that is known to be one.
-        module: that it installs.
-        mark: what the module says of itself.
-        what: what it is, as the end of a sentence that begins with the package.
-        how: how to mend it.
-        source: where it is published.
-    """
-
-    name: str
-    version: str
-    module: str
-    mark: str
-    what: str
-    how: str
-    source: str
+    name: str  # of the distribution
+    version: str  # that is known to be one
+    module: str  # that it installs
+    mark: str  # what the module says of itself
+    what: str  # what it is, as the end of a sentence that begins with the package
+    how: str  # how to mend it
+    source: str  # where it is published
 
 
 PAIRS = (

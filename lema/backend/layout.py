@@ -52,29 +52,21 @@ SHOWN = 64  # degrees named in an error, at most up to this one
 class Layout:
     """How one tensor lies over ranks; made by the functions below, which say what it is.
 
-    Attributes:
-        kind: what is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one.
-        tp: how many ranks there are.
-        dim: the axis that is cut.
-        size: its whole length, where that need not divide evenly: the last ranks are then padded with zeros.
-        heads: of queries.
-        kv_heads: of keys, and of values.
-        kv_layout: which replica of keys and values lies where.
-        kv_multiplier: how many replicas there are.
-        parts: of a fused tensor, the whole length and the layout of each part; a rank has its pieces in this order.
-
     Raises:
         ConfigError: what is to be cut cannot be divided among so many ranks.
     """
 
+    # What is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one
     kind: Kind
-    tp: int
-    dim: int = 0
+    tp: int  # how many ranks there are
+    dim: int = 0  # the axis that is cut
+    # Its whole length, where that need not divide evenly: the last ranks are then padded with zeros
     size: int | None = None
-    heads: int = 0
-    kv_heads: int = 0
-    kv_layout: KvLayout = "tile"
-    kv_multiplier: int = 1
+    heads: int = 0  # of queries
+    kv_heads: int = 0  # of keys, and of values
+    kv_layout: KvLayout = "tile"  # which replica of keys and values lies where
+    kv_multiplier: int = 1  # how many replicas there are
+    # Of a fused tensor, the whole length and the layout of each part; a rank has its pieces in this order
     parts: tuple[tuple[int, Layout], ...] = ()
 
     def __post_init__(self) -> None:

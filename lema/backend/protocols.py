@@ -95,18 +95,13 @@ class Replicas(Protocol):
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a user may say about a device.
+    """What a user may say about a device."""
 
-    Attributes:
-        page_locked: lock host memory that the device copies from; None: as much as the system allows.
-        tensor_parallel_size: processes that hold one copy of the model together; None: as the backend is made for.
-        sequence_parallel: between attention and MLP each of these holds its part of the sequence only.
-        settings: what only this backend has, by name (`lema.config.backendsettings`).
-    """
-
-    page_locked: bool | None = None
+    page_locked: bool | None = None  # lock host memory that the device copies from; None: as much as the system allows
+    # Processes that hold one copy of the model together; None: as the backend is made for
     tensor_parallel_size: int | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # between attention and MLP each of these holds its part of the sequence only
+    # What only this backend has, by name (`lema.config.backendsettings`)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_parts(self, name: str) -> None:

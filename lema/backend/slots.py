@@ -21,19 +21,12 @@ __all__ = ["CopyDown", "SlotUpload", "Slots"]
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory on the device.
+    """Memory on the device."""
 
-    Attributes:
-        memory: uint8 `[nbytes]`.
-        free: when nothing queued so far needs the bytes any more.
-        filled: when the last upload to it is done; None: there was none.
-        uploads: how many there were.
-    """
-
-    memory: Tensor
-    free: Event
-    filled: Event | None = None
-    uploads: int = 0
+    memory: Tensor  # uint8 `[nbytes]`
+    free: Event  # when nothing queued so far needs the bytes any more
+    filled: Event | None = None  # when the last upload to it is done; None: there was none
+    uploads: int = 0  # how many there were
 
 
 class Slots:

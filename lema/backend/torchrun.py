@@ -29,19 +29,13 @@ PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the
 
 @dataclass(frozen=True)
 class Joined:
-    """This process among those that `torchrun` started.
+    """This process among those that `torchrun` started."""
 
-    Attributes:
-        replicas: those that hold the same part of a copy as this one: all, where each process holds a whole copy.
-        parts: of the processes that hold one copy together, the group between devices; None: there is one.
-        part_hosts: the group between their hosts.
-        leave: leaves them all again.
-    """
-
+    # Those that hold the same part of a copy as this one: all, where each process holds a whole copy
     replicas: Replicas
-    parts: Any
-    part_hosts: Any
-    leave: Callable[[], None]
+    parts: Any  # of the processes that hold one copy together, the group between devices; None: there is one
+    part_hosts: Any  # the group between their hosts
+    leave: Callable[[], None]  # leaves them all again
 
 
 def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:

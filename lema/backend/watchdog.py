@@ -35,15 +35,10 @@ EXIT = 1
 
 @dataclass(frozen=True)
 class Moves:
-    """What has been done so far.
+    """What has been done so far."""
 
-    Attributes:
-        layers: visits of layers.
-        others: whatever else changes while something moves.
-    """
-
-    layers: int
-    others: tuple[Any, ...] = ()
+    layers: int  # visits of layers
+    others: tuple[Any, ...] = ()  # whatever else changes while something moves
 
 
 class Watchdog:

@@ -18,17 +18,11 @@ GROUP = "lema.settings"
 
 @dataclass(frozen=True)
 class BackendSetting:
-    """A setting of one backend.
+    """A setting of one backend."""
 
-    Args:
-        choices: its values.
-        default: one of them.
-        meaning: a sentence.
-    """
-
-    choices: tuple[str, ...]
-    default: str
-    meaning: str
+    choices: tuple[str, ...]  # its values
+    default: str  # one of them
+    meaning: str  # a sentence
 
 
 @cache

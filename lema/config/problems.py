@@ -110,19 +110,12 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One setting that is wrong.
+    """One setting that is wrong."""
 
-    Args:
-        key: the setting as the user wrote it; empty where the problem lies between settings.
-        what: what is wrong with it.
-        how: what to write instead; may be empty.
-        place: `file:line`, once known.
-    """
-
-    key: str
-    what: str
-    how: str = ""
-    place: str = ""
+    key: str  # the setting as the user wrote it; empty where the problem lies between settings
+    what: str  # what is wrong with it
+    how: str = ""  # what to write instead; may be empty
+    place: str = ""  # `file:line`, once known
 
     def __str__(self) -> str:
         head = f"{self.place}: " if self.place else ""

@@ -27,17 +27,11 @@ _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 @dataclass(frozen=True)
 class YamlFile:
-    """The values of a YAML mapping, and where its keys are.
+    """The values of a YAML mapping, and where its keys are."""
 
-    Args:
-        path: the file, as the user named it.
-        values: the mapping at the top of the file.
-        lines: the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`.
-    """
-
-    path: Path
-    values: dict[str, Any]
-    lines: dict[str, int]
+    path: Path  # the file, as the user named it
+    values: dict[str, Any]  # the mapping at the top of the file
+    lines: dict[str, int]  # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
 
     def places(self) -> dict[str, str]:
         """`file:line` of every key by its path, and of "" the file, for error messages."""

@@ -26,21 +26,13 @@ __all__ = ["Prepared", "prepare", "prepare_directory", "prepare_monolithic_safet
 
 @dataclass(frozen=True)
 class Prepared:
-    """What became of a checkpoint.
+    """What became of a checkpoint."""
 
-    Attributes:
-        path: the file or directory that was written.
-        weights: the file of weights in it.
-        names: where every tensor came from; None: from a model in memory.
-        precision: what quantising has cost, by kind of module; empty: nothing was quantised.
-        refused: linear weights that were not quantised, for the format does not take their shape.
-    """
-
-    path: Path
-    weights: Path
-    names: NameMap | None = None
-    precision: tuple[Precision, ...] = ()
-    refused: tuple[str, ...] = ()
+    path: Path  # the file or directory that was written
+    weights: Path  # the file of weights in it
+    names: NameMap | None = None  # where every tensor came from; None: from a model in memory
+    precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
+    refused: tuple[str, ...] = ()  # linear weights that were not quantised, for the format does not take their shape
 
     @property
     def nbytes(self) -> int:

@@ -33,23 +33,14 @@ INPUTS = 16  # random ones, per measured weight
 
 @dataclass(frozen=True)
 class Precision:
-    """What quantising cost one kind of module, over the layers sampled: errors relative to what they are errors of.
+    """What quantising cost one kind of module, over the layers sampled: errors relative to what they are errors of."""
 
-    Attributes:
-        module: the kind, as modules of that kind are called within a layer.
-        sampled: how many weights were measured.
-        weights_worst: the largest relative error of a weight: of its difference from the original, in the 2-norm.
-        weights_median: the median of the same.
-        outputs_worst: the largest relative error of what a weight makes of random inputs.
-        outputs_median: the median of the same.
-    """
-
-    module: str
-    sampled: int
-    weights_worst: float
-    weights_median: float
-    outputs_worst: float
-    outputs_median: float
+    module: str  # the kind, as modules of that kind are called within a layer
+    sampled: int  # how many weights were measured
+    weights_worst: float  # the largest relative error of a weight: of its difference from the original, in the 2-norm
+    weights_median: float  # the median of the same
+    outputs_worst: float  # the largest relative error of what a weight makes of random inputs
+    outputs_median: float  # the median of the same
 
 
 @dataclass(frozen=True)
@@ -62,21 +53,13 @@ class _Chosen:
 
 @dataclass
 class Quantizer:
-    """Which weights of a model are quantised to what; writes them one at a time.
+    """Which weights of a model are quantised to what; writes them one at a time."""
 
-    Attributes:
-        kind: "int8", "fp8" or "nf4".
-        dtype: what the weights expand to.
-        chosen: the parameters that are quantised.
-        unchanged: the linear modules that are not.
-        refused: the parameters whose shape the format does not take.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    chosen: dict[str, _Chosen]
-    unchanged: list[str]
-    refused: list[str]
+    kind: str  # "int8", "fp8" or "nf4"
+    dtype: torch.dtype  # what the weights expand to
+    chosen: dict[str, _Chosen]  # the parameters that are quantised
+    unchanged: list[str]  # the linear modules that are not
+    refused: list[str]  # the parameters whose shape the format does not take
     _layers_name: str
     _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 

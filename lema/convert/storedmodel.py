@@ -26,23 +26,14 @@ __all__ = ["StoredModel", "open_stored", "rewritten_config", "tensor_specs"]
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model as it lies on disk.
+    """A model as it lies on disk."""
 
-    Attributes:
-        directory: with its `config.json`.
-        index: its files.
-        skeleton: itself, on `meta`, without adapters.
-        records: where each of its tensors is, by the names they have in memory.
-        dtypes: what `transformers` makes of each of them, for the dtype asked for.
-        config_changes: what the `config.json` of a copy in these dtypes must say otherwise.
-    """
-
-    directory: Path
-    index: GlobalBinaryIndex
-    skeleton: PreTrainedModel
-    records: Mapping[str, Stored]
-    dtypes: Mapping[str, torch.dtype]
-    config_changes: Mapping[str, Any]
+    directory: Path  # with its `config.json`
+    index: GlobalBinaryIndex  # its files
+    skeleton: PreTrainedModel  # itself, on `meta`, without adapters
+    records: Mapping[str, Stored]  # where each of its tensors is, by the names they have in memory
+    dtypes: Mapping[str, torch.dtype]  # what `transformers` makes of each of them, for the dtype asked for
+    config_changes: Mapping[str, Any]  # what the `config.json` of a copy in these dtypes must say otherwise
 
 
 def open_stored(

@@ -30,19 +30,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Written:
-    """What writing the weights has shown.
+    """What writing the weights has shown."""
 
-    Attributes:
-        names: where every tensor came from; None: from a model in memory.
-        precision: what quantising has cost.
-        refused: weights whose shape the format does not take.
-        changes: what `config.json` must say of them.
-    """
-
-    names: NameMap | None = None
-    precision: tuple[Precision, ...] = ()
-    refused: tuple[str, ...] = ()
-    changes: dict[str, Any] = field(default_factory=dict)
+    names: NameMap | None = None  # where every tensor came from; None: from a model in memory
+    precision: tuple[Precision, ...] = ()  # what quantising has cost
+    refused: tuple[str, ...] = ()  # weights whose shape the format does not take
+    changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of them
 
 
 def visit_order(model: PreTrainedModel) -> list[str]:

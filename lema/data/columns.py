@@ -71,16 +71,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages for the tokenizer's chat template.
+    """Messages for the tokenizer's chat template."""
 
-    Args:
-        messages: dictionaries with `role` and `content`, as `transformers` takes them.
-        tools: JSON schemas of the tools on offer, or None.
-        prompt_length: how many leading messages are the prompt; None when every assistant message is learnt.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
+    messages: list[dict[str, Any]]  # dictionaries with `role` and `content`, as `transformers` takes them
+    tools: list[Any] | None = None  # JSON schemas of the tools on offer, or None
+    # How many leading messages are the prompt; None when every assistant message is learnt
     prompt_length: int | None = None
 
 

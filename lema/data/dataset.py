@@ -20,21 +20,13 @@ TokenRow = dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a data set holds, and what was taken away to make it.
+    """What a data set holds, and what was taken away to make it."""
 
-    Args:
-        rows: rows kept.
-        truncated: rows among them which were cut to the longest length allowed.
-        dropped: rows left out, for being too long or for losing all they had to learn when cut.
-        tokens: tokens kept.
-        trained_tokens: tokens among them which the loss counts.
-    """
-
-    rows: int
-    truncated: int
-    dropped: int
-    tokens: int
-    trained_tokens: int
+    rows: int  # rows kept
+    truncated: int  # rows among them which were cut to the longest length allowed
+    dropped: int  # rows left out, for being too long or for losing all they had to learn when cut
+    tokens: int  # tokens kept
+    trained_tokens: int  # tokens among them which the loss counts
 
     def __str__(self) -> str:
         text = f"{self.rows:,} rows, {self.tokens:,} tokens of which {self.trained_tokens:,} are learnt"

@@ -21,17 +21,11 @@ _TO_UTF8 = "save the file as UTF-8, for example: iconv -f UTF-16 -t UTF-8 OLD > 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of data and where it stands.
+    """One row of data and where it stands."""
 
-    Args:
-        values: column name to value.
-        source: the file's path, or a word for rows which came from memory.
-        line: 1-based line of a text file on which the row begins; 1-based row of a parquet file.
-    """
-
-    values: Mapping[str, Any]
-    source: str
-    line: int
+    values: Mapping[str, Any]  # column name to value
+    source: str  # the file's path, or a word for rows which came from memory
+    line: int  # 1-based line of a text file on which the row begins; 1-based row of a parquet file
 
     @property
     def origin(self) -> str:

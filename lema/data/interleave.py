@@ -62,18 +62,13 @@ def _tables(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class Fade:
     """The first samples of a stage, over which its mixture comes in for the one before.
 
-    Args:
-        before: the data sets of the mixture before.
-        samples: over which.
-        shape: one of `SHAPES`.
-
     Raises:
         ConfigError: `before` is no mixture, there are no samples, or there is no such shape.
     """
 
-    before: tuple[Sampling, ...]
-    samples: int
-    shape: str = "linear"
+    before: tuple[Sampling, ...]  # the data sets of the mixture before
+    samples: int  # over which
+    shape: str = "linear"  # one of `SHAPES`
 
     def __post_init__(self) -> None:
         check_rates(self.before, "fade")

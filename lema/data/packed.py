@@ -35,21 +35,13 @@ Item: TypeAlias = int | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PackedHeader:
-    """What a packed file holds.
+    """What a packed file holds."""
 
-    Args:
-        dtype: of its numbers: "uint16" or "uint32".
-        num_tokens: how many there are.
-        vocab_size: ids are below it; None: not known.
-        tokenizer: the name of the tokenizer that made them; None: not known.
-        sha256: of the file, in hexadecimal; None: not known.
-    """
-
-    dtype: str
-    num_tokens: int
-    vocab_size: int | None = None
-    tokenizer: str | None = None
-    sha256: str | None = None
+    dtype: str  # of its numbers: "uint16" or "uint32"
+    num_tokens: int  # how many there are
+    vocab_size: int | None = None  # ids are below it; None: not known
+    tokenizer: str | None = None  # the name of the tokenizer that made them; None: not known
+    sha256: str | None = None  # of the file, in hexadecimal; None: not known
 
 
 class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):

@@ -43,19 +43,12 @@ GENERAL_ADVICE = (
 
 @dataclass(frozen=True)
 class Shortage:
-    """The work that did not fit on the device.
+    """The work that did not fit on the device."""
 
-    Attributes:
-        place: where memory ran out, as "in the forward of layer 3".
-        rows: how many rows the largest micro-batch had.
-        length: how many tokens the longest row had.
-        slots: how many layers' weights had a place on the device.
-    """
-
-    place: str
-    rows: int
-    length: int
-    slots: int
+    place: str  # where memory ran out, as "in the forward of layer 3"
+    rows: int  # how many rows the largest micro-batch had
+    length: int  # how many tokens the longest row had
+    slots: int  # how many layers' weights had a place on the device
 
 
 class OomRetry:

@@ -23,15 +23,10 @@ VALUES = {"labels": IGNORED}  # of all else zeros: nothing attends to them
 
 @dataclass(frozen=True)
 class Padding:
-    """How long rows become.
+    """How long rows become."""
 
-    Attributes:
-        multiple: their length is a multiple of this.
-        positions: the longest row that the model takes; None: any.
-    """
-
-    multiple: int = 1
-    positions: int | None = None
+    multiple: int = 1  # their length is a multiple of this
+    positions: int | None = None  # the longest row that the model takes; None: any
 
     def of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is.

@@ -34,21 +34,14 @@ __all__ = ["Consolidated", "consolidate_adapter", "shard_adapter"]
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What was put together.
+    """What was put together."""
 
-    Attributes:
-        directory: where it lies, in PEFT's format.
-        tp: how many ranks it lay over.
-        num_tensors: of the adapter.
-        differing: where replicas differed and the first rank's were taken: name of the tensor -> on which ranks.
-        base: the base model whose modules its shapes were compared with; None: it is not here.
-    """
-
-    directory: Path
-    tp: int
-    num_tensors: int
+    directory: Path  # where it lies, in PEFT's format
+    tp: int  # how many ranks it lay over
+    num_tensors: int  # of the adapter
+    # Where replicas differed and the first rank's were taken: name of the tensor -> on which ranks
     differing: Mapping[str, list[Difference]]
-    base: str | None = None
+    base: str | None = None  # the base model whose modules its shapes were compared with; None: it is not here
 
 
 def consolidate_adapter(

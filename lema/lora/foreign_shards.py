@@ -139,32 +139,21 @@ GROUPED = "GQAQKVColumnParallelLinearSpec"
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one tensor of a fused module.
+    """What becomes of one tensor of a fused module."""
 
-    Attributes:
-        layout: how it lies over the ranks.
-        names: of the tensors it becomes: one; or of each part, if the layout has parts; or of as many copies.
-    """
-
-    layout: Layout
+    layout: Layout  # how it lies over the ranks
+    # Of the tensors it becomes: one; or of each part, if the layout has parts; or of as many copies
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What is known of the tensors of one stage.
+    """What is known of the tensors of one stage."""
 
-    Attributes:
-        file: where it was read.
-        parameters: name without the adapter's -> how the parameter is partitioned.
-        rules: name of a tensor of a fused module, as shards have it -> what becomes of it.
-        modules: name of a fused module in its parent -> those of the projections in it.
-    """
-
-    file: Path
-    parameters: Mapping[str, Mapping[str, Any]]
-    rules: Mapping[str, Rule]
-    modules: Mapping[str, tuple[str, ...]]
+    file: Path  # where it was read
+    parameters: Mapping[str, Mapping[str, Any]]  # name without the adapter's -> how the parameter is partitioned
+    rules: Mapping[str, Rule]  # name of a tensor of a fused module, as shards have it -> what becomes of it
+    modules: Mapping[str, tuple[str, ...]]  # name of a fused module in its parent -> those of the projections in it
 
 
 def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:
@@ -267,19 +256,12 @@ def _unusable(file: Path, what: str) -> AdapterError:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A whole adapter.
+    """A whole adapter."""
 
-    Attributes:
-        tensors: by PEFT's names.
-        differing: names of those whose replicas differ, and where.
-        modules: name of a fused module -> those of the projections its adapter now is of.
-        tp: how many ranks it lay over.
-    """
-
-    tensors: Mapping[str, Tensor]
-    differing: Mapping[str, list[Difference]]
-    modules: Mapping[str, tuple[str, ...]]
-    tp: int
+    tensors: Mapping[str, Tensor]  # by PEFT's names
+    differing: Mapping[str, list[Difference]]  # names of those whose replicas differ, and where
+    modules: Mapping[str, tuple[str, ...]]  # name of a fused module -> those of the projections its adapter now is of
+    tp: int  # how many ranks it lay over
 
 
 def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: bool = True) -> Adapter:

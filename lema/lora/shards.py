@@ -51,17 +51,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Shards:
-    """An adapter as the ranks hold it.
+    """An adapter as the ranks hold it."""
 
-    Attributes:
-        layouts: of every tensor, by its name in the whole adapter.
-        shapes: of every tensor, whole.
-        ranks: the tensors each rank holds, in the order of the ranks.
-    """
-
-    layouts: Mapping[str, Layout]
-    shapes: Mapping[str, list[int]]
-    ranks: Sequence[Mapping[str, Tensor]]
+    layouts: Mapping[str, Layout]  # of every tensor, by its name in the whole adapter
+    shapes: Mapping[str, list[int]]  # of every tensor, whole
+    ranks: Sequence[Mapping[str, Tensor]]  # the tensors each rank holds, in the order of the ranks
 
     def whole(self, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]]]:
         """Put all tensors together; return them, and which replicas of which differ (none, if `check`).

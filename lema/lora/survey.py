@@ -43,22 +43,14 @@ LONGEST_REASON = 200  # characters
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one model.
+    """What is known of one model."""
 
-    Attributes:
-        model_type: the `model_type` of its `config.json`.
-        streams: None where it cannot be told without another config.
-        targets: the linear modules of its layers that an adapter trains by default.
-        reason: why it does not stream, why that is not known, or why adapters do not fit; one sentence.
-        source: where its weights are; empty where only the type was asked for.
-        prepare: whether its weights must be converted before they stream; None: no weights were looked at.
-    """
-
-    model_type: str
-    streams: bool | None
-    targets: tuple[str, ...] = ()
-    reason: str = ""
-    source: str = ""
+    model_type: str  # the `model_type` of its `config.json`
+    streams: bool | None  # None where it cannot be told without another config
+    targets: tuple[str, ...] = ()  # the linear modules of its layers that an adapter trains by default
+    reason: str = ""  # why it does not stream, why that is not known, or why adapters do not fit; one sentence
+    source: str = ""  # where its weights are; empty where only the type was asked for
+    # Whether its weights must be converted before they stream; None: no weights were looked at
     prepare: bool | None = None
 
 
