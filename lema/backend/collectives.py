@@ -84,8 +84,6 @@ def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:
     first, *others = replicas.everyone(dict(about))
     for rank, other in enumerate(others, 1):
         if differing := sorted(name for name in first if first[name] != other.get(name)):
-            raise ConfigError(
-                f"the processes do not train the same thing: {', '.join(differing)} differ",
-                where=f"rank {rank}, compared with rank 0",
-                how="start every process with the same config, data and code",
-            )
+            what = f"the processes do not train the same thing: {', '.join(differing)} differ"
+            how = "start every process with the same config, data and code"
+            raise ConfigError(what, where=f"rank {rank}, compared with rank 0", how=how)

@@ -209,11 +209,8 @@ def places(layout: Layout, size: int, rank: int) -> list[Place]:
     if layout.kind in ("query", "kv"):
         return list(_head_places(layout, size, rank))
     if layout.size is None and size % layout.tp:
-        raise ConfigError(
-            f"an axis of {size} cannot be divided evenly among {layout.tp} ranks",
-            where="tp",
-            how=f"use {usable(degree for degree in range(1, min(size, SHOWN) + 1) if size % degree == 0)}",
-        )
+        how = f"use {usable(degree for degree in range(1, min(size, SHOWN) + 1) if size % degree == 0)}"
+        raise ConfigError(f"an axis of {size} cannot be divided evenly among {layout.tp} ranks", where="tp", how=how)
     if layout.size not in (None, size):
         raise ConfigError(f"an axis of {size} is not the {layout.size} of the layout", how="use the layout's own model")
     each = -(-size // layout.tp)
@@ -279,10 +276,8 @@ def consolidate(shards: Sequence[Tensor], layout: Layout, *, check: bool = True)
         DataError: the shards are not those of one tensor with this layout, or replicas differ; it says on which ranks.
     """
     if check and (found := differences(shards, layout)):
-        raise DataError(
-            f"replicas of the same values differ: {'; '.join(map(str, found))}",
-            how="keys and values may lie in the other order (--kv-layout); or take the first rank's (--take-first)",
-        )
+        how = "keys and values may lie in the other order (--kv-layout); or take the first rank's (--take-first)"
+        raise DataError(f"replicas of the same values differ: {'; '.join(map(str, found))}", how=how)
     size, first = _whole(shards, layout), shards[0]
     shape = list(first.shape)
     shape[layout.dim] = size
@@ -335,9 +330,8 @@ def _head_places(layout: Layout, size: int, rank: int) -> Iterator[Place]:
     """Every rank holds one chunk of the key and value heads, as one replica, and that share of each head's queries."""
     count = layout.kv_heads if layout.kind == "kv" else layout.heads
     if not size or size % count:
-        raise ConfigError(
-            f"an axis of {size} does not consist of {count} heads", how="give the model the adapter is of"
-        )
+        what = f"an axis of {size} does not consist of {count} heads"
+        raise ConfigError(what, how="give the model the adapter is of")
     unit, copies, chunks = size // count, layout.kv_multiplier, layout.tp // layout.kv_multiplier
     per_rank = layout.kv_heads // chunks
     replica, chunk = divmod(rank, chunks) if layout.kv_layout == "tile" else divmod(rank, copies)[::-1]

@@ -112,11 +112,8 @@ class BackendOptions:
         """
         for setting in ("tensor_parallel_size", "sequence_parallel"):
             if getattr(self, setting) not in (None, False, 1):
-                raise ConfigError(
-                    f"the {name} backend gives each process whole layers",
-                    where=setting,
-                    how="leave it out: several processes train on parts of each batch; shard_weights divides reading",
-                )
+                how = "leave it out: several processes train on parts of each batch; shard_weights divides reading"
+                raise ConfigError(f"the {name} backend gives each process whole layers", where=setting, how=how)
 
 
 DEFAULTS = BackendOptions()

@@ -102,11 +102,8 @@ def _point(device: str) -> EntryPoint:
     name = device.partition(":")[0]
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
-        raise BackendUnavailable(
-            f"no backend named {name!r} is installed",
-            where=f"device: {device}",
-            how=f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them",
-        )
+        how = f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them"
+        raise BackendUnavailable(f"no backend named {name!r} is installed", where=f"device: {device}", how=how)
     return points[name]
 
 
@@ -116,17 +113,13 @@ def _factory(device: str | EntryPoint) -> tuple[Any, str]:
     try:
         return point.load(), point.name
     except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
-        raise BackendUnavailable(
-            f"backend {point.name!r} cannot be imported: {error}", where=point.value, how="install what it needs"
-        ) from error
+        what = f"backend {point.name!r} cannot be imported: {error}"
+        raise BackendUnavailable(what, where=point.value, how="install what it needs") from error
 
 
 def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:
     backend = _factory(point)[0](device, options)
     if not isinstance(backend, Backend):
-        raise BackendUnavailable(
-            f"backend {point.name!r} does not implement lema.backend.protocols.Backend",
-            where=point.value,
-            how="lema.testing has the contract it must pass",
-        )
+        what = f"backend {point.name!r} does not implement lema.backend.protocols.Backend"
+        raise BackendUnavailable(what, where=point.value, how="lema.testing has the contract it must pass")
     return backend

@@ -70,11 +70,9 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         _divide(1, parts)
         return Joined(Alone(), None, None, lambda: None)
     if missing := [name for name in VARIABLES if not given.get(name, "").isdigit()]:
-        raise BackendUnavailable(
-            f"{', '.join(missing)} should be numbers, as torchrun sets them",
-            where="environment",
-            how="start the processes with torchrun, or unset WORLD_SIZE",
-        )
+        what = f"{', '.join(missing)} should be numbers, as torchrun sets them"
+        how = "start the processes with torchrun, or unset WORLD_SIZE"
+        raise BackendUnavailable(what, where="environment", how=how)
     rank, size, local_rank, local_size = (int(given[name]) for name in VARIABLES)
     parts = _divide(size, parts)
     import torch.distributed as dist
@@ -86,11 +84,9 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         hosts = dist.new_group(backend="gloo", timeout=patience)
         groups = _groups(rank, size, parts, patience) if parts > 1 else (None, hosts, None, None)
     except (RuntimeError, ValueError) as error:  # of torch.distributed: DistError is a RuntimeError
-        raise BackendUnavailable(
-            f"the {size} processes do not find each other: {error}",
-            where=f"rank {rank}",
-            how="check MASTER_ADDR and MASTER_PORT, and that every process was started",
-        ) from error
+        what = f"the {size} processes do not find each other: {error}"
+        how = "check MASTER_ADDR and MASTER_PORT, and that every process was started"
+        raise BackendUnavailable(what, where=f"rank {rank}", how=how) from error
 
     def leave() -> None:
         if mine and dist.is_initialized():
@@ -121,11 +117,9 @@ def _divide(size: int, parts: int | None) -> int:
     if parts is None:
         return size
     if size % parts:
-        raise ConfigError(
-            f"{size} process{'' if size == 1 else 'es'} cannot be divided into groups of {parts}",
-            where=f"tensor_parallel_size: {parts}",
-            how=f"start a multiple of {parts} processes: torchrun --nproc_per_node {parts} -m lema train ...",
-        )
+        what = f"{size} process{'' if size == 1 else 'es'} cannot be divided into groups of {parts}"
+        how = f"start a multiple of {parts} processes: torchrun --nproc_per_node {parts} -m lema train ..."
+        raise ConfigError(what, where=f"tensor_parallel_size: {parts}", how=how)
     return parts
 
 

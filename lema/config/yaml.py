@@ -48,15 +48,12 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
     text = _read_text(file)
     root = _parsed(_yaml().compose, text, str(file))
     if root is None:
-        raise ConfigError(
-            "the config file is empty", where=str(file), how="it needs at least `model_name_or_path: ...`"
-        )
+        what = "the config file is empty"
+        raise ConfigError(what, where=str(file), how="it needs at least `model_name_or_path: ...`")
     if not isinstance(root, MappingNode):
-        raise ConfigError(
-            "a config file is a list of `key: value` lines",
-            where=f"{file}:{root.start_mark.line + 1}",
-            how="write one `key: value` per line, with a space after the colon",
-        )
+        what = "a config file is a list of `key: value` lines"
+        how = "write one `key: value` per line, with a space after the colon"
+        raise ConfigError(what, where=f"{file}:{root.start_mark.line + 1}", how=how)
     values = _parsed(_yaml().load, text, str(file))
     lines = dict(_lines(root, "", set()))
     for key in values:
@@ -90,9 +87,8 @@ def _read_text(file: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            "the config file is not UTF-8 text", where=f"{file}:{line}", how="save it as UTF-8"
-        ) from error
+        what = "the config file is not UTF-8 text"
+        raise ConfigError(what, where=f"{file}:{line}", how="save it as UTF-8") from error
 
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:

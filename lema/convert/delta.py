@@ -53,9 +53,8 @@ class DeltaFile:
         with open_regular(file) as stream:
             values = parse_json(file, stream.read())
         if values.get("format") != FORMAT:
-            raise WeightsError(
-                f"the delta is of format {values.get('format')!r}", where=str(file), how="use a newer version of lema"
-            )
+            what = f"the delta is of format {values.get('format')!r}"
+            raise WeightsError(what, where=str(file), how="use a newer version of lema")
         kinds = {"base": str, "fingerprint": str, "tensors": list}
         optional = {"revision", "weights", "dtype"}
         if values.keys() != {field.name for field in fields(cls)}:
@@ -104,11 +103,9 @@ def apply_delta(
         trust_remote_code=trust_remote_code,
     )
     if (found := base_fingerprint(stored.index)) != about.fingerprint:
-        raise WeightsError(
-            f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}",
-            where=str(stored.index.path),
-            how=f"name the directory of the base as it was ({about.base})",
-        )
+        what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
+        how = f"name the directory of the base as it was ({about.base})"
+        raise WeightsError(what, where=str(stored.index.path), how=how)
     tied = stored.skeleton.all_tied_weights_keys
     specs = [spec for spec in tensor_specs(stored.skeleton, stored.records, stored.dtypes) if spec[0] not in tied]
     new = _new_tensors(delta, about, {spec[0]: spec for spec in specs})
@@ -132,11 +129,8 @@ def _new_tensors(delta: Path, about: DeltaFile, wanted: Mapping[str, TensorSpec]
         raise damaged(delta / DELTA_NAME, f"it and the files beside it do not list the same tensors: {other[0]!r}")
     for name, record in index.items():
         if name not in wanted or (record.dtype, record.shape) != wanted[name][1:]:
-            raise WeightsError(
-                f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's",
-                where=str(record.file),
-                how="the delta is of another model",
-            )
+            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's"
+            raise WeightsError(what, where=str(record.file), how="the delta is of another model")
     return index
 
 

@@ -100,11 +100,9 @@ def check_mergeable(model: nn.Module) -> None:
     """
     for name, module in wrapped(model):
         if getattr(module, "lora_bias", {}).get(ADAPTER) and cast(Any, module).get_base_layer().bias is None:
-            raise AdapterError(
-                "the adapter's B has a bias, and the module it adapts has none to take it up",
-                where=name,
-                how="keep the adapter beside the model, or train one without lora_lora_bias",
-            )
+            what = "the adapter's B has a bias, and the module it adapts has none to take it up"
+            how = "keep the adapter beside the model, or train one without lora_lora_bias"
+            raise AdapterError(what, where=name, how=how)
 
 
 def untied(model: PreTrainedModel) -> bool:
@@ -157,9 +155,8 @@ def merge_adapter(
         DiskError: a file could not be written; nothing is left behind.
     """
     if rounding not in get_args(Rounding):
-        raise ConfigError(
-            f"there is no rounding {rounding!r}", where="rounding", how=f"choose {' or '.join(get_args(Rounding))}"
-        )
+        what = f"there is no rounding {rounding!r}"
+        raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
     base, lora = _open_base(adapter, trust_remote_code)
     specs = tensor_specs(base.skeleton, base.records, base.dtypes)

@@ -90,11 +90,8 @@ def prepare(
     place, wanted = Path(out), _parse_dtype(dtype)
     if place.suffix == ".safetensors" and not place.is_dir():
         if quantize is not None:
-            raise ConfigError(
-                "a file alone cannot hold a quantised model: how it is quantised is said in config.json",
-                where=str(place),
-                how="name a directory",
-            )
+            what = "a file alone cannot hold a quantised model: how it is quantised is said in config.json"
+            raise ConfigError(what, where=str(place), how="name a directory")
         written = write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress)
         return Prepared(place, place, written.names)
     weights = place / SINGLE_NAME
@@ -145,9 +142,8 @@ def prepare_monolithic_safetensors(
     """
     file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
-        raise ConfigError(
-            f"{file} is not the name of a .safetensors file", where="out_file", how="end it in .safetensors"
-        )
+        what = f"{file} is not the name of a .safetensors file"
+        raise ConfigError(what, where="out_file", how="end it in .safetensors")
     prepared = prepare(model_or_dir, file, dtype, trust_remote_code=trust_remote_code)
     return _warned(prepared)
 
@@ -181,9 +177,8 @@ def _warned(prepared: Prepared) -> Path:
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if parsed is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
-        raise ConfigError(
-            f"{dtype!r} is not a dtype of weights", where="dtype", how="give float32, bfloat16 or float16"
-        )
+        what = f"{dtype!r} is not a dtype of weights"
+        raise ConfigError(what, where="dtype", how="give float32, bfloat16 or float16")
     if parsed is None and dtype is not None:
         raise ConfigError(f"there is no dtype {dtype!r}", where="dtype", how="give float32, bfloat16 or float16")
     return parsed

@@ -97,11 +97,9 @@ class Quantizer:
                     chosen[name] = _Chosen(specs, about, label, number in sampled)
         if not chosen:
             why = f"none of their shapes is one {kind} takes" if refused else "no decoder layer has a linear module"
-            raise ModelError(
-                f"there is nothing to quantise: {why}",
-                where=f"model_type {model.config.model_type!r}",
-                how="quantise to another kind" if refused else "prepare it without --quantize",
-            )
+            what = f"there is nothing to quantise: {why}"
+            how = "quantise to another kind" if refused else "prepare it without --quantize"
+            raise ModelError(what, where=f"model_type {model.config.model_type!r}", how=how)
         unchanged = [name for name, _ in _linears(model) if f"{name}.weight" not in chosen]
         return cls(kind, dtypes[next(iter(chosen))], chosen, unchanged, refused, layers_name)
 

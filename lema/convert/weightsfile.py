@@ -86,11 +86,9 @@ def _write_checkpoint(
     model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
     names = map_names(model, index)
     if names.quantized:
-        raise ModelError(
-            f"the checkpoint is quantised already: {grouped(names.quantized)}",
-            where=str(index.path),
-            how="it streams as it is; to store it otherwise, prepare the unquantised model",
-        )
+        what = f"the checkpoint is quantised already: {grouped(names.quantized)}"
+        how = "it streams as it is; to store it otherwise, prepare the unquantised model"
+        raise ModelError(what, where=str(index.path), how=how)
     state: dict[str, Tensor] = model.state_dict()
     # What is not loaded is not widened either.
     dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
@@ -106,11 +104,9 @@ def _write_model(
 ) -> Written:
     state: dict[str, Tensor] = model.state_dict()
     if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
-        raise ModelError(
-            f"{len(absent)} tensors of the model have no weights, {absent[0]} for one",
-            where=type(model).__name__,
-            how="load the model without offloading, or give its directory instead",
-        )
+        what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
+        how = "load the model without offloading, or give its directory instead"
+        raise ModelError(what, where=type(model).__name__, how=how)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError("the model carries adapters", where=type(model).__name__, how="prepare the base model")
     if dtype is None:

@@ -146,9 +146,8 @@ def _call(row: Row, function: Any, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
     except Exception as error:
         what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"
-        raise row.broken(
-            what, how="compare the roles and their order with what the model's template expects"
-        ) from error
+        how = "compare the roles and their order with what the model's template expects"
+        raise row.broken(what, how=how) from error
 
 
 def _render(

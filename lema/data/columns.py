@@ -178,9 +178,8 @@ def _string(row: Row, value: Any, name: str, at: str = "") -> str:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             what = f"{name} holds half a surrogate pair, which is no character"
-            raise row.broken(
-                what, at=at, how="the text was cut inside a character; repair or remove the row"
-            ) from error
+            how = "the text was cut inside a character; repair or remove the row"
+            raise row.broken(what, at=at, how=how) from error
     return value
 
 
@@ -285,9 +284,6 @@ def longest_row(wanted: int | None, positions: int | None) -> int:
     if positions is None:
         return wanted or DEFAULT_LENGTH
     if wanted is not None and wanted > positions:
-        raise ConfigError(
-            f"the model has {positions} positions, fewer than max_length: {wanted}",
-            where="max_length",
-            how=f"set max_length to {positions} or less, or leave it out",
-        )
+        what = f"the model has {positions} positions, fewer than max_length: {wanted}"
+        raise ConfigError(what, where="max_length", how=f"set max_length to {positions} or less, or leave it out")
     return wanted or min(DEFAULT_LENGTH, positions)

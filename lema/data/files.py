@@ -68,9 +68,8 @@ def _expand(path: Path) -> list[Path]:
             raise DataError("no such data file", where=str(path), how="check the path; it is relative to the shell's")
     for file in found:
         if file.suffix.lower() not in _READERS:
-            raise DataError(
-                f"cannot read a {file.suffix or 'nameless'} file", where=str(file), how=f"give {_accepted()}"
-            )
+            what = f"cannot read a {file.suffix or 'nameless'} file"
+            raise DataError(what, where=str(file), how=f"give {_accepted()}")
     return found
 
 

@@ -52,11 +52,9 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", kind: Kind) -> None:
         DataError: the tokenizer has none.
     """
     if kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
-        raise DataError(
-            "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends",
-            where=str(tokenizer.name_or_path) or "tokenizer",
-            how="set eos_token in its tokenizer_config.json",
-        )
+        what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
+        how = "set eos_token in its tokenizer_config.json"
+        raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
 
 
 def _tokenize(example: Text | Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) -> tuple[list[int], list[bool]]:

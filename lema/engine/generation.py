@@ -104,11 +104,8 @@ def _settings(
         wanted.setdefault("eos_token_id", tokenizer.eos_token_id)
     rest = settings.update(**wanted)
     if unknown := rest.keys() - signature(GenerationMixin.generate).parameters.keys():
-        raise ConfigError(
-            f"unknown option of generation: {', '.join(sorted(unknown))}",
-            where="generate",
-            how="options are those of transformers' generate, such as do_sample, temperature and top_p",
-        )
+        how = "options are those of transformers' generate, such as do_sample, temperature and top_p"
+        raise ConfigError(f"unknown option of generation: {', '.join(sorted(unknown))}", where="generate", how=how)
     if settings.pad_token_id is None:
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         settings.pad_token_id = padding or 0  # masked, so any token will do
@@ -120,9 +117,8 @@ def _padded(prompts: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]
     if not prompts:
         raise DataError("there is no prompt", where="generate", how="give one text or several")
     if empty := [str(place) for place, prompt in enumerate(prompts, 1) if not len(prompt)]:
-        raise DataError(
-            "a prompt has no tokens", where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character"
-        )
+        what = "a prompt has no tokens"
+        raise DataError(what, where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character")
     width = max(map(len, prompts))
     rows = [[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -75,9 +75,7 @@ def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding
     shares = parts if config.sequence_parallel else 1
     multiple = config.pad_to_multiple_of or shares
     if multiple % shares:
-        raise ConfigError(
-            f"rows of a multiple of {multiple} tokens cannot be cut into {shares} equal shares",
-            where="pad_to_multiple_of",
-            how=f"set it to a multiple of {shares}, leave it out, or set sequence_parallel: false",
-        )
+        what = f"rows of a multiple of {multiple} tokens cannot be cut into {shares} equal shares"
+        how = f"set it to a multiple of {shares}, leave it out, or set sequence_parallel: false"
+        raise ConfigError(what, where="pad_to_multiple_of", how=how)
     return Padding(multiple, positions)

@@ -248,11 +248,9 @@ class StreamedModel:
         """
         layers = self.split.num_layers
         if training and self.stream.sharded and self._starts_below is None and self.trained_outside():
-            raise ConfigError(
-                "this process has no rows in the first step, and does not know how far down gradients go",
-                where="shard_weights",
-                how="give every process rows: lower micro_batch_size, or start fewer processes",
-            )
+            what = "this process has no rows in the first step, and does not know how far down gradients go"
+            how = "give every process rows: lower micro_batch_size, or start fewer processes"
+            raise ConfigError(what, where="shard_weights", how=how)
         if not training:
             self.stream.cancel()  # as an evaluation does
         self.stream.accompany(training_order(layers, self.lowest_trained) if training else forward_order(layers))

@@ -1,7 +1,6 @@
 """Converts sharded adapters to PEFT's files and back, so that any shards become an adapter that loads at any degree.
 
-Both directions only move numbers: no arithmetic is done on them, and nothing of the base model is needed but its
-config.
+Both directions only move numbers, without arithmetic on them, and need nothing of the base model but its config.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def consolidate_adapter(
             that is here.
 
     Raises:
-        AdapterError: there are no shards, they are damaged or unsafe, do not fit together, or their replicas differ; or
-            the whole does not fit the base model.
+        AdapterError: the shards are missing, damaged or unsafe, do not fit together or the base model, or replicas
+            differ.
         ConfigError: `out_dir` is taken, or `kv_layout` is none.
         WeightsError: `model` is given, and is neither a local directory nor in the hub cache.
         DiskError: a file could not be written; nothing is left behind.
@@ -106,7 +105,7 @@ def shard_adapter(
     Every projection keeps its own A and B. The axis of the rank is never cut.
 
     Args:
-        adapter_dir: with `adapter_config.json` and `adapter_model.safetensors`.
+        adapter_dir: with PEFT's two files.
         out_dir: a new or empty directory.
         tp: how many ranks.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
@@ -140,7 +139,7 @@ def shard_adapter(
 
 
 def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: str | None) -> str | None:
-    """Compare an adapter's shapes with its base model's, and return that; None: it is not here."""
+    """Compare an adapter's shapes with its base model's, and return that model's name; None: it is not here."""
     base = model or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         return None
@@ -156,15 +155,12 @@ def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: st
 
 
 def _config_directory(base: str, revision: str | None, trust: bool) -> Path:
-    """Where the base model's config is: here, since a whole model would be much to fetch for it."""
+    """Find the base model's config on this machine, since a whole model would be much to fetch for it."""
     try:
         return resolve_model(base, revision=revision, trust_remote_code=trust, download=False)
     except WeightsError as error:
-        raise WeightsError(
-            f"the base model's config is not here: {error.what}",
-            where=error.where,
-            how="give a directory with its config.json: --model DIR (hf download ID config.json --local-dir DIR)",
-        ) from error
+        how = "give a directory with its config.json: --model DIR (hf download ID config.json --local-dir DIR)"
+        raise WeightsError(f"the base model's config is not here: {error.what}", where=error.where, how=how) from error
 
 
 def _order(kv_layout: str) -> KvLayout:
@@ -180,18 +176,12 @@ def _find_shards(given: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise AdapterError(
-            f"there are {len(found)} adapters here",
-            where=str(given),
-            how=f"name one of {', '.join(path.parent.name for path in found)}",
-        )
+        how = f"name one of {', '.join(path.parent.name for path in found)}"
+        raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
     if (given / WEIGHTS).is_file():
         raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
-    raise AdapterError(
-        "there are no shards of an adapter here",
-        where=str(given),
-        how=f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/",
-    )
+    how = f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/"
+    raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
 
 
 def _layout(name: str, tensor: Tensor, plan: Mapping[str, Layout]) -> Layout:
@@ -206,11 +196,9 @@ def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, .
     """Let the config name the projections that the adapter is of, where it named modules they were fused in."""
     for option in ("rank_pattern", "alpha_pattern"):
         if fused := [key for key in config.get(option) or {} if key.rpartition(".")[2] in modules]:
-            raise AdapterError(
-                f"{option} names {fused[0]}, which is several modules in the base model",
-                where=str(file),
-                how=f"name {', '.join(modules[fused[0].rpartition('.')[2]])} there",
-            )
+            what = f"{option} names {fused[0]}, which is several modules in the base model"
+            how = f"name {', '.join(modules[fused[0].rpartition('.')[2]])} there"
+            raise AdapterError(what, where=str(file), how=how)
     targets = config.get("target_modules")
     if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
         named = {new for target in targets for new in modules.get(target, (target,))}

@@ -80,8 +80,7 @@ def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> t
         AdapterError: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ.
     """
     try:
-        found = [] if check else differences(held, layout)
-        return consolidate(held, layout, check=check), found
+        return consolidate(held, layout, check=check), [] if check else differences(held, layout)
     except DataError as error:
         raise AdapterError(error.what, where=name, how=error.how) from error
 
@@ -138,11 +137,8 @@ def _read_layouts(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
-        raise AdapterError(
-            f"these shards have version {content['version']} of their format, and this lema reads {VERSION}",
-            where=str(file),
-            how="upgrade lema",
-        )
+        what = f"these shards have version {content['version']} of their format, and this lema reads {VERSION}"
+        raise AdapterError(what, where=str(file), how="upgrade lema")
     sound = (
         isinstance(content, dict)
         and content.get("version") == VERSION
@@ -159,17 +155,15 @@ def _read_layouts(file: Path) -> dict[str, Any]:
 
 def _read_rank(file: Path, digest: Any) -> dict[str, Tensor]:
     if not file.is_file():
-        raise AdapterError(
-            f"the shard {file.name} is missing", where=str(file), how="copy the directory again, with all its files"
-        )
+        how = "copy the directory again, with all its files"
+        raise AdapterError(f"the shard {file.name} is missing", where=str(file), how=how)
     try:
         if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
         tensors: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise AdapterError(
-            f"the shard {file.name} is damaged: {error}", where=str(file), how="copy it again"
-        ) from error
+        what = f"the shard {file.name} is damaged: {error}"
+        raise AdapterError(what, where=str(file), how="copy it again") from error
     return tensors
 
 
@@ -202,9 +196,9 @@ def lora_layouts(base: Layout, vocabulary: int | None = None) -> tuple[Layout, L
 
 
 def module_of(name: str) -> tuple[str, str]:
-    """Return the module a tensor of PEFT's files is of, as the base model names it, and which tensor of it.
+    """Return the module that a tensor of PEFT's files is of, as the base model names it, and which tensor of it.
 
-    A name of another kind is returned whole, with an empty second.
+    A name of another kind is returned whole, with an empty text.
     """
     found = LEAF.search(name)
     if found is None or not name.startswith(PREFIX):
@@ -213,12 +207,9 @@ def module_of(name: str) -> tuple[str, str]:
 
 
 def layout_of_tensor(leaf: str, module: Layout, axes: int) -> Layout:
-    """Return the layout of one tensor of an adapted module.
+    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`.
 
-    Args:
-        leaf: which one, as `module_of` says it.
-        module: the layout of the module's weight.
-        axes: how many the tensor has; one with a single axis goes along the module's outputs.
+    A tensor with a single axis (`axes`) goes along the module's outputs.
     """
     a, b = lora_layouts(module)
     if leaf.startswith(("lora_A", "lora_embedding_A")):

@@ -17,7 +17,7 @@ from logging import CRITICAL, getLogger
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -101,8 +101,8 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
     """Try one model.
 
     Args:
-        model: as `meta_model` builds it; it is of no other use afterwards.
-        model_type: what the row shall say.
+        model: as `meta_model` builds it; it cannot be used afterwards.
+        model_type: for the row.
     """
     with _quiet():
         try:
@@ -139,7 +139,7 @@ def _run_parts(model: PreTrainedModel) -> None:
 
 
 def _own_failure(model: PreTrainedModel) -> Exception | None:
-    """The error that the whole model raises in the same mode, without our parts; None: it runs."""
+    """Return the error that the whole model raises in the same mode; None: it runs."""
     try:
         with _shapes_only(model):
             model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False)
@@ -153,14 +153,14 @@ def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     _leave_one_of_each(find_layers(model)[1])
     config = configured_lora(model, LemaConfig("-", lora_rank=1))
     inject_lora_params(model, config, torch.device("cpu"), seed=None)
-    adapted = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    return tuple(sorted({_short_name(name, module) for name, module in adapted}))
-
-
-def _short_name(name: str, module: LoraLayer) -> str:
-    """Name what is adapted: a linear module, or a parameter of one that has several."""
-    own = name.replace(".base_layer", "").rpartition(".")[2]
-    return f"{own}.{module.parameter_name}" if isinstance(module, ParamWrapper) else own
+    found = set()
+    for name, module in model.named_modules():
+        own = name.replace(".base_layer", "").rpartition(".")[2]
+        if isinstance(module, ParamWrapper):  # a parameter of a module that has several
+            found.add(f"{own}.{module.parameter_name}")
+        elif isinstance(module, LoraLayer):
+            found.add(own)
+    return tuple(sorted(found))
 
 
 def _leave_one_of_each(layers: nn.ModuleList) -> None:
@@ -183,19 +183,18 @@ def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
         try:
             for parameters in owned:
-                parameters.update({name: _without_values(meta) for name, meta in parameters.items()})
+                for name, meta in parameters.items():
+                    if meta is not None:
+                        empty = torch.empty(meta.shape, dtype=meta.dtype)
+                        parameters[name] = nn.Parameter(empty, requires_grad=False)
             yield
         finally:
             for parameters, originals in zip(owned, before, strict=True):
                 parameters.update(originals)
 
 
-def _without_values(meta: Tensor | None) -> nn.Parameter | None:
-    return None if meta is None else nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype), requires_grad=False)
-
-
 def _unknown(error: BaseException) -> str:
-    """Say why nothing can be said of a type: its default config makes no model that runs."""
+    """Say why a type cannot be judged: its default config makes no model that runs."""
     cause = error.__cause__ if isinstance(error, LemaError) and error.__cause__ else error
     if isinstance(cause, ImportError):
         return f"unknown until a package is installed: {_sentence(cause)}"
@@ -210,7 +209,7 @@ def _sentence(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings and logs on a config that nobody trains; errors are raised, and told in the row."""
+    """Silence warnings and logs about a config that is only tried; errors are raised, and told in the row."""
     level, tracer = logging.get_verbosity(), getLogger("torch._subclasses.fake_tensor")
     logging.set_verbosity_error()
     before, tracer.level = tracer.level, CRITICAL

@@ -29,12 +29,9 @@ ROUTER = "router"
 
 
 def default_targets(model: PreTrainedModel) -> list[str]:
-    """Return the linears to adapt by default, as ends of names: each as short as tells it from all other modules.
+    """Return the linears of a model to adapt by default, as ends of names, each as short as tells it from all others.
 
-    Routers are left out, and what PEFT refuses to adapt, or takes for the weights of experts because of its name.
-
-    Args:
-        model: without adapters.
+    Routers are left out, and linears that PEFT refuses to adapt, or takes for the weights of experts by their names.
     """
     wanted, names = _adaptable(model)
     return [end for end in _ends(wanted, names) if _peft_adapts(model, end)]
@@ -93,11 +90,7 @@ def _called_router(name: str, module: nn.Module) -> bool:
 
 
 def _recorded(model: nn.Module) -> set[str]:
-    """Name the modules whose outputs `transformers` records as router logits.
-
-    Some of those are whole blocks, which return their router's logits beside their own output: they have a router or
-    experts in them.
-    """
+    """Name the modules whose outputs `transformers` records as router logits, but for blocks with a router inside."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     marks = [part.can_record_outputs.get(f"{ROUTER}_logits") for part in parts]
     specs = [spec for mark in marks for spec in (mark if isinstance(mark, list) else [mark])]
