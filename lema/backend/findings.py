@@ -9,7 +9,7 @@ where it is published.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -53,21 +53,12 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """What a script asks for it by."""
+        """The name that a script asks for it by."""
         return f"{self.section}.{self.name}".replace(" ", "_")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data: the same keys for every finding."""
-        return {
-            "key": self.key,
-            "section": self.section,
-            "name": self.name,
-            "level": self.level.value,
-            "what": self.what,
-            "how": self.how,
-            "source": self.source,
-            "facts": dict(self.facts),
-        }
+        return {"key": self.key, **asdict(self), "level": self.level.value}
 
 
 @dataclass(frozen=True)
@@ -128,15 +119,9 @@ def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:
     for pair in pairs:
         one, other = _met(pair.one), _met(pair.other)
         if one is not None and other is not None:
-            yield Finding(
-                section,
-                f"{Requirement(pair.one).name} and {Requirement(pair.other).name}",
-                pair.level,
-                f"{one} with {other}: {pair.what}.",
-                pair.how,
-                pair.source,
-                {"one": one, "other": other},
-            )
+            name = f"{Requirement(pair.one).name} and {Requirement(pair.other).name}"
+            what, facts = f"{one} with {other}: {pair.what}.", {"one": one, "other": other}
+            yield Finding(section, name, pair.level, what, pair.how, pair.source, facts)
 
 
 def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
@@ -144,15 +129,8 @@ def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
     for stub in table:
         found = installed_version(stub.name)
         if found is not None and (found == stub.version or stub.mark in _source(stub.module)):
-            yield Finding(
-                section,
-                stub.name,
-                Level.WARNING,
-                f"{stub.name} {found} {stub.what}.",
-                stub.how,
-                stub.source,
-                {"installed": found, "stub": True},
-            )
+            what, facts = f"{stub.name} {found} {stub.what}.", dict[str, Fact](installed=found, stub=True)
+            yield Finding(section, stub.name, Level.WARNING, what, stub.how, stub.source, facts)
 
 
 def _met(requirement: str) -> str | None:

@@ -168,16 +168,11 @@ def _check_heads(layout: Layout) -> None:
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"{heads} query heads do not share {kv_heads} heads of keys and values", where="heads")
     if copies < 1 or tp % copies or (kv_heads * copies) % tp or (heads // kv_heads) % copies:
-        raise ConfigError(
-            f"{heads} query heads and {kv_heads} of keys and values"
-            f"{f' replicated {copies} times' if copies > 1 else ''} cannot be divided among {tp} ranks",
-            where="tp",
-            how=f"use {usable(d for d in range(1, min(heads, SHOWN) + 1) if _divides(d, heads, kv_heads))}",
-        )
-
-
-def _divides(tp: int, heads: int, kv_heads: int) -> bool:
-    return (heads // kv_heads) % fewest_replicas(tp, kv_heads) == 0
+        times = f" replicated {copies} times" if copies > 1 else ""
+        what = f"{heads} query heads and {kv_heads} of keys and values{times} cannot be divided among {tp} ranks"
+        group, degrees = heads // kv_heads, range(1, min(heads, SHOWN) + 1)
+        how = f"use {usable(degree for degree in degrees if group % fewest_replicas(degree, kv_heads) == 0)}"
+        raise ConfigError(what, where="tp", how=how)
 
 
 def usable(degrees: Iterable[int]) -> str:
@@ -265,12 +260,9 @@ def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
 
 
 def consolidate(shards: Sequence[Tensor], layout: Layout, *, check: bool = True) -> Tensor:
-    """Put a tensor together from what the ranks hold, in the order of their ranks.
+    """Put a tensor together from the shards of all ranks, in their order.
 
-    Args:
-        shards: one for each rank.
-        layout: how the tensor lies over them.
-        check: replicas must agree, bit for bit; else the first rank's are taken.
+    Replicas must agree, bit for bit, if `check`; else the first rank's are taken.
 
     Raises:
         DataError: the shards are not those of one tensor with this layout, or replicas differ; it says on which ranks.

@@ -44,19 +44,16 @@ def has_addresses(device: torch.device) -> bool:
 def kept_unasked(backend: Backend | str) -> float:
     """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
 
-    A backend for which that is the usual way has an attribute `keeps` that says so.
-
-    Args:
-        backend: one that is open, or what the settings name it by.
+    A backend says so by an attribute `keeps`; it is given open, or by the name that the settings have for it.
 
     Raises:
         BackendUnavailable: as `load`.
     """
-    return float(getattr(_factory(backend)[0] if isinstance(backend, str) else backend, "keeps", 0.0))
+    return float(getattr(_factory(_point(backend)) if isinstance(backend, str) else backend, "keeps", 0.0))
 
 
 def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
-    """Return how a backend would have layers lie over processes; none has to be there, and no device.
+    """Return how a backend would have layers lie over processes, without a device or other processes.
 
     A backend that divides layers has a function `planned` that takes the options.
 
@@ -64,10 +61,10 @@ def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
         BackendUnavailable: as `load`.
         ConfigError: it cannot do what the options ask for.
     """
-    factory, name = _factory(device)
-    divided: Callable[[BackendOptions], Parallel] | None = getattr(factory, "planned", None)
+    point = _point(device)
+    divided: Callable[[BackendOptions], Parallel] | None = getattr(_factory(point), "planned", None)
     if divided is None:
-        options.refuse_parts(name)
+        options.refuse_parts(point.name)
         return SingleProcess()
     return divided(options)
 
@@ -107,18 +104,17 @@ def _point(device: str) -> EntryPoint:
     return points[name]
 
 
-def _factory(device: str | EntryPoint) -> tuple[Any, str]:
-    """Import what opens a backend; return it, and its name."""
-    point = _point(device) if isinstance(device, str) else device
+def _factory(point: EntryPoint) -> Any:
+    """Import the class or function that opens a backend."""
     try:
-        return point.load(), point.name
+        return point.load()
     except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
         what = f"backend {point.name!r} cannot be imported: {error}"
         raise BackendUnavailable(what, where=point.value, how="install what it needs") from error
 
 
 def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:
-    backend = _factory(point)[0](device, options)
+    backend = _factory(point)(device, options)
     if not isinstance(backend, Backend):
         what = f"backend {point.name!r} does not implement lema.backend.protocols.Backend"
         raise BackendUnavailable(what, where=point.value, how="lema.testing has the contract it must pass")

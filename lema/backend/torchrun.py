@@ -39,13 +39,9 @@ class Joined:
 
 
 def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
-    """Join the processes that `torchrun` started, each with a whole copy; return them, and what leaves them again.
+    """Join the processes that `torchrun` started, each with a whole copy; return them, and a function to leave them.
 
-    Args:
-        carrier: what `torch.distributed` calls the library that carries tensors between the devices.
-
-    Raises:
-        BackendUnavailable: the variables that `torchrun` sets are there in part, or the others cannot be reached.
+    Arguments and errors are those of `join_in_parts`.
     """
     joined = join_in_parts(carrier, 1)
     return joined.replicas, joined.leave
@@ -62,7 +58,7 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         patience: how long a process is waited for.
 
     Raises:
-        BackendUnavailable: as `join`.
+        BackendUnavailable: the variables that `torchrun` sets are there in part, or the others cannot be reached.
         ConfigError: the processes cannot be divided into such groups.
     """
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -113,7 +109,6 @@ def local_processes() -> int | None:
 
 
 def _divide(size: int, parts: int | None) -> int:
-    """Return how many processes hold one copy together."""
     if parts is None:
         return size
     if size % parts:
@@ -147,9 +142,10 @@ class ProcessGroup:
         local_rank: of this process among those of this machine.
         local_size: how many there are of those.
         hosts: a group whose tensors are in host memory.
-        device_group: one whose tensors are on the devices; None: that of all processes.
-        all_hosts: a group of all processes, likewise in host memory; None: `hosts` is one.
-        copy_hosts: one of those that hold one copy together, likewise; None: this process holds a copy alone.
+        device_group: a group whose tensors are on the devices; None: that of all processes.
+        all_hosts: a group of all processes, with tensors in host memory; None: `hosts` is one.
+        copy_hosts: a group of the processes that hold one copy together, with tensors in host memory; None: this
+            process holds a copy alone.
         first: whether this process is the first of all; None: it is if its rank is 0.
     """
 
@@ -224,7 +220,7 @@ def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:
 
 @contextmanager
 def others_there() -> Iterator[None]:
-    """Say what it means when a message finds nobody, or nobody answers."""
+    """Turn torch's error of a message that another process does not take, or does not answer, into a plain one."""
     try:
         yield
     except RuntimeError as error:
