@@ -110,7 +110,6 @@ def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = Tru
 
 
 def _explained(error: MarkedYAMLError) -> tuple[str, str]:
-    """What is wrong in the user's words, and how to mend it."""
     problem = str(error.problem or error.context)
     if isinstance(error, DuplicateKeyError):
         # ruamel says: found duplicate key "a" with value "2" (original value: "1")
@@ -133,13 +132,9 @@ def from_yaml(
     overrides: Mapping[str, Any],
     spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> Made:
-    """Make settings of a YAML file.
+    """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's.
 
-    Args:
-        make: from settings by name.
-        path: of the file.
-        overrides: settings that replace those of the file.
-        spellings: other names that the file may use for settings, to the settings' own.
+    `spellings` are other names that the file may use for settings, each with the setting's own name.
 
     Raises:
         ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
@@ -150,12 +145,10 @@ def from_yaml(
     except SettingsError as error:
         places = file.places()
         for other, name in spellings.items():
-            places |= {name + key.removeprefix(other): at for key, at in places.items() if _is_in(key, other)}
+            inside = (f"{other}[", f"{other}.")
+            given = {key: at for key, at in places.items() if key == other or key.startswith(inside)}
+            places |= {name + key.removeprefix(other): at for key, at in given.items()}
         raise error.located(places, overrides) from error.__cause__
-
-
-def _is_in(key: str, setting: str) -> bool:
-    return key == setting or key.startswith((f"{setting}[", f"{setting}."))
 
 
 def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:

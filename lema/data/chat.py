@@ -29,9 +29,9 @@ MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
 
 @lru_cache(maxsize=16)
 def check_template(template: str) -> str:
-    """Say what in a template is never needed to write a chat, and could take all time or memory; empty: nothing.
+    """Name a part of a template that no chat needs and that could take all time or memory; empty: there is none.
 
-    Only the words of the template are looked at: constants are computed as soon as it is compiled.
+    The template is split into words and not compiled, because compiling it computes its constants.
     """
     try:
         for line, kind, word in jinja2.Environment(autoescape=True).lex(template):
@@ -40,19 +40,14 @@ def check_template(template: str) -> str:
             if kind in ("integer", "float") and float(word.replace("_", "")) > MAX_NUMBER:
                 return f"line {line} of the chat template has the number {word[:20]}"
     except (jinja2.TemplateError, ValueError):
-        return ""  # it will not compile either, and that is said by whoever compiles it
+        return ""  # it will not compile either, and rendering it says so
     return ""
 
 
 def limited() -> AbstractContextManager[None]:
-    """Let what is inside a `with` block compute for `MAX_SECONDS` of the processor's time.
-
-    Inside, `TemplateError` is raised when it goes on for longer.
-    """
-    seconds = MAX_SECONDS
-    return timelimit.limited(
-        seconds, lambda: jinja2.TemplateError(f"it takes more than {seconds:g} seconds"), file="<template>"
-    )
+    """Raise `TemplateError` in a `with` block that computes for more than `MAX_SECONDS` of the processor's time."""
+    error = jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} seconds")
+    return timelimit.limited(MAX_SECONDS, lambda: error, file="<template>")
 
 
 Span: TypeAlias = tuple[int, int]

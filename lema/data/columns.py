@@ -103,12 +103,7 @@ def detect(row: Row) -> Kind:
 
 
 def parse(row: Row, kind: Kind, *, chat_template: bool) -> Example:
-    """What the row trains on.
-
-    Args:
-        row: the row.
-        kind: its kind, from `detect`.
-        chat_template: whether the tokenizer has one; instruction data then go through it, else Alpaca's words.
+    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats.
 
     Raises:
         DataError: a value is missing, of the wrong type, or empty; names file, line and column.
@@ -124,8 +119,7 @@ def parse(row: Row, kind: Kind, *, chat_template: bool) -> Example:
             return _prompt_completion(row)
         case "instruction":
             return _instruction(row, chat_template)
-        case _:
-            return Text("", _text(row, "text"))
+    return Text("", _text(row, "text"))
 
 
 def _list(row: Row, column: str) -> list[Any]:
@@ -272,11 +266,7 @@ DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 
 def longest_row(wanted: int | None, positions: int | None) -> int:
-    """Return the most tokens a row may have.
-
-    Args:
-        wanted: what was asked for; None: as many as usual, or as the model takes where that is less.
-        positions: what the model takes; None: any number.
+    """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer.
 
     Raises:
         ConfigError: the model takes fewer than asked for.

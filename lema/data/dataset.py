@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -98,9 +98,6 @@ class TokenDataset(Sequence[TokenRow]):
         start, end = self._bounds(index)
         return {"input_ids": self._ids[start:end].tolist(), "labels": self._labels[start:end].tolist()}
 
-    def __iter__(self) -> Iterator[TokenRow]:
-        return (self[i] for i in range(len(self)))
-
     def __repr__(self) -> str:
         return f"TokenDataset({self.counts})"
 
@@ -125,9 +122,8 @@ class TokenDataset(Sequence[TokenRow]):
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
         """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data.
 
-        Args:
-            eval_split: a fraction between 0 and 1, or a number of rows.
-            seed: the same seed draws the same rows from the same data, on every machine.
+        The same seed draws the same rows from the same data, on every machine. `eval_split` is a fraction between 0 and
+        1, or a number of rows.
 
         Raises:
             DataError: one of the two would be empty.
@@ -135,12 +131,9 @@ class TokenDataset(Sequence[TokenRow]):
         total = len(self)
         wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
         if not 0 < wanted < total:
-            raise DataError(
-                f"an evaluation split of {eval_split} leaves {max(total - wanted, 0)} of {total} rows to train on "
-                f"and {max(wanted, 0)} to evaluate on",
-                where="eval_split",
-                how="both need a row at least: choose another split, or give eval_data",
-            )
+            what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
+            how = "both need a row at least: choose another split, or give eval_data"
+            raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
         chosen = np.zeros(total, dtype=bool)
         chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
         train = TokenDataset(self._columns, self._rows[~chosen], dropped=self.counts.dropped)

@@ -60,12 +60,10 @@ def _expand(path: Path) -> list[Path]:
         if not found:
             raise DataError("the directory holds no data files", where=str(path), how=f"it may hold {_accepted()}")
         return found
-    if path.exists():
-        found = [path]
-    else:
-        found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (absolute globs)
-        if not found:
-            raise DataError("no such data file", where=str(path), how="check the path; it is relative to the shell's")
+    matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207 (absolute globs)
+    if not matches:
+        raise DataError("no such data file", where=str(path), how="check the path; it is relative to the shell's")
+    found = [Path(match) for match in sorted(matches)]
     for file in found:
         if file.suffix.lower() not in _READERS:
             what = f"cannot read a {file.suffix or 'nameless'} file"
@@ -128,7 +126,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _decode(text: str, start: int, path: Path, line: int) -> tuple[dict[str, Any], int]:
-    """The JSON object which begins at `start`, and where it ends."""
+    """Return the JSON object which begins at `start`, and where it ends."""
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:

@@ -23,8 +23,8 @@ def tokenize_row(
 
     Args:
         row: the row.
-        kind: its kind, from `columns.detect`.
-        tokenizer: a `transformers` tokenizer; None will do for rows which are token ids already.
+        kind: its kind, from `lema.data.columns.detect`.
+        tokenizer: of `transformers`; None will do for rows which are token ids already.
         vocab_size: how many tokens the model knows; None: not checked.
 
     Raises:
