@@ -199,11 +199,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> Problem:
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
     """Pydantic's complaints, those of settings inside settings too: one problem per setting, in the order of checking.
 
-    A path is written as one would in Python: `phases[1].mixture[0].rate`.
-
-    Args:
-        error: what pydantic raised.
-        defaults: every setting's default by name; the keys are the known names.
+    A path is written as in Python: `phases[1].mixture[0].rate`. The keys of `defaults` are the known settings.
     """
     found: dict[str, list[Problem]] = {}
     by_key: dict[str, list[ErrorDetails]] = {}

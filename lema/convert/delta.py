@@ -82,7 +82,7 @@ def apply_delta(
     """Write the model that a delta makes of its base, in the hub's format.
 
     Args:
-        delta_dir: what `save_delta` wrote.
+        delta_dir: a directory that `save_delta` wrote.
         out_dir: a new or empty directory.
         base: where the base is now; None: where it was.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
@@ -110,12 +110,11 @@ def apply_delta(
     specs = [spec for spec in tensor_specs(stored.skeleton, stored.records, stored.dtypes) if spec[0] not in tied]
     new = _new_tensors(delta, about, {spec[0]: spec for spec in specs})
 
-    class Applied:
-        def pieces(self, name: str) -> Iterable[memoryview]:
-            return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
+    def pieces(name: str) -> Iterable[memoryview]:
+        return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
 
     with appearing(out) as partial:
-        write_shards(partial, shards_of(specs, max_shard_size), Applied())
+        write_shards(partial, shards_of(specs, max_shard_size), pieces)
         copy_companions(stored.directory, partial, code=trust_remote_code)
         write_config(stored.directory / "config.json", partial, stored.config_changes)
     return out

@@ -5,10 +5,8 @@ it is read. Never more than two layers are in memory, however deep the model.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -97,7 +95,11 @@ def prepare(
     weights = place / SINGLE_NAME
     if isinstance(model_or_dir, PreTrainedModel):
         written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
-        _save_config(model_or_dir, place, {"dtype": wanted or model_or_dir.dtype, **written.changes})
+        model_or_dir.config.save_pretrained(place)
+        if model_or_dir.can_generate():
+            model_or_dir.generation_config.save_pretrained(place)
+        names = {"architectures": [type(model_or_dir).__name__], "dtype": wanted or model_or_dir.dtype}
+        write_config(place / "config.json", place, names | written.changes)
         return Prepared(place, weights, None, written.precision, written.refused)
     directory = resolve_model(model_or_dir)
     if place.exists() and place.samefile(directory):
@@ -109,14 +111,6 @@ def prepare(
     return Prepared(place, weights, written.names, written.precision, written.refused)
 
 
-def _save_config(model: PreTrainedModel, place: Path, changes: Mapping[str, Any]) -> None:
-    """Write the settings of a model in memory into a directory, with `changes`."""
-    model.config.save_pretrained(place)
-    if model.can_generate():
-        model.generation_config.save_pretrained(place)
-    write_config(place / "config.json", place, {"architectures": [type(model).__name__], **changes})
-
-
 def prepare_monolithic_safetensors(
     model_or_dir: Source,
     out_file: str | os.PathLike[str],
@@ -125,20 +119,13 @@ def prepare_monolithic_safetensors(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a model as one safetensors file, layers contiguous in the order they are visited.
+    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited.
 
-    As `prepare`; tensors on disk that the model has no place for are named in a warning.
-
-    Args:
-        model_or_dir: as in `prepare`.
-        out_file: ends in `.safetensors`.
-        device: has no effect.
-        dtype: as in `prepare`.
-        trust_remote_code: as in `prepare`.
+    It is `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the
+    model has no place for. `device` has no effect.
 
     Raises:
         ConfigError: `out_file` does not end in `.safetensors`.
-        WeightsError, ModelError, DiskError: as `prepare`.
     """
     file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
@@ -157,11 +144,10 @@ def prepare_directory(
 ) -> Path:
     """Write a model as a directory that streams as it is: one weights file, config, generation config, tokenizer, code.
 
-    As `prepare`; tensors on disk that the model has no place for are named in a warning.
+    It is `prepare`, with a warning that names tensors on disk that the model has no place for.
 
     Raises:
         ConfigError: `out_dir` is the model's own directory, or the name of a file of weights.
-        WeightsError, ModelError, DiskError: as `prepare`.
     """
     if (out := Path(out_dir)).suffix == ".safetensors" and not out.is_dir():
         raise ConfigError(f"{out} is the name of a file, not of a directory", where="out_dir", how="choose another")

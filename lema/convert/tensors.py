@@ -129,10 +129,7 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
 def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
     """Copy the small files beside a model's weights, but for `config.json` and the index of its shards.
 
-    Args:
-        directory: the model's.
-        out: the copy's.
-        code: copy the model's own code as well.
+    The model's own code is copied as well if `code`.
 
     Raises:
         WeightsError: one of them is a link that leaves the directory.

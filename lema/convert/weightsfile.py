@@ -46,12 +46,10 @@ def visit_order(model: PreTrainedModel) -> list[str]:
     """
     layers_name, layers = find_layers(model)
     names = list(model.state_dict())
-    inside = [[name for name in names if name.startswith(f"{layers_name}.{i}.")] for i in range(len(layers))]
-    in_layers = {name for layer in inside for name in layer}
+    inside = [name for i in range(len(layers)) for name in names if name.startswith(f"{layers_name}.{i}.")]
+    in_layers = set(inside)
     first = next((position for position, name in enumerate(names) if name in in_layers), len(names))
-    before = names[:first]
-    after = [name for name in names[first:] if name not in in_layers]
-    return before + [name for layer in inside for name in layer] + after
+    return names[:first] + inside + [name for name in names[first:] if name not in in_layers]
 
 
 def write_weights(
@@ -69,17 +67,6 @@ def write_weights(
         raise disk_error(error, file.parent) from error
     if isinstance(source, PreTrainedModel):
         return _write_model(source, file, dtype, quantize, progress)
-    return _write_checkpoint(source, file, dtype, quantize, trust, progress)
-
-
-def _write_checkpoint(
-    source: str | os.PathLike[str],
-    file: Path,
-    dtype: torch.dtype | None,
-    quantize: str | None,
-    trust: bool,
-    progress: Progress | None,
-) -> Written:
     directory = resolve_model(source)
     index = GlobalBinaryIndex(own_weights(source, directory))
     config = read_config(directory, trust_remote_code=trust)

@@ -61,12 +61,8 @@ class Columns:
 class TokenDataset(Sequence[TokenRow]):
     """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt.
 
-    Labels stand on their own token, as `transformers` expects; the loss shifts them.
-
-    Args:
-        columns: the rows.
-        rows: which of them, and in what order; None: all.
-        dropped: how many were left out; None: as `columns` says.
+    Labels stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the
+    columns in their order, or all; `dropped` is the number that was left out, if it is not the columns'.
     """
 
     def __init__(self, columns: Columns, rows: npt.NDArray[np.int64] | None = None, dropped: int | None = None) -> None:

@@ -28,7 +28,7 @@ __all__ = ["EmbedHead"]
 
 
 class EmbedHead:
-    """What comes before the layers and after them in one step, with the gradients of the parameters there.
+    """The embeddings and the head in one step, with the gradients of their parameters.
 
     Args:
         backend: for the generator state.
@@ -84,8 +84,9 @@ class EmbedHead:
 
     def _formed_at_once(self, reached: frozenset[int]) -> list[nn.Parameter]:
         """Choose the head's parameters to sum gradients of: all, if nothing will have been added before the sum."""
-        self._after |= reached & self._trained.keys()
-        chosen = [self._trained[key] for key in reached & self._trained.keys()]
+        own = reached & self._trained.keys()
+        self._after |= own
+        chosen = [self._trained[key] for key in own]
         if self._before & self._after or any(parameter.grad is not None for parameter in chosen):
             self._whole = False
         return chosen if self._whole else []

@@ -91,10 +91,7 @@ def _settings(
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Return the model's own settings, as its directory has them, with what this call asks for; and what is no setting.
-
-    `transformers` takes both, but warns of settings that are given beside a config.
-    """
+    """Return the model's own settings with those that this call asks for, and the options that are no settings."""
     settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
     wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
     if not wanted["do_sample"]:

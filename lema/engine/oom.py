@@ -61,7 +61,7 @@ class OomRetry:
     Attributes:
         recomputes: whether activations are recomputed; where they are not, the warning names that setting too.
         place: where the pass is now, as `at` was told last.
-        advise: returns the settings that would help with a shortage; whoever knows the plan sets it.
+        advise: returns the settings that would help with a shortage; set by the part of the run that knows the plan.
     """
 
     def __init__(self, stream: LayerStream, backend: Backend) -> None:
@@ -99,7 +99,7 @@ class OomRetry:
             micro_batches: those of the pass; an attempt has them in `micro_batches`, smaller where they did not fit.
             parameters: the parameters to whose gradients the pass adds.
             made: a list that the pass appends to.
-            purpose: training and evaluation remember apart how many rows fit.
+            purpose: of the pass; how many rows fit is remembered for each purpose.
 
         Raises:
             MemoryLimitError: one row does not fit beside one slot.
@@ -124,12 +124,9 @@ class OomRetry:
     def forwards(self, state: Tensor, sums: Sized = ()) -> Iterator[ForwardAttempt]:
         """Yield attempts at the forward of one micro-batch through one leased layer until one succeeds.
 
-        An attempt that fails must leave nothing behind: none of its tensors in the caller's variables.
-
-        Args:
-            state: the generator's, from which each attempt begins.
-            sums: the sums of gradients that attempts add to, if any. Once there is one, memory that runs out ends the
-                pass, because what was added to a sum cannot be taken out again.
+        Each begins from the generator's `state`, and must leave none of its tensors in the caller's variables if it
+        fails. `sums` are the sums of gradients that attempts add to: once there is one, memory that runs out ends the
+        pass, because an addition to a sum cannot be taken back.
         """
         while True:
             attempt = ForwardAttempt(self, sums)
@@ -193,7 +190,8 @@ class OomRetry:
             max((length for _, length in shapes), default=0),
             self._stream.num_slots,
         )
-        what = f"the device's memory is too small: {_reason(error)}"
+        said = str(error).partition("\n")[0][:200].rstrip(". ")
+        what = f"the device's memory is too small: {said}"
         if parts:
             what += f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once beside "
             what += f"{_count(short.slots, 'layer slot')} do not fit"
@@ -208,12 +206,14 @@ class OomRetry:
         if not given_up.changes:
             return
         settings, now = [], []
-        if change := given_up.changes.get("slots"):
-            settings.append(f"prefetch_depth: {max(1, change[1] - 1)}")
-            now.append(f"{_count(change[1], 'layer slot')} instead of {change[0]}")
-        if change := given_up.changes.get("rows"):
-            settings.append(f"micro_batch_size: {change[1]}")
-            now.append(f"micro-batches of at most {_count(change[1], 'row')} instead of {change[0]}")
+        if "slots" in given_up.changes:
+            before, after = given_up.changes["slots"]
+            settings.append(f"prefetch_depth: {max(1, after - 1)}")
+            now.append(f"{_count(after, 'layer slot')} instead of {before}")
+        if "rows" in given_up.changes:
+            before, after = given_up.changes["rows"]
+            settings.append(f"micro_batch_size: {after}")
+            now.append(f"micro-batches of at most {_count(after, 'row')} instead of {before}")
         if not self.recomputes:
             settings.append("gradient_checkpointing: true (the others may then not be needed)")
         warnings.warn(
@@ -258,8 +258,7 @@ class ForwardAttempt:
     def __init__(self, retry: OomRetry, sums: Sized) -> None:
         self._retry, self._sums, self.failed = retry, sums, False
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
         if isinstance(error, RuntimeError) and is_out_of_memory(error) and not self._sums:
@@ -280,7 +279,7 @@ class _GivenUp:
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:
-    """Clear the frames that an error has left, because whoever keeps the error would keep their tensors."""
+    """Clear the frames that an error has left, because an error that is kept would keep their tensors."""
     one: BaseException | None = error
     while one is not None:
         clear_frames(one.__traceback__)
@@ -301,11 +300,6 @@ def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | N
 def _place_of(error: BaseException) -> str:
     notes = getattr(error, "__notes__", ())
     return next((note.removeprefix(PLACE) for note in notes if note.startswith(PLACE)), "")
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first sentence or two of what the device said."""
-    return str(error).partition("\n")[0][:200].rstrip(". ")
 
 
 def _rows_of(micro_batch: Mapping[str, Tensor]) -> int:

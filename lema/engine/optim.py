@@ -42,8 +42,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Op
 
 
 def _begin(optimizer: AdamW) -> None:
-    """Give AdamW the state it begins with, as an input of a lazy device's graph: left to make it in its first step,
-    it would need a graph for that step alone."""
+    """Give AdamW its initial state, because a lazy device would need a graph for the first step alone to make it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     zeros = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in parameters]
     state = {

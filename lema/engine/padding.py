@@ -62,12 +62,7 @@ def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding:
-    """Return how rows of a run are padded.
-
-    Args:
-        config: of the run.
-        parts: processes that hold one copy of the model together.
-        positions: the longest row that the model takes; None: any.
+    """Return how rows are padded for `parts` processes that hold one copy of the model, which has so many `positions`.
 
     Raises:
         ConfigError: so many processes cannot share such rows.

@@ -65,13 +65,7 @@ def check_named_base(directory: Path, config: LoraConfig, model: str, index: Glo
     """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it.
 
     It is compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the
-    same name, the same directory, or the same files elsewhere.
-
-    Args:
-        directory: of the adapter.
-        config: PEFT's config of the adapter.
-        model: the model as the user names it.
-        index: the model's files.
+    same name as the user's for this `model`, the same directory, or the same files elsewhere.
 
     Raises:
         AdapterError: it is another model.

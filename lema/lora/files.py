@@ -72,9 +72,7 @@ PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
     """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format).
 
-    Args:
-        directory: with PEFT's files, and with `lema_config.json` unless `overrides` give the settings in it.
-        overrides: settings that replace those saved.
+    `overrides` replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone.
 
     Raises:
         AdapterError: there is no adapter, or one of its files is not what it should be.

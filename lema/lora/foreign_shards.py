@@ -147,12 +147,9 @@ class Metadata:
 
 
 def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:
-    """Read `mp_metadata_pp_rank_*.json`.
+    """Read `mp_metadata_pp_rank_*.json`, of shards of `tp` ranks.
 
-    Args:
-        file: the file.
-        tp: the number of ranks there are shards of.
-        kv_layout: which replica of keys and values lies where; None: as the file says, else `tile`.
+    `kv_layout` says which replica of keys and values lies where; None: as the file says, else `tile`.
 
     Raises:
         AdapterError: it is damaged, is of another number of ranks, or has a module fused in an unknown way.
@@ -253,12 +250,9 @@ class Adapter:
 
 
 def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: bool = True) -> Adapter:
-    """Read all ranks and stages of a sharded adapter and put them together.
+    """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together.
 
-    Args:
-        directory: see `find_stages`.
-        kv_layout: see `read_metadata`.
-        check: replicas must agree, bit for bit; else the first rank's are taken.
+    Replicas must agree, bit for bit, if `check`; else the first rank's are taken.
 
     Raises:
         AdapterError: a file is missing, damaged or unsafe; the ranks do not fit together; or replicas differ.

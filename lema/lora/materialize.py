@@ -93,13 +93,7 @@ def make_real(
 ) -> None:
     """Give everything that trains its memory on the device, and the value it has in PEFT after `get_peft_model`.
 
-    Args:
-        model: with PEFT's modules attached.
-        config: PEFT's.
-        device: where adapters live.
-        layers_name: dotted name of the decoder layers in `model`.
-        draw: draw and read values; else they are left unset, to be loaded.
-        read: reads stored tensors; needed where a parameter begins with one.
+    Values are left unset, to be loaded, if not `draw`. `read` is needed where a parameter begins as a stored tensor.
     """
     for module in _as_drawn(model):
         _make_matrices(module, config.init_lora_weights, device, draw=draw)

@@ -129,15 +129,10 @@ def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: in
 
 
 def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tensor]:
-    """Lend a module its weights in fp32, let PEFT merge into them, and take them away again.
+    """Lend a module of PEFT's (`wrapped`) its weights in fp32, let PEFT merge into them, and take them away again.
 
-    Args:
-        name: of the module in the model without adapters.
-        module: one of PEFT's, as `wrapped` gives them.
-        weight: gives the weights; PEFT changes the tensors that it gives.
-
-    Returns:
-        The merged tensors by their names in the model without adapters; half precision has become fp32.
+    PEFT changes the tensors that `weight` gives. The merged tensors are returned by their names in the model without
+    adapters; half precision has become fp32.
     """
     lent = list(_base_of(name, module))
     for part, leaf, stored, parameter in lent:

@@ -179,11 +179,8 @@ def lora_layouts(base: Layout, vocabulary: int | None = None) -> tuple[Layout, L
     """Return the layouts of A `[rank, input]` and B `[output, rank]` of a module whose weight has the layout `base`.
 
     Column-parallel: A is whole on every rank, B is cut along its outputs; heads and fused parts as they are in the
-    module. Row-parallel: A is cut along its inputs, B is whole.
-
-    Args:
-        base: of a linear weight `[output, input]`, or of an embedding `[vocabulary, hidden]`.
-        vocabulary: of an embedding: cut A `[rank, vocabulary]` by its so many entries; None: both are whole.
+    module. Row-parallel: A is cut along its inputs, B is whole. Of an embedding cut by its `vocabulary`, A `[rank,
+    vocabulary]` is cut by these entries; None: both are whole.
     """
     whole = replicated(base.tp)
     if base.kind == "replicated":

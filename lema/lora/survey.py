@@ -60,11 +60,7 @@ def model_types() -> list[str]:
 
 
 def survey(model_type: str) -> Row:
-    """Try the default config of a type.
-
-    Args:
-        model_type: one of `model_types()`.
-    """
+    """Try the default config of a type."""
     with _quiet():
         try:
             model = meta_model(_default_config(model_type), torch.float32)
@@ -77,13 +73,10 @@ def survey(model_type: str) -> Row:
 def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Row:
     """Try a model that is on disk, with its own config, and see whether its weights stream as they are stored.
 
-    Args:
-        name_or_path: a model directory, a `.safetensors` file in one, or the hub id of a model in the cache.
-        revision: of the hub id.
-        trust_remote_code: run code that comes with the model.
+    It is named by its directory, a `.safetensors` file in one, or the hub id of a model in the cache.
 
     Raises:
-        ConfigError, WeightsError: there is no such model, or what is there is not one that can be tried.
+        ConfigError, WeightsError: there is no such model, or it is none that can be tried.
     """
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code, download=False)
     config = read_config(directory, trust_remote_code=trust_remote_code)
@@ -98,12 +91,7 @@ def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote
 
 
 def try_model(model: PreTrainedModel, model_type: str) -> Row:
-    """Try one model.
-
-    Args:
-        model: as `meta_model` builds it; it cannot be used afterwards.
-        model_type: for the row.
-    """
+    """Try one model as `meta_model` builds it, which cannot be used afterwards."""
     with _quiet():
         try:
             _run_parts(model)
