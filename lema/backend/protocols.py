@@ -190,11 +190,9 @@ class Parallel(Protocol):
     def shard(self, layer: nn.Module) -> None:
         """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them.
 
-        Each parameter that is divided has an attribute `parallel_layout` afterwards (`lema.backend.layout`), by which
-        the core knows what of a stored tensor this rank reads, and how to put adapters together.
-
-        Args:
-            layer: the model, or one layer where the backend needs to know no more.
+        It is given the model, or one layer where the backend needs to know no more. Each parameter that is divided has
+        an attribute `parallel_layout` afterwards (`lema.backend.layout`), by which the core knows which part of a
+        stored tensor this rank reads, and how to put adapters together.
         """
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -256,9 +254,7 @@ class Backend(Carrier, Protocol):
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
         """Return uint8 `[nbytes]` of host memory at a page boundary, page-locked where that helps, of exact size.
 
-        Args:
-            nbytes: how many.
-            memory: take this memory, at a page boundary and of that size, instead of new; locked until it is dropped.
+        `memory`, at a page boundary and of that size, is taken in place of new memory, and locked until it is dropped.
         """
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -83,11 +83,7 @@ def available() -> list[BackendInfo]:
 
 
 def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
-    """Open the backend that `device` names, and no other.
-
-    Args:
-        device: the backend's name, with a device number after a colon where it has several: `"name"`, `"name:1"`.
-        options: what the user says about it.
+    """Open the backend that `device` names (`"name"`, or `"name:1"` where it has several devices), and no other.
 
     Raises:
         BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.

@@ -21,8 +21,6 @@ __all__ = ["CopyDown", "SlotUpload", "Slots"]
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory on the device."""
-
     memory: Tensor  # uint8 `[nbytes]`
     free: Event  # when nothing queued so far needs the bytes any more
     filled: Event | None = None  # when the last upload to it is done; None: there was none
@@ -32,9 +30,7 @@ class _Slot:
 class Slots:
     """A ring of slots: `lema.backend.DeviceSlots` on a device that works through queues.
 
-    Args:
-        copies: carries bytes to the slots.
-        memory: uint8 tensors on the device, one per slot, just allocated on the queue that computes.
+    The memory is uint8 tensors on the device, one per slot, just allocated on the queue that computes.
     """
 
     def __init__(self, copies: Copies, memory: Sequence[Tensor]) -> None:
@@ -99,10 +95,7 @@ def _let_go(compute: Queue, slots: Sequence[_Slot]) -> None:
 class CopyDown:
     """`lema.backend.Download` on a device that works through queues.
 
-    Args:
-        copies: what carries the bytes.
-        source: a tensor on the device. It is held until `release`, so that its memory is not used again meanwhile.
-        target: a tensor in host memory, of the same shape, dtype and strides.
+    The source is held until `release`, so that its memory is not used again meanwhile.
     """
 
     def __init__(self, copies: Copies, source: Tensor, target: Tensor) -> None:

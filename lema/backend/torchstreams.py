@@ -24,12 +24,10 @@ __all__ = ["AtOnce", "Streams", "carrier_for"]
 
 
 def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> Carrier:
-    """Return what carries bytes from and to `device`.
+    """Return the carrier of bytes from and to any device that torch knows.
 
-    Args:
-        device: any that torch knows.
-        use_streams: let copies run beside the compute, where the device has streams.
-        pin_memory: copy from and to page-locked host memory, where the device is the one that torch locks it for.
+    Where the device allows it, copies run beside the compute if `use_streams`, and from and to page-locked host memory
+    if `pin_memory`.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:

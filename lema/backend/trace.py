@@ -58,9 +58,7 @@ def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
 class Trace(NoTrace):
     """Spans and instants, recorded from any thread, written as one JSON file.
 
-    Args:
-        clock: seconds; anything that only grows.
-        most: events that are kept, the latest, so that a run of weeks does not fill the memory.
+    The latest `most` events are kept, so that a run of weeks does not fill the memory. The clock returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, most: int = 1_000_000) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from pydantic import StrictStr, TypeAdapter, ValidationError
 
 from lema.convert.hubformat import shards_of, write_shards
 from lema.convert.storedmodel import open_stored, tensor_specs
@@ -38,12 +39,12 @@ class DeltaFile:
     """What `lema_delta.json` says."""
 
     format: int
-    base: str
-    revision: str | None
-    weights: str | None  # of the base, where they lie elsewhere
-    fingerprint: str
-    dtype: str | None  # that the base was opened in; None: its own
-    tensors: list[str]
+    base: StrictStr
+    revision: StrictStr | None
+    weights: StrictStr | None  # of the base, where they lie elsewhere
+    fingerprint: StrictStr
+    dtype: StrictStr | None  # that the base was opened in; None: its own
+    tensors: list[StrictStr]
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -55,15 +56,12 @@ class DeltaFile:
         if values.get("format") != FORMAT:
             what = f"the delta is of format {values.get('format')!r}"
             raise WeightsError(what, where=str(file), how="use a newer version of lema")
-        kinds = {"base": str, "fingerprint": str, "tensors": list}
-        optional = {"revision", "weights", "dtype"}
         if values.keys() != {field.name for field in fields(cls)}:
             raise damaged(file, "its keys are not those of a delta")
-        wrong = [key for key, kind in kinds.items() if not isinstance(values[key], kind)]
-        wrong += [key for key in optional if not isinstance(values[key], str | None)]
-        if wrong or not all(isinstance(name, str) for name in values["tensors"]):
-            raise damaged(file, f"{(wrong or ['tensors'])[0]} is of another type")
-        return cls(**values)
+        try:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            raise damaged(file, f"{error.errors()[0]['loc'][0]} is of another type") from error
 
 
 def is_delta(directory: str | os.PathLike[str]) -> bool:

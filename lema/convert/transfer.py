@@ -133,7 +133,7 @@ def _made_ahead(
 
 
 def _largest_layer(model: PreTrainedModel, out: TensorFile) -> int:
-    """Bytes of the largest decoder layer, as it is written."""
+    """Return the bytes of the largest decoder layer, as it is written."""
     layers_name, layers = find_layers(model)
     sizes = [0] * len(layers)
     for name, record in out.records.items():

@@ -126,7 +126,7 @@ def tokenize_chat(chat: Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) ->
 
 
 def _check_roles(chat: Chat, template: str, row: Row) -> None:
-    """Most templates write any role as it comes, so a slip would pass for a speaker whose words are not learnt."""
+    """Refuse unknown roles: most templates write any role, and the words of a misspelt one would not be learnt."""
     for number, message in enumerate(chat.messages, 1):
         role = message["role"]
         if role not in ROLES and role not in template:
@@ -135,7 +135,7 @@ def _check_roles(chat: Chat, template: str, row: Row) -> None:
 
 
 def _call(row: Row, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Templates are programs from outside: they raise on roles they do not know, and stumble over what they get."""
+    """Call a function that runs the template, a program from outside, which may raise anything."""
     try:
         with limited():
             return function(*args, **kwargs)

@@ -17,11 +17,9 @@ MASK = 2**64 - 1
 
 
 class Permutation:
-    """A permutation of `range(count)`, called with a place and returning what stands there.
+    """A permutation of `range(count)`, called with a place and returning the number there.
 
-    Args:
-        count: how many there are, 1 or more.
-        key: numbers and words that decide the order, together with `count` and nothing else.
+    The order depends on `count`, 1 or more, and the numbers and words of the key, and on nothing else.
     """
 
     def __init__(self, count: int, *key: int | str) -> None:

@@ -81,11 +81,7 @@ def rates_of(samplings: Sequence[Sampling]) -> dict[str, float]:
 
 
 def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
-    """Check that data sets make a mixture.
-
-    Args:
-        samplings: the data sets of one stage.
-        where: the key or the stage, for the message.
+    """Check that the data sets of one stage make a mixture; messages name the key or the stage by `where`.
 
     Raises:
         ConfigError: there are none, one is given twice, or the rates do not sum to 1 within 1e-6.

@@ -19,7 +19,7 @@ def tokenize_row(
     """Token ids and labels of a row; a label is the token's own id where it is learnt and -100 elsewhere.
 
     Text and completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to
-    stop. What the tokenizer puts in front stands there once, also where the text already begins with it.
+    stop. Tokens that the tokenizer puts in front stand there once, also where the text already begins with them.
 
     Args:
         row: the row.

@@ -41,7 +41,7 @@ def attended_tokens(batches: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _count(targets: Tensor) -> int:
-    """Return how many of these are trained; of those in host memory without a word to the device."""
+    """Return how many targets are trained; for targets in host memory the device is not asked."""
     return int(np.count_nonzero(targets.cpu().numpy() != IGNORED))
 
 

@@ -225,11 +225,9 @@ class OomRetry:
 
 
 class PassAttempt:
-    """One attempt at a pass, which is made in its `with` block. If memory runs out there, the block ends without error.
+    """One attempt to take `micro_batches` through the model, made in its `with` block.
 
-    Attributes:
-        micro_batches: what to take through the model.
-        failed: whether memory ran out; if so, room has been made for the next attempt.
+    If memory runs out there, the block ends without an error, `failed` is true, and there is room for the next attempt.
     """
 
     def __init__(self, retry: OomRetry, micro_batches: list[Mapping[str, Tensor]], purpose: Purpose) -> None:
@@ -251,8 +249,7 @@ class PassAttempt:
 class ForwardAttempt:
     """One attempt at a micro-batch's forward through a layer, made in its `with` block as a `PassAttempt` is.
 
-    Attributes:
-        failed: whether memory ran out; if so, a slot has been given up. Without one to give up the error goes on.
+    If it `failed`, a slot has been given up; without a slot to give up, the error goes on.
     """
 
     def __init__(self, retry: OomRetry, sums: Sized) -> None:
@@ -288,7 +285,6 @@ def _let_go(error: RuntimeError) -> RuntimeError:
 
 
 def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    """Give parameters the gradients that they had."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             parameter.grad = None

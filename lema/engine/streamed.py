@@ -175,7 +175,6 @@ class StreamedModel:
         self.stream.announce(order[first:])
 
     def _first_layer(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> int:
-        """Return the lowest layer that a step runs."""
         return self.prefix.layer if self.prefix is not None and self.prefix.holds(micro_batches) else 0
 
     def loss(

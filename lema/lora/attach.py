@@ -193,10 +193,13 @@ def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
                 peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
         take_off(model)
-        hint = "an expression is for whole names; a list is for their ends. " * isinstance(config.target_modules, str)
+        targets, hint = config.target_modules or (), ""
+        if isinstance(targets, str):
+            hint = "an expression is for whole names; a list is for their ends. "
         what = f"the adapter does not fit this model: {error}"
         how = f"{hint}linear modules of the decoder layers are: {', '.join(default_targets(model))}"
-        raise ModelError(what, where=f"lora_target_modules: {_listed(config)}", how=how) from error
+        listed = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+        raise ModelError(what, where=f"lora_target_modules: {listed}", how=how) from error
     assert isinstance(peft_model, PeftModel)
     return peft_model
 
@@ -225,7 +228,7 @@ def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
 
 
 def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:
-    """Return those wanted that are the end of no name; an expression is one whole."""
+    """Return the wanted ends that no name has; or the wanted expression, if no name matches it."""
     if isinstance(wanted, str):
         return [] if wanted.lower() == ALL_LINEAR or any(re.fullmatch(wanted, name) for name in names) else [wanted]
     return sorted(one for one in wanted or () if not any(f".{name}".endswith(f".{one}") for name in names))
@@ -233,11 +236,6 @@ def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> 
 
 def _matches(key: str, names: Collection[str]) -> bool:
     return any(re.match(rf"(.*\.)?({key})$", name) for name in names)  # as PEFT has it
-
-
-def _listed(config: LoraConfig) -> str:
-    targets = config.target_modules or ()
-    return targets if isinstance(targets, str) else ", ".join(sorted(targets))
 
 
 def count_lora_params(model: nn.Module) -> int:

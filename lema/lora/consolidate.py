@@ -86,8 +86,7 @@ def consolidate_adapter(
     base = _compare(tensors, config, model)
     with appearing(out) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        _write_json(partial / CONFIG, config)
-        _copy_settings(config_file.parent, partial)
+        _write_settings(config, config_file.parent, partial)
     return Consolidated(out, tp, len(tensors), differing, base)
 
 
@@ -132,8 +131,7 @@ def shard_adapter(
     tensors = read_safetensors(adapter / WEIGHTS)
     layouts = {name: _layout(name, tensor, plan) for name, tensor in tensors.items()}
     with appearing(out) as partial:
-        _write_json(partial / CONFIG, _read_json(adapter / CONFIG))
-        _copy_settings(adapter, partial)
+        _write_settings(_read_json(adapter / CONFIG), adapter, partial)
         write_shards(partial / SHARDS, tensors, layouts, tp)
     return out
 
@@ -217,11 +215,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_settings(source: Path, out: Path) -> None:
+def _write_settings(config: Mapping[str, Any], source: Path, out: Path) -> None:
+    """Write PEFT's config into a directory, and copy LEMA's own files of the adapter there."""
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in (CONFIG_NAME, BASE_NAME):
         if (source / name).is_file():
             (out / name).write_bytes((source / name).read_bytes())

@@ -188,7 +188,6 @@ def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dic
 
 
 def _begin(model: nn.Module, config: LoraConfig, names: Mapping[str, str | None], found: Mapping[str, Tensor]) -> None:
-    """Set the parameters and buffers `names` to their initial values."""
     for name, stored in names.items():
         if MAGNITUDE in name:
             _measure(_adapted_by(model, name), config, None if stored is None else found[stored])
@@ -232,7 +231,6 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _of(kind: type[Kind], model: nn.Module) -> Iterator[tuple[str, Kind]]:
-    """Yield a model's modules of one class, by name."""
     for name, module in model.named_modules():
         if isinstance(module, kind):
             yield name, module

@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -63,7 +63,10 @@ def survey(model_type: str) -> Row:
     """Try the default config of a type."""
     with _quiet():
         try:
-            model = meta_model(_default_config(model_type), torch.float32)
+            config = CONFIG_MAPPING[model_type]()
+            if hasattr(config, "is_decoder"):  # models that can be encoders are causal language models here
+                config.is_decoder = True
+            model = meta_model(config, torch.float32)
         # Any error at all: configs and models are others' code, and what they say is passed on.
         except Exception as error:  # noqa: BLE001
             return Row(model_type, None, reason=_unknown(error))
@@ -107,13 +110,6 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
             return Row(model_type, True, _adapted(model))
         except LemaError as error:
             return Row(model_type, True, reason=f"no adapter by default: {_sentence(error)}")
-
-
-def _default_config(model_type: str) -> PreTrainedConfig:
-    config = CONFIG_MAPPING[model_type]()
-    if hasattr(config, "is_decoder"):  # what can be an encoder is here a causal language model
-        config.is_decoder = True
-    return config
 
 
 def _run_parts(model: PreTrainedModel) -> None:
@@ -190,7 +186,7 @@ def _unknown(error: BaseException) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    """What an error says, in one line that is not too long."""
+    """Return an error's words in one line that is not too long."""
     said = error.what if isinstance(error, LemaError) else f"{type(error).__name__}: {error}"
     return textwrap.shorten(said, LONGEST_REASON, placeholder=" ...")
 

@@ -40,9 +40,9 @@ def steps_of_both(
 
     The step has `num_batches` micro-batches of the model that `publish` wrote; the backend is closed at the end.
     """
-    adapter = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout}
+    sizes = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout}
     streamed = str(published.with_name("streamed"))
-    settings = LemaConfig(streamed, device=backend.name, gradient_checkpointing=recompute, **adapter)
+    settings = LemaConfig(streamed, device=backend.name, gradient_checkpointing=recompute, **sizes)
     with closing(LemaModel(settings, backend=backend)) as model:
         model.initialize_lora()
         assert model.lora_manager is not None
