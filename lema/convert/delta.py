@@ -93,11 +93,13 @@ def apply_delta(
     """
     out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
     about = DeltaFile.read(delta)
+    if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
+        raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
     stored = open_stored(
         about.base if base is None else base,
         revision=about.revision if base is None else None,
         weights=about.weights if base is None else None,
-        dtype=_dtype(about, delta),
+        dtype=about.dtype,
         trust_remote_code=trust_remote_code,
     )
     if (found := base_fingerprint(stored.index)) != about.fingerprint:
@@ -129,9 +131,3 @@ def _new_tensors(delta: Path, about: DeltaFile, wanted: Mapping[str, TensorSpec]
             what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's"
             raise WeightsError(what, where=str(record.file), how="the delta is of another model")
     return index
-
-
-def _dtype(about: DeltaFile, delta: Path) -> str | None:
-    if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
-        raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
-    return about.dtype

@@ -21,11 +21,8 @@ def tokenize_row(
     Text and completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to
     stop. Tokens that the tokenizer puts in front stand there once, also where the text already begins with them.
 
-    Args:
-        row: the row.
-        kind: its kind, from `lema.data.columns.detect`.
-        tokenizer: of `transformers`; None will do for rows which are token ids already.
-        vocab_size: how many tokens the model knows; None: not checked.
+    The kind is from `lema.data.columns.detect`. The tokenizer may be None for rows which are token ids already, and the
+    number of tokens that the model knows (`vocab_size`) for ids that are not to be checked.
 
     Raises:
         DataError: the row is malformed, has nothing to learn, or holds ids outside the vocabulary.

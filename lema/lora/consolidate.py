@@ -19,7 +19,7 @@ from lema.backend.layout import Difference, KvLayout, Layout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.base import BASE_NAME
-from lema.lora.checks import check_shapes
+from lema.lora.checks import check_shapes, read_json
 from lema.lora.files import CONFIG, WEIGHTS, read_lora_config, read_safetensors
 from lema.lora.foreign_shards import read_foreign
 from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
@@ -78,11 +78,11 @@ def consolidate_adapter(
             raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
         held = read_shards(directory)
         tensors, differing = held.whole(check=check)
-        config, tp = _read_json(config_file), len(held.ranks)
+        config, tp = _adapter_config(config_file), len(held.ranks)
     else:
         adapter = read_foreign(directory, None if kv_layout is None else _order(kv_layout), check=check)
         tensors, differing, tp = dict(adapter.tensors), dict(adapter.differing), adapter.tp
-        config = _with_projections(_read_json(config_file), adapter.modules, config_file)
+        config = _with_projections(_adapter_config(config_file), adapter.modules, config_file)
     base = _compare(tensors, config, model)
     with appearing(out) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
@@ -131,7 +131,7 @@ def shard_adapter(
     tensors = read_safetensors(adapter / WEIGHTS)
     layouts = {name: _layout(name, tensor, plan) for name, tensor in tensors.items()}
     with appearing(out) as partial:
-        _write_settings(_read_json(adapter / CONFIG), adapter, partial)
+        _write_settings(_adapter_config(adapter / CONFIG), adapter, partial)
         write_shards(partial / SHARDS, tensors, layouts, tp)
     return out
 
@@ -205,12 +205,9 @@ def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, .
     return config
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file)) from error
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+def _adapter_config(file: Path) -> dict[str, Any]:
+    content = read_json(file)
+    if content.get("peft_type") != "LORA":
         raise AdapterError("this is no config of a LoRA adapter", where=str(file), how="only LoRA adapters are sharded")
     return content
 

@@ -98,7 +98,8 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
     if "lora_dropout" in overrides:
         saved.lora_dropout = config.lora_dropout
     facts = {setting: _plain(option, getattr(saved, option)) for option, setting in SETTING_OF.items()}
-    asked = _asked(directory)
+    file = directory / CONFIG_NAME  # the settings as they were given; PEFT writes out the values that they came to have
+    asked = read_json(file) if file.is_file() else {}
     for name, fact in facts.items():
         given = overrides.get(name)
         if given is not None and not any(_same(name, given, one) for one in (fact, asked.get(name))):
@@ -118,12 +119,6 @@ def _plain(option: str, value: Any) -> Any:
     if isinstance(value, set):
         value = sorted(value)
     return None if value in ([], (), {}, "") and option != "target_modules" else value
-
-
-def _asked(directory: Path) -> dict[str, Any]:
-    """Return the settings as they were when the adapter was begun; PEFT writes out what they came to mean."""
-    file = directory / CONFIG_NAME
-    return read_json(file) if file.is_file() else {}
 
 
 def _same(setting: str, one: Any, other: Any) -> bool:
