@@ -56,17 +56,17 @@ class Layout:
         ConfigError: what is to be cut cannot be divided among so many ranks.
     """
 
-    # What is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one
+    # What is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one.
     kind: Kind
     tp: int  # how many ranks there are
     dim: int = 0  # the axis that is cut
-    # Its whole length, where that need not divide evenly: the last ranks are then padded with zeros
+    # Its whole length, where that need not divide evenly: the last ranks are then padded with zeros.
     size: int | None = None
     heads: int = 0  # of queries
     kv_heads: int = 0  # of keys, and of values
     kv_layout: KvLayout = "tile"  # which replica of keys and values lies where
     kv_multiplier: int = 1  # how many replicas there are
-    # Of a fused tensor, the whole length and the layout of each part; a rank has its pieces in this order
+    # Of a fused tensor, the whole length and the layout of each part; a rank has its pieces in this order.
     parts: tuple[tuple[int, Layout], ...] = ()
 
     def __post_init__(self) -> None:

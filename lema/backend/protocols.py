@@ -98,10 +98,10 @@ class BackendOptions:
     """What a user may say about a device."""
 
     page_locked: bool | None = None  # lock host memory that the device copies from; None: as much as the system allows
-    # Processes that hold one copy of the model together; None: as the backend is made for
+    # Processes that hold one copy of the model together; None: as the backend is made for.
     tensor_parallel_size: int | None = None
     sequence_parallel: bool = False  # between attention and MLP each of these holds its part of the sequence only
-    # What only this backend has, by name (`lema.config.backendsettings`)
+    # What only this backend has, by name (`lema.config.backendsettings`).
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_parts(self, name: str) -> None:

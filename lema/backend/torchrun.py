@@ -31,7 +31,7 @@ PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the
 class Joined:
     """This process among those that `torchrun` started."""
 
-    # Those that hold the same part of a copy as this one: all, where each process holds a whole copy
+    # Those that hold the same part of a copy as this one: all, where each process holds a whole copy.
     replicas: Replicas
     parts: Any  # of the processes that hold one copy together, the group between devices; None: there is one
     part_hosts: Any  # the group between their hosts

@@ -38,7 +38,7 @@ class Consolidated:
     directory: Path  # where it lies, in PEFT's format
     tp: int  # how many ranks it lay over
     num_tensors: int  # of the adapter
-    # Where replicas differed and the first rank's were taken: name of the tensor -> on which ranks
+    # Where replicas differed and the first rank's were taken: name of the tensor -> on which ranks.
     differing: Mapping[str, list[Difference]]
     base: str | None = None  # the base model whose modules its shapes were compared with; None: it is not here
 

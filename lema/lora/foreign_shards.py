@@ -132,7 +132,7 @@ class Rule:
     """What becomes of one tensor of a fused module."""
 
     layout: Layout  # how it lies over the ranks
-    # Of the tensors it becomes: one; or of each part, if the layout has parts; or of as many copies
+    # Of the tensors it becomes: one; or of each part, if the layout has parts; or of as many copies.
     names: tuple[str, ...]
 
 
