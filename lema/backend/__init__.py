@@ -49,24 +49,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "Alone": "single",
-        "Backend": "protocols",
-        "BackendInfo": "registry",
-        "BackendOptions": "protocols",
-        "Carrier": "protocols",
-        "DeviceSlots": "protocols",
-        "Download": "protocols",
-        "Downloaded": "single",
-        "Fact": "findings",
-        "Finding": "findings",
-        "Gathering": "protocols",
-        "Level": "findings",
-        "MemoryStats": "protocols",
-        "Parallel": "protocols",
-        "Replicas": "protocols",
-        "SingleProcess": "single",
-        "Upload": "protocols",
-        "available": "registry",
-        "load": "registry",
+        **dict.fromkeys(__all__, "protocols"),  # all but the names below
+        **dict.fromkeys(("Alone", "Downloaded", "SingleProcess"), "single"),
+        **dict.fromkeys(("Fact", "Finding", "Level"), "findings"),
+        **dict.fromkeys(("BackendInfo", "available", "load"), "registry"),
     },
 )

@@ -52,10 +52,10 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def first_alone(replicas: Replicas, work: Callable[[], None]) -> None:
-    """Have the first process do what is done once; return in all of them when it is done.
+    """Have the first process do `work`; return in all processes when it is done.
 
     Raises:
-        LemaError: it failed; in every process.
+        LemaError: the work failed; in every process.
     """
     failure: LemaError | None = None
     if replicas.first:
@@ -72,11 +72,7 @@ def first_alone(replicas: Replicas, work: Callable[[], None]) -> None:
 
 
 def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:
-    """Make sure that all processes train the same thing.
-
-    Args:
-        replicas: the processes.
-        about: what must be equal, by the names that a user knows it by; plain data.
+    """Make sure that all processes train the same thing: `about` is plain data by the names that a user knows it by.
 
     Raises:
         ConfigError: something differs; in every process.
@@ -84,8 +80,6 @@ def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:
     first, *others = replicas.everyone(dict(about))
     for rank, other in enumerate(others, 1):
         if differing := sorted(name for name in first if first[name] != other.get(name)):
-            raise ConfigError(
-                f"the processes do not train the same thing: {', '.join(differing)} differ",
-                where=f"rank {rank}, compared with rank 0",
-                how="start every process with the same config, data and code",
-            )
+            what = f"the processes do not train the same thing: {', '.join(differing)} differ"
+            how = "start every process with the same config, data and code"
+            raise ConfigError(what, where=f"rank {rank}, compared with rank 0", how=how)

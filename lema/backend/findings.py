@@ -9,7 +9,7 @@ where it is published.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
 __all__ = ["PAIRS", "Fact", "Finding", "Level", "Pair", "Stub", "installed_version", "known_bad", "stubs"]
-
 
 Fact = str | int | float | bool | None
 
@@ -41,88 +40,50 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        section: what it belongs to; of a backend's own findings the backend's name.
-        name: what was looked at; `section.name` is the same on every machine.
-        level: how it stands.
-        what: one sentence.
-        how: how to mend it; empty where nothing needs mending.
-        source: where that is published; empty where it was seen here.
-        facts: what was measured: name, with its unit where it has one -> plain value; bytes and bytes per second are
-            numbers.
-    """
-
-    section: str
-    name: str
-    level: Level
-    what: str
-    how: str = ""
-    source: str = ""
+    section: str  # what it belongs to; of a backend's own findings the backend's name
+    name: str  # what was looked at; `section.name` is the same on every machine
+    level: Level  # how it stands
+    what: str  # one sentence
+    how: str = ""  # how to mend it; empty where nothing needs mending
+    source: str = ""  # where that is published; empty where it was seen here
+    # what was measured: name, with its unit where it has one -> plain value; bytes and bytes per second are numbers
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        """What a script asks for it by."""
+        """The name that a script asks for it by."""
         return f"{self.section}.{self.name}".replace(" ", "_")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data: the same keys for every finding."""
-        return {
-            "key": self.key,
-            "section": self.section,
-            "name": self.name,
-            "level": self.level.value,
-            "what": self.what,
-            "how": self.how,
-            "source": self.source,
-            "facts": dict(self.facts),
-        }
+        return {"key": self.key, **asdict(self), "level": self.level.value}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two requirements that must not both be met.
+    """Two requirements that must not both be met."""
 
-    Attributes:
-        one: such as `"a>=2"`.
-        other: such as `"b<1.5"`.
-        level: how bad it is.
-        what: what goes wrong, as the end of a sentence that begins with the two packages.
-        how: how to mend it.
-        source: where it is published.
-    """
-
-    one: str
-    other: str
-    level: Level
-    what: str
-    how: str
-    source: str
+    one: str  # such as `"a>=2"`
+    other: str  # such as `"b<1.5"`
+    level: Level  # how bad it is
+    what: str  # what goes wrong, as the end of a sentence that begins with the two packages
+    how: str  # how to mend it
+    source: str  # where it is published
 
 
 @dataclass(frozen=True)
 class Stub:
-    """A package that is there to keep a name, and fails when it is imported.
+    """A package that is there to keep a name, and fails when it is imported."""
 
-    Attributes:
-        name: of the distribution.
-        version: that is known to be one.
-        module: that it installs.
-        mark: what the module says of itself.
-        what: what it is, as the end of a sentence that begins with the package.
-        how: how to mend it.
-        source: where it is published.
-    """
-
-    name: str
-    version: str
-    module: str
-    mark: str
-    what: str
-    how: str
-    source: str
+    name: str  # of the distribution
+    version: str  # that is known to be one
+    module: str  # that it installs
+    mark: str  # what the module says of itself
+    what: str  # what it is, as the end of a sentence that begins with the package
+    how: str  # how to mend it
+    source: str  # where it is published
 
 
 PAIRS = (
@@ -158,15 +119,9 @@ def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:
     for pair in pairs:
         one, other = _met(pair.one), _met(pair.other)
         if one is not None and other is not None:
-            yield Finding(
-                section,
-                f"{Requirement(pair.one).name} and {Requirement(pair.other).name}",
-                pair.level,
-                f"{one} with {other}: {pair.what}.",
-                pair.how,
-                pair.source,
-                {"one": one, "other": other},
-            )
+            name = f"{Requirement(pair.one).name} and {Requirement(pair.other).name}"
+            what, facts = f"{one} with {other}: {pair.what}.", {"one": one, "other": other}
+            yield Finding(section, name, pair.level, what, pair.how, pair.source, facts)
 
 
 def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
@@ -174,15 +129,8 @@ def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
     for stub in table:
         found = installed_version(stub.name)
         if found is not None and (found == stub.version or stub.mark in _source(stub.module)):
-            yield Finding(
-                section,
-                stub.name,
-                Level.WARNING,
-                f"{stub.name} {found} {stub.what}.",
-                stub.how,
-                stub.source,
-                {"installed": found, "stub": True},
-            )
+            what, facts = f"{stub.name} {found} {stub.what}.", dict[str, Fact](installed=found, stub=True)
+            yield Finding(section, stub.name, Level.WARNING, what, stub.how, stub.source, facts)
 
 
 def _met(requirement: str) -> str | None:

@@ -30,7 +30,6 @@ __all__ = [
     "read_only",
 ]
 
-
 HUGE_PAGE = 2 << 20
 
 
@@ -60,7 +59,7 @@ def mapped(descriptor: int, nbytes: int) -> Tensor:
 
 
 def read_only(memory: Tensor) -> None:
-    """Let whoever writes to `memory`, whole pages of this process, be ended by the system (SIGSEGV); reads go on."""
+    """Protect `memory`, whole pages of this process: the system ends a process that writes there (SIGSEGV)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), mmap.PROT_READ):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -91,7 +90,7 @@ def memory_limit(root: Path = ROOT) -> int | None:
 def memory_left(root: Path = ROOT) -> int | None:
     """Return the bytes that this process's control groups may still take; None: as many as there are.
 
-    What they have of files in memory is counted as free: the system drops it for whoever needs the room.
+    Files in memory count as free, because the system drops them when memory is short.
     """
     return min((limit - _used(group) for group, limit in _limits(root)), default=None)
 
@@ -111,7 +110,6 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _used(group: Path) -> int:
-    """Return the bytes that a group has, those of files excepted."""
     used = 0
     for name in ("memory.current", "memory.usage_in_bytes"):
         with suppress(OSError, ValueError):

@@ -17,16 +17,10 @@ from lema.backend.single import Alone
 
 __all__ = ["NEVER", "Interrupt", "Leaving", "Stop", "StopRequested", "agreed"]
 
-
 Stop = Callable[[], str | None]
-
-
 """Returns why a run is to stop; None: it goes on."""
 
-
 Leaving = Literal["alone", "as a copy", "together"]
-
-
 """Who leaves a pass at once: a process on its own, those that hold one copy of the model together, or all there are.
 
 Processes that meet at most after a pass leave it alone, before a layer or a micro-batch. Those that compute layers
@@ -35,9 +29,9 @@ together ask each other before each lease, and so do all where each layer is put
 
 
 class StopRequested(BaseException):
-    """What is under way is given up, because the run is to stop.
+    """The pass under way is given up, because the run is to stop.
 
-    No error: it goes past whatever handles errors, to the loop of the run, which turns it into `lema.errors.Stopped`.
+    It is no `Exception`, so that handlers of errors let it pass to the loop of the run, which raises `Stopped`.
     """
 
     def __init__(self, why: str) -> None:
@@ -49,7 +43,7 @@ class Interrupt:
     """The question whether a run is to stop, which is asked within `opened` blocks before each layer and micro-batch.
 
     Args:
-        stop: returns why the run is to stop, if it is; None: nobody is asked.
+        stop: returns why the run is to stop, if it is; None: the run is never stopped.
         replicas: the processes of the run. Either all of them make an `Interrupt` or none does.
         leaving: which processes leave a pass at once.
     """
@@ -77,7 +71,7 @@ class Interrupt:
         if self._polls:
             self.poll()
         elif self._open:
-            assert self._stop is not None, "nobody is asked"
+            assert self._stop is not None, "the run is never stopped"
             ask = self._replicas.everyone if self._leaving == "together" else self._replicas.of_copy
             if (why := _first(ask(self._stop()))) is not None:
                 raise StopRequested(why)
@@ -110,8 +104,6 @@ class Interrupt:
 
 def agreed(replicas: Replicas, why: str | None) -> str | None:
     """Return why any of the processes wants to stop, the same in all of them; each calls this. None: none does."""
-    if replicas.num_processes == 1:
-        return why
     return _first(replicas.everyone(why))
 
 
@@ -119,4 +111,4 @@ def _first(given: Iterable[str | None]) -> str | None:
     return next((one for one in given if one is not None), None)
 
 
-NEVER = Interrupt(None)  # of a run that nobody stops
+NEVER = Interrupt(None)

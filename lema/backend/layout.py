@@ -43,7 +43,6 @@ __all__ = [
     "usable",
 ]
 
-
 Kind = Literal["replicated", "column", "row", "embedding", "query", "kv", "fused"]
 KvLayout = Literal["tile", "interleave"]
 SHOWN = 64  # degrees named in an error, at most up to this one
@@ -53,29 +52,21 @@ SHOWN = 64  # degrees named in an error, at most up to this one
 class Layout:
     """How one tensor lies over ranks; made by the functions below, which say what it is.
 
-    Attributes:
-        kind: what is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one.
-        tp: how many ranks there are.
-        dim: the axis that is cut.
-        size: its whole length, where that need not divide evenly: the last ranks are then padded with zeros.
-        heads: of queries.
-        kv_heads: of keys, and of values.
-        kv_layout: which replica of keys and values lies where.
-        kv_multiplier: how many replicas there are.
-        parts: of a fused tensor, the whole length and the layout of each part; a rank has its pieces in this order.
-
     Raises:
         ConfigError: what is to be cut cannot be divided among so many ranks.
     """
 
+    # What is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one.
     kind: Kind
-    tp: int
-    dim: int = 0
+    tp: int  # how many ranks there are
+    dim: int = 0  # the axis that is cut
+    # Its whole length, where that need not divide evenly: the last ranks are then padded with zeros.
     size: int | None = None
-    heads: int = 0
-    kv_heads: int = 0
-    kv_layout: KvLayout = "tile"
-    kv_multiplier: int = 1
+    heads: int = 0  # of queries
+    kv_heads: int = 0  # of keys, and of values
+    kv_layout: KvLayout = "tile"  # which replica of keys and values lies where
+    kv_multiplier: int = 1  # how many replicas there are
+    # Of a fused tensor, the whole length and the layout of each part; a rank has its pieces in this order.
     parts: tuple[tuple[int, Layout], ...] = ()
 
     def __post_init__(self) -> None:
@@ -177,16 +168,11 @@ def _check_heads(layout: Layout) -> None:
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"{heads} query heads do not share {kv_heads} heads of keys and values", where="heads")
     if copies < 1 or tp % copies or (kv_heads * copies) % tp or (heads // kv_heads) % copies:
-        raise ConfigError(
-            f"{heads} query heads and {kv_heads} of keys and values"
-            f"{f' replicated {copies} times' if copies > 1 else ''} cannot be divided among {tp} ranks",
-            where="tp",
-            how=f"use {usable(d for d in range(1, min(heads, SHOWN) + 1) if _divides(d, heads, kv_heads))}",
-        )
-
-
-def _divides(tp: int, heads: int, kv_heads: int) -> bool:
-    return (heads // kv_heads) % fewest_replicas(tp, kv_heads) == 0
+        times = f" replicated {copies} times" if copies > 1 else ""
+        what = f"{heads} query heads and {kv_heads} of keys and values{times} cannot be divided among {tp} ranks"
+        group, degrees = heads // kv_heads, range(1, min(heads, SHOWN) + 1)
+        how = f"use {usable(degree for degree in degrees if group % fewest_replicas(degree, kv_heads) == 0)}"
+        raise ConfigError(what, where="tp", how=how)
 
 
 def usable(degrees: Iterable[int]) -> str:
@@ -218,11 +204,8 @@ def places(layout: Layout, size: int, rank: int) -> list[Place]:
     if layout.kind in ("query", "kv"):
         return list(_head_places(layout, size, rank))
     if layout.size is None and size % layout.tp:
-        raise ConfigError(
-            f"an axis of {size} cannot be divided evenly among {layout.tp} ranks",
-            where="tp",
-            how=f"use {usable(degree for degree in range(1, min(size, SHOWN) + 1) if size % degree == 0)}",
-        )
+        how = f"use {usable(degree for degree in range(1, min(size, SHOWN) + 1) if size % degree == 0)}"
+        raise ConfigError(f"an axis of {size} cannot be divided evenly among {layout.tp} ranks", where="tp", how=how)
     if layout.size not in (None, size):
         raise ConfigError(f"an axis of {size} is not the {layout.size} of the layout", how="use the layout's own model")
     each = -(-size // layout.tp)
@@ -277,21 +260,16 @@ def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
 
 
 def consolidate(shards: Sequence[Tensor], layout: Layout, *, check: bool = True) -> Tensor:
-    """Put a tensor together from what the ranks hold, in the order of their ranks.
+    """Put a tensor together from the shards of all ranks, in their order.
 
-    Args:
-        shards: one for each rank.
-        layout: how the tensor lies over them.
-        check: replicas must agree, bit for bit; else the first rank's are taken.
+    Replicas must agree, bit for bit, if `check`; else the first rank's are taken.
 
     Raises:
         DataError: the shards are not those of one tensor with this layout, or replicas differ; it says on which ranks.
     """
     if check and (found := differences(shards, layout)):
-        raise DataError(
-            f"replicas of the same values differ: {'; '.join(map(str, found))}",
-            how="keys and values may lie in the other order (--kv-layout); or take the first rank's (--take-first)",
-        )
+        how = "keys and values may lie in the other order (--kv-layout); or take the first rank's (--take-first)"
+        raise DataError(f"replicas of the same values differ: {'; '.join(map(str, found))}", how=how)
     size, first = _whole(shards, layout), shards[0]
     shape = list(first.shape)
     shape[layout.dim] = size
@@ -344,9 +322,8 @@ def _head_places(layout: Layout, size: int, rank: int) -> Iterator[Place]:
     """Every rank holds one chunk of the key and value heads, as one replica, and that share of each head's queries."""
     count = layout.kv_heads if layout.kind == "kv" else layout.heads
     if not size or size % count:
-        raise ConfigError(
-            f"an axis of {size} does not consist of {count} heads", how="give the model the adapter is of"
-        )
+        what = f"an axis of {size} does not consist of {count} heads"
+        raise ConfigError(what, how="give the model the adapter is of")
     unit, copies, chunks = size // count, layout.kv_multiplier, layout.tp // layout.kv_multiplier
     per_rank = layout.kv_heads // chunks
     replica, chunk = divmod(rank, chunks) if layout.kv_layout == "tile" else divmod(rank, copies)[::-1]

@@ -84,10 +84,10 @@ class Replicas(Protocol):
         """Return every process's value, in rank order: plain data, through the hosts; no device is waited for."""
 
     def everyone(self, value: Any) -> list[Any]:
-        """Likewise, of all processes, also those that hold other parts of a copy; the first one's is first."""
+        """Exchange a value with all processes, also those that hold other parts of a copy; the first one's is first."""
 
     def of_copy(self, value: Any) -> list[Any]:
-        """Likewise, of the processes that hold one copy together with this one."""
+        """Exchange a value with the processes that hold one copy together with this one."""
 
     def shared_memory(self, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` of zeroed host memory at a page boundary that all processes of this machine share."""
@@ -95,18 +95,13 @@ class Replicas(Protocol):
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a user may say about a device.
+    """What a user may say about a device."""
 
-    Attributes:
-        page_locked: lock host memory that the device copies from; None: as much as the system allows.
-        tensor_parallel_size: processes that hold one copy of the model together; None: as the backend is made for.
-        sequence_parallel: between attention and MLP each of these holds its part of the sequence only.
-        settings: what only this backend has, by name (`lema.config.backendsettings`).
-    """
-
-    page_locked: bool | None = None
+    page_locked: bool | None = None  # lock host memory that the device copies from; None: as much as the system allows
+    # Processes that hold one copy of the model together; None: as the backend is made for.
     tensor_parallel_size: int | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # between attention and MLP each of these holds its part of the sequence only
+    # What only this backend has, by name (`lema.config.backendsettings`).
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_parts(self, name: str) -> None:
@@ -117,11 +112,8 @@ class BackendOptions:
         """
         for setting in ("tensor_parallel_size", "sequence_parallel"):
             if getattr(self, setting) not in (None, False, 1):
-                raise ConfigError(
-                    f"the {name} backend gives each process whole layers",
-                    where=setting,
-                    how="leave it out: several processes train on parts of each batch; shard_weights divides reading",
-                )
+                how = "leave it out: several processes train on parts of each batch; shard_weights divides reading"
+                raise ConfigError(f"the {name} backend gives each process whole layers", where=setting, how=how)
 
 
 DEFAULTS = BackendOptions()
@@ -156,8 +148,8 @@ class Upload(Protocol):
     def drained(self) -> None:
         """Block until the source may be overwritten.
 
-        Called from a reader thread, and from the training thread only of a copy that has long ended; more than once at
-        times, and before `release` too.
+        It may be called before `release` and more than once. Calls come from a reader thread, and from the training
+        thread only for a copy that has long ended.
         """
 
 
@@ -170,7 +162,7 @@ class DeviceSlots(Protocol):
     def upload(self, source: Tensor) -> Upload:
         """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot. It may be dropped meanwhile.
 
-        Slots are released in any order, and an upload nobody waited for may be released too.
+        Slots are released in any order, and an upload may be released without having been waited for.
         """
 
 
@@ -198,11 +190,9 @@ class Parallel(Protocol):
     def shard(self, layer: nn.Module) -> None:
         """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them.
 
-        Each parameter that is divided has an attribute `parallel_layout` afterwards (`lema.backend.layout`), by which
-        the core knows what of a stored tensor this rank reads, and how to put adapters together.
-
-        Args:
-            layer: the model, or one layer where the backend needs to know no more.
+        It is given the model, or one layer where the backend needs to know no more. Each parameter that is divided has
+        an attribute `parallel_layout` afterwards (`lema.backend.layout`), by which the core knows which part of a
+        stored tensor this rank reads, and how to put adapters together.
         """
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -221,9 +211,30 @@ class Parallel(Protocol):
         """Return the whole hidden state of what this rank's last layer has made; differentiable."""
 
 
+class Carrier(Protocol):
+    """How bytes get from one device to host memory and back; all that some parts of the core need of a `Backend`."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that bytes are carried from and to."""
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory of its own, at a page boundary."""
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        """Return a ring of `count` slots of `nbytes` bytes on the device."""
+
+    def download(self, source: Tensor, target: Tensor) -> Download:
+        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far.
+
+        They have one shape, dtype and strides. Until `release`, the source stays as it is; both may be dropped
+        meanwhile. An upload from `target` after this call brings the downloaded bytes, without a wait in between.
+        """
+
+
 @runtime_checkable
-class Backend(Protocol):
-    """One device, as the core sees it.
+class Backend(Carrier, Protocol):
+    """One device, as the core sees it: adapters, boundary activations and resident tensors live there.
 
     The constructor takes the device string and `BackendOptions`, and joins the process group, if any.
     """
@@ -231,10 +242,6 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """The name of the entry point."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where adapters, boundary activations and resident tensors live."""
 
     @property
     def parallel(self) -> Parallel:
@@ -247,19 +254,7 @@ class Backend(Protocol):
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
         """Return uint8 `[nbytes]` of host memory at a page boundary, page-locked where that helps, of exact size.
 
-        Args:
-            nbytes: how many.
-            memory: take this memory, at a page boundary and of that size, instead of new; locked until it is dropped.
-        """
-
-    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        """Return a ring of `count` slots of `nbytes` bytes."""
-
-    def download(self, source: Tensor, target: Tensor) -> Download:
-        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far.
-
-        They have one shape, dtype and strides. Until `release`, the source stays as it is; both may be dropped
-        meanwhile. What is uploaded from `target` after this call is what it brings; nobody need wait in between.
+        `memory`, at a page boundary and of that size, is taken in place of new memory, and locked until it is dropped.
         """
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -282,20 +277,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give back what the constructor took."""
-
-
-class Carrier(Protocol):
-    """How bytes get from one device to host memory and back; the promises are those of `lema.backend.Backend`."""
-
-    @property
-    def device(self) -> torch.device:
-        """Whose memory it carries from and to."""
-
-    def host_buffer(self, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` of host memory of its own, at a page boundary."""
-
-    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        """Return `count` slots of `nbytes` bytes on the device."""
-
-    def download(self, source: Tensor, target: Tensor) -> Download:
-        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far."""

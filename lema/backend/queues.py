@@ -68,11 +68,7 @@ class Queues(Protocol):
 
 
 class Copies:
-    """Everything that is on its way between host and device.
-
-    Args:
-        queues: of the device.
-    """
+    """All copies that are under way between host and device."""
 
     def __init__(self, queues: Queues) -> None:
         self.queues = queues
@@ -117,8 +113,8 @@ class _Lane:
         self._queue.copy(target, source)
         done = self._queue.record()
         self.forget_done()
-        # Its owner may drop it before the copy is done. Device memory needs nobody to hold it: it goes back to an
-        # allocator that queues its next use, and so can be made to wait.
+        # Host memory is held here, because its owner may drop it before the copy is done. Device memory is not: it goes
+        # back to an allocator that queues its next use, and so can be made to wait.
         self._under_way.append((done, host))
         return done
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BackendInfo", "available", "has_addresses", "kept_unasked", "load", "planned"]
 
-
 GROUP = "lema.backends"
 
 
@@ -45,19 +44,16 @@ def has_addresses(device: torch.device) -> bool:
 def kept_unasked(backend: Backend | str) -> float:
     """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
 
-    A backend for which that is the usual way has an attribute `keeps` that says so.
-
-    Args:
-        backend: one that is open, or what the settings name it by.
+    A backend says so by an attribute `keeps`; it is given open, or by the name that the settings have for it.
 
     Raises:
         BackendUnavailable: as `load`.
     """
-    return float(getattr(_factory(backend)[0] if isinstance(backend, str) else backend, "keeps", 0.0))
+    return float(getattr(_factory(_point(backend)) if isinstance(backend, str) else backend, "keeps", 0.0))
 
 
 def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
-    """Return how a backend would have layers lie over processes; none has to be there, and no device.
+    """Return how a backend would have layers lie over processes, without a device or other processes.
 
     A backend that divides layers has a function `planned` that takes the options.
 
@@ -65,10 +61,10 @@ def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
         BackendUnavailable: as `load`.
         ConfigError: it cannot do what the options ask for.
     """
-    factory, name = _factory(device)
-    divided: Callable[[BackendOptions], Parallel] | None = getattr(factory, "planned", None)
+    point = _point(device)
+    divided: Callable[[BackendOptions], Parallel] | None = getattr(_factory(point), "planned", None)
     if divided is None:
-        options.refuse_parts(name)
+        options.refuse_parts(point.name)
         return SingleProcess()
     return divided(options)
 
@@ -87,11 +83,7 @@ def available() -> list[BackendInfo]:
 
 
 def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
-    """Open the backend that `device` names, and no other.
-
-    Args:
-        device: the backend's name, with a device number after a colon where it has several: `"name"`, `"name:1"`.
-        options: what the user says about it.
+    """Open the backend that `device` names (`"name"`, or `"name:1"` where it has several devices), and no other.
 
     Raises:
         BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.
@@ -103,31 +95,23 @@ def _point(device: str) -> EntryPoint:
     name = device.partition(":")[0]
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
-        raise BackendUnavailable(
-            f"no backend named {name!r} is installed",
-            where=f"device: {device}",
-            how=f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them",
-        )
+        how = f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them"
+        raise BackendUnavailable(f"no backend named {name!r} is installed", where=f"device: {device}", how=how)
     return points[name]
 
 
-def _factory(device: str | EntryPoint) -> tuple[Any, str]:
-    """Import what opens a backend; return it, and its name."""
-    point = _point(device) if isinstance(device, str) else device
+def _factory(point: EntryPoint) -> Any:
+    """Import the class or function that opens a backend."""
     try:
-        return point.load(), point.name
+        return point.load()
     except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
-        raise BackendUnavailable(
-            f"backend {point.name!r} cannot be imported: {error}", where=point.value, how="install what it needs"
-        ) from error
+        what = f"backend {point.name!r} cannot be imported: {error}"
+        raise BackendUnavailable(what, where=point.value, how="install what it needs") from error
 
 
 def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:
-    backend = _factory(point)[0](device, options)
+    backend = _factory(point)(device, options)
     if not isinstance(backend, Backend):
-        raise BackendUnavailable(
-            f"backend {point.name!r} does not implement lema.backend.protocols.Backend",
-            where=point.value,
-            how="lema.testing has the contract it must pass",
-        )
+        what = f"backend {point.name!r} does not implement lema.backend.protocols.Backend"
+        raise BackendUnavailable(what, where=point.value, how="lema.testing has the contract it must pass")
     return backend

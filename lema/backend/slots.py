@@ -21,62 +21,37 @@ __all__ = ["CopyDown", "SlotUpload", "Slots"]
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory on the device.
-
-    Attributes:
-        memory: uint8 `[nbytes]`.
-        free: when nothing queued so far needs the bytes any more.
-        filled: when the last upload to it is done; None: there was none.
-        uploads: how many there were.
-    """
-
-    memory: Tensor
-    free: Event
-    filled: Event | None = None
-    uploads: int = 0
+    memory: Tensor  # uint8 `[nbytes]`
+    free: Event  # when nothing queued so far needs the bytes any more
+    filled: Event | None = None  # when the last upload to it is done; None: there was none
+    uploads: int = 0  # how many there were
 
 
 class Slots:
     """A ring of slots: `lema.backend.DeviceSlots` on a device that works through queues.
 
-    Args:
-        copies: what carries bytes to them.
-        memory: uint8 tensors on the device, one per slot, just allocated on the queue that computes.
+    The memory is uint8 tensors on the device, one per slot, just allocated on the queue that computes.
     """
 
     def __init__(self, copies: Copies, memory: Sequence[Tensor]) -> None:
-        self._copies = copies
-        compute = copies.queues.compute
-        # Whoever had the memory before may have let it go while work that uses it was still queued.
+        self._copies, self.queues = copies, copies.queues
+        compute = self.queues.compute
+        # The memory's former owner may have let it go while work that uses it was still queued.
         free = compute.record()
         slots = [_Slot(piece, free) for piece in memory]
-        self._free = deque(slots)
+        self.free = deque(slots)
         # The allocator hands the memory to whatever is queued next on the queue it was allocated on, and knows nothing
         # of other queues.
         weakref.finalize(self, _let_go, compute, slots).atexit = False
 
     def upload(self, source: Tensor) -> SlotUpload:
         """Start copying `source`, uint8 `[n]` with n at most the slot's size, into the slot that was free first."""
-        assert self._free, "more uploads are held than there are slots"
-        slot = self._free.popleft()
-        before = [slot.free] if slot.filled is None else [slot.free, slot.filled]  # nobody need have waited for that
+        assert self.free, "more uploads are held than there are slots"
+        slot = self.free.popleft()
+        before = [slot.free] if slot.filled is None else [slot.free, slot.filled]  # the last upload may still run
         slot.filled = self._copies.upload(slot.memory[: len(source)], source, before)
         slot.uploads += 1
         return SlotUpload(self, slot, slot.filled, len(source))
-
-    def take_back(self, slot: _Slot) -> None:
-        """Lease a slot again that was released and not refilled."""
-        self._free.remove(slot)
-        self._copies.queues.compute.wait(slot.free)  # the next release shall be after the last, on whatever queue
-
-    def give_back(self, slot: _Slot) -> None:
-        """Have a slot refilled after the compute queued so far."""
-        slot.free = self._copies.queues.compute.record()
-        self._free.append(slot)
-
-    def await_filled(self, filled: Event) -> None:
-        """Let compute queued from now on begin after `filled`."""
-        self._copies.queues.compute.wait(filled)
 
 
 class SlotUpload:
@@ -84,23 +59,25 @@ class SlotUpload:
 
     def __init__(self, slots: Slots, slot: _Slot, filled: Event, nbytes: int) -> None:
         self._slots, self._slot, self._filled, self._nbytes = slots, slot, filled, nbytes
-        self._number = slot.uploads
-        self._released = False
+        self._number, self._released = slot.uploads, False
 
     def wait(self) -> Tensor:
         """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the bytes. The caller goes on."""
         if self._released:
             assert self._slot.uploads == self._number, "a slot was asked for that something else was uploaded to"
-            self._slots.take_back(self._slot)
+            self._slots.free.remove(self._slot)
+            # So that the next release is after the last, on whatever queue that was.
+            self._slots.queues.compute.wait(self._slot.free)
             self._released = False
-        self._slots.await_filled(self._filled)
+        self._slots.queues.compute.wait(self._filled)
         return self._slot.memory[: self._nbytes]
 
     def release(self) -> None:
         """Give the slot back; it is refilled after the compute queued so far."""
         assert not self._released, "a slot was released twice"
         self._released = True
-        self._slots.give_back(self._slot)
+        self._slot.free = self._slots.queues.compute.record()
+        self._slots.free.append(self._slot)
 
     def drained(self) -> None:
         """Block the calling thread until the source was copied."""
@@ -118,10 +95,7 @@ def _let_go(compute: Queue, slots: Sequence[_Slot]) -> None:
 class CopyDown:
     """`lema.backend.Download` on a device that works through queues.
 
-    Args:
-        copies: what carries the bytes.
-        source: a tensor on the device. It is held until `release`, so that its memory is not used again meanwhile.
-        target: a tensor in host memory, of the same shape, dtype and strides.
+    The source is held until `release`, so that its memory is not used again meanwhile.
     """
 
     def __init__(self, copies: Copies, source: Tensor, target: Tensor) -> None:
@@ -129,7 +103,7 @@ class CopyDown:
         self._queues = copies.queues
         self._landed = copies.download(target, source)
         # Where this is dropped without `release`, the memory goes back to its allocator all the same.
-        self._forgotten = weakref.finalize(self, _after_download, copies.queues.compute, self._landed, source)
+        self._forgotten = weakref.finalize(self, _wait_while_held, copies.queues.compute, self._landed, source)
         self._forgotten.atexit = False
 
     def release(self) -> None:
@@ -143,5 +117,5 @@ class CopyDown:
         self._landed.wait()
 
 
-def _after_download(compute: Queue, landed: Event, source: Tensor) -> None:  # noqa: ARG001 - held until this has been called
+def _wait_while_held(compute: Queue, landed: Event, source: Tensor) -> None:  # noqa: ARG001 - held until this was called
     compute.wait(landed)

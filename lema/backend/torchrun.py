@@ -23,36 +23,25 @@ from lema.errors import BackendUnavailable, ConfigError, LemaError
 
 __all__ = ["Joined", "ProcessGroup", "gather_objects", "join", "join_in_parts", "local_processes", "others_there"]
 
-
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that `torchrun` sets
 PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the others wait
 
 
 @dataclass(frozen=True)
 class Joined:
-    """This process among those that `torchrun` started.
+    """This process among those that `torchrun` started."""
 
-    Attributes:
-        replicas: those that hold the same part of a copy as this one: all, where each process holds a whole copy.
-        parts: of the processes that hold one copy together, the group between devices; None: there is one.
-        part_hosts: the group between their hosts.
-        leave: leaves them all again.
-    """
-
+    # Those that hold the same part of a copy as this one: all, where each process holds a whole copy.
     replicas: Replicas
-    parts: Any
-    part_hosts: Any
-    leave: Callable[[], None]
+    parts: Any  # of the processes that hold one copy together, the group between devices; None: there is one
+    part_hosts: Any  # the group between their hosts
+    leave: Callable[[], None]  # leaves them all again
 
 
 def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
-    """Join the processes that `torchrun` started, each with a whole copy; return them, and what leaves them again.
+    """Join the processes that `torchrun` started, each with a whole copy; return them, and a function to leave them.
 
-    Args:
-        carrier: what `torch.distributed` calls the library that carries tensors between the devices.
-
-    Raises:
-        BackendUnavailable: the variables that `torchrun` sets are there in part, or the others cannot be reached.
+    Arguments and errors are those of `join_in_parts`.
     """
     joined = join_in_parts(carrier, 1)
     return joined.replicas, joined.leave
@@ -69,7 +58,7 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         patience: how long a process is waited for.
 
     Raises:
-        BackendUnavailable: as `join`.
+        BackendUnavailable: the variables that `torchrun` sets are there in part, or the others cannot be reached.
         ConfigError: the processes cannot be divided into such groups.
     """
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -77,11 +66,9 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         _divide(1, parts)
         return Joined(Alone(), None, None, lambda: None)
     if missing := [name for name in VARIABLES if not given.get(name, "").isdigit()]:
-        raise BackendUnavailable(
-            f"{', '.join(missing)} should be numbers, as torchrun sets them",
-            where="environment",
-            how="start the processes with torchrun, or unset WORLD_SIZE",
-        )
+        what = f"{', '.join(missing)} should be numbers, as torchrun sets them"
+        how = "start the processes with torchrun, or unset WORLD_SIZE"
+        raise BackendUnavailable(what, where="environment", how=how)
     rank, size, local_rank, local_size = (int(given[name]) for name in VARIABLES)
     parts = _divide(size, parts)
     import torch.distributed as dist
@@ -93,11 +80,9 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         hosts = dist.new_group(backend="gloo", timeout=patience)
         groups = _groups(rank, size, parts, patience) if parts > 1 else (None, hosts, None, None)
     except (RuntimeError, ValueError) as error:  # of torch.distributed: DistError is a RuntimeError
-        raise BackendUnavailable(
-            f"the {size} processes do not find each other: {error}",
-            where=f"rank {rank}",
-            how="check MASTER_ADDR and MASTER_PORT, and that every process was started",
-        ) from error
+        what = f"the {size} processes do not find each other: {error}"
+        how = "check MASTER_ADDR and MASTER_PORT, and that every process was started"
+        raise BackendUnavailable(what, where=f"rank {rank}", how=how) from error
 
     def leave() -> None:
         if mine and dist.is_initialized():
@@ -124,15 +109,12 @@ def local_processes() -> int | None:
 
 
 def _divide(size: int, parts: int | None) -> int:
-    """Return how many processes hold one copy together."""
     if parts is None:
         return size
     if size % parts:
-        raise ConfigError(
-            f"{size} process{'' if size == 1 else 'es'} cannot be divided into groups of {parts}",
-            where=f"tensor_parallel_size: {parts}",
-            how=f"start a multiple of {parts} processes: torchrun --nproc_per_node {parts} -m lema train ...",
-        )
+        what = f"{size} process{'' if size == 1 else 'es'} cannot be divided into groups of {parts}"
+        how = f"start a multiple of {parts} processes: torchrun --nproc_per_node {parts} -m lema train ..."
+        raise ConfigError(what, where=f"tensor_parallel_size: {parts}", how=how)
     return parts
 
 
@@ -160,9 +142,10 @@ class ProcessGroup:
         local_rank: of this process among those of this machine.
         local_size: how many there are of those.
         hosts: a group whose tensors are in host memory.
-        device_group: one whose tensors are on the devices; None: that of all processes.
-        all_hosts: a group of all processes, likewise in host memory; None: `hosts` is one.
-        copy_hosts: one of those that hold one copy together, likewise; None: this process holds a copy alone.
+        device_group: a group whose tensors are on the devices; None: that of all processes.
+        all_hosts: a group of all processes, with tensors in host memory; None: `hosts` is one.
+        copy_hosts: a group of the processes that hold one copy together, with tensors in host memory; None: this
+            process holds a copy alone.
         first: whether this process is the first of all; None: it is if its rank is 0.
     """
 
@@ -237,7 +220,7 @@ def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:
 
 @contextmanager
 def others_there() -> Iterator[None]:
-    """Say what it means when a message finds nobody, or nobody answers."""
+    """Turn torch's error of a message that another process does not take, or does not answer, into a plain one."""
     try:
         yield
     except RuntimeError as error:

@@ -24,12 +24,10 @@ __all__ = ["AtOnce", "Streams", "carrier_for"]
 
 
 def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> Carrier:
-    """Return what carries bytes from and to `device`.
+    """Return the carrier of bytes from and to any device that torch knows.
 
-    Args:
-        device: any that torch knows.
-        use_streams: let copies run beside the compute, where the device has streams.
-        pin_memory: copy from and to page-locked host memory, where the device is the one that torch locks it for.
+    Where the device allows it, copies run beside the compute if `use_streams`, and from and to page-locked host memory
+    if `pin_memory`.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
@@ -44,7 +42,7 @@ class Streams:
     """A `lema.backend.Carrier` whose copies run beside the compute; no thread waits for them.
 
     Args:
-        device: of the kind that is torch's current accelerator; without a number, the one that is current now.
+        device: of the kind of torch's current accelerator; without a number, the one that is current now.
         pin_memory: lock the pages of host buffers. A device copies from and to others only while its host waits.
     """
 
@@ -68,12 +66,7 @@ class Streams:
 
 
 class AtOnce:
-    """A `Carrier` whose copies have ended when they are begun. It defines what the others must bring, on any device.
-
-    Args:
-        device: where the bytes come from and go to.
-        pin_memory: lock the pages of host buffers, which makes copies faster.
-    """
+    """A `Carrier` whose copies have ended when the call returns: the reference for the others, on any device."""
 
     def __init__(self, device: torch.device, *, pin_memory: bool = False) -> None:
         self.device, self._pin_memory = device, pin_memory
@@ -110,8 +103,6 @@ class _Event:
 
 
 class _Queue:
-    """A `torch.Stream`."""
-
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
 

@@ -1,7 +1,7 @@
 """A trace of a run: what happened when, drawn by Perfetto (https://ui.perfetto.dev) or `chrome://tracing`.
 
 The format is Chrome's trace events: complete events ("X") with a start and a length in microseconds, one row per track
-and thread. A trace that nobody asked for costs nothing: `NO_TRACE` records nothing and reads no clock.
+and thread. `NO_TRACE`, of a run without a trace, records nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
 class Trace(NoTrace):
     """Spans and instants, recorded from any thread, written as one JSON file.
 
-    Args:
-        clock: seconds; anything that only grows.
-        most: events that are kept, the latest, so that a run of weeks does not fill the memory.
+    The latest `most` events are kept, so that a run of weeks does not fill the memory. The clock returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, most: int = 1_000_000) -> None:
@@ -84,12 +82,9 @@ class Trace(NoTrace):
 
     @contextmanager
     def span(self, track: str, name: str, **details: Any) -> Iterator[None]:
-        """Record how long a `with` block took, also if it raises.
+        """Record how long a `with` block took, also if it raises; spans of one track in several threads get rows each.
 
-        Args:
-            track: the row; spans of one track in several threads are rows of their own.
-            name: what is written on the span.
-            details: shown when the span is selected; JSON types.
+        The name is written on the span, and `details`, of JSON types, are shown when it is selected.
         """
         began = self._clock()
         try:
@@ -98,7 +93,7 @@ class Trace(NoTrace):
             self._record(track, name, began, self._clock() - began, details)
 
     def instant(self, track: str, name: str, **details: Any) -> None:
-        """Record that something happened now; arguments as `span`."""
+        """Record that something happened now; arguments as of `span`."""
         self._record(track, name, self._clock(), None, details)
 
     def write(self, path: str | os.PathLike[str]) -> None:

@@ -20,11 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 __all__ = ["Moves", "Watchdog", "write_stacks"]
-
 
 FACTOR = 10  # times as long as a layer takes
 AT_LEAST = 45.0  # seconds: a slow disk is not reported each time
@@ -36,26 +34,21 @@ EXIT = 1
 
 @dataclass(frozen=True)
 class Moves:
-    """What has been done so far.
+    """What has been done so far."""
 
-    Attributes:
-        layers: visits of layers.
-        others: whatever else changes while something moves.
-    """
-
-    layers: int
-    others: tuple[Any, ...] = ()
+    layers: int  # visits of layers
+    others: tuple[Any, ...] = ()  # whatever else changes while something moves
 
 
 class Watchdog:
     """Looks on while a `with` block runs, in a thread of its own.
 
     Args:
-        moves: tells what has been done so far; called in that thread, and costs nothing where it is not asked.
-        awaited: tells, in words, what is under way.
+        moves: returns the counters of finished work; called in that thread.
+        awaited: returns, in words, the work that is under way.
         directory: for the file of stacks; made if need be.
         end_after: seconds without a move after which the process is ended; None: it never is.
-        clock: seconds.
+        clock: returns seconds.
         end: called with an exit code to end the process; nothing can be cleaned up where a thread does not answer.
     """
 
@@ -121,9 +114,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -133,26 +124,18 @@ class Watchdog:
             self.look()
 
     def _words(self, idle: float, over: bool) -> str:
-        what = ", ".join([*self._slow, self._awaited()])
+        where = ", ".join([*self._slow, self._awaited()])
+        how = "it is waited for; look at the disk, the device and the other processes, or end it and use --resume"
         if over:
             how = "the process ends (hang_timeout); start it again with --resume"
-        else:
-            how = "it is waited for; look at the disk, the device and the other processes, or end it and use --resume"
-        return f"nothing has moved for {idle:.0f} seconds\n  where: {what}\n  mend:  {how}"
+        return f"nothing has moved for {idle:.0f} seconds\n  where: {where}\n  mend:  {how}"
 
 
 def write_stacks(words: str, directory: Path | None = None, out: TextIO | None = None) -> Path | None:
-    """Write `words` and the stack of every thread to standard error, and into a new file.
+    """Write `words`, which say what is wrong, and the stack of every thread to `out`, and into a new file.
 
-    Standard error comes first: what does not answer may be the disk.
-
-    Args:
-        words: what is wrong.
-        directory: of the file, `stacks-<time>.txt`; None: there is none.
-        out: what to write to in place of standard error.
-
-    Returns:
-        The file; None: it could not be written, or was not asked for.
+    Standard error, the default of `out`, comes first, because it may be the disk that does not answer. The file is
+    `stacks-<time>.txt` in `directory`, and is returned; None: it could not be written, or no directory was given.
     """
     to = sys.stderr if out is None else out
     names = "".join(f"\n  thread 0x{thread.ident or 0:016x} is {thread.name}" for thread in threading.enumerate())

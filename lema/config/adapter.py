@@ -39,7 +39,7 @@ class AdapterSettings(Settings):
     lora_dropout: Beta = 0.0
     """Dropout on the adapter's input."""
     lora_exclude_modules: Targets | None = None
-    """Modules not to adapt, though `lora_target_modules` matches them; likewise names or one regular expression."""
+    """Modules not to adapt, though `lora_target_modules` matches them: names, or one regular expression."""
     lora_rank_pattern: dict[Pattern, Count] = Field(default_factory=dict)
     """Ranks that differ: the end of a module's name, or a regular expression for it, to a rank."""
     lora_alpha_pattern: dict[Pattern, Scale] = Field(default_factory=dict)

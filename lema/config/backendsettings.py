@@ -13,23 +13,16 @@ from lema.config.problems import nearest
 
 __all__ = ["BackendSetting", "backend_setting", "backend_settings", "check_backend_settings"]
 
-
 GROUP = "lema.settings"
 
 
 @dataclass(frozen=True)
 class BackendSetting:
-    """A setting of one backend.
+    """A setting of one backend."""
 
-    Args:
-        choices: its values.
-        default: one of them.
-        meaning: a sentence.
-    """
-
-    choices: tuple[str, ...]
-    default: str
-    meaning: str
+    choices: tuple[str, ...]  # its values
+    default: str  # one of them
+    meaning: str  # a sentence
 
 
 @cache

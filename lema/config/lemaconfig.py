@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -33,11 +33,10 @@ from lema.config.types import (
     Scheduler,
     Strategy,
 )
-from lema.config.yaml import read_yaml
+from lema.config.yaml import from_yaml
 from lema.errors import ConfigError, DiskError
 
 __all__ = ["CONFIG_NAME", "LemaConfig"]
-
 
 CONFIG_NAME = "lema_config.json"
 
@@ -99,7 +98,7 @@ class LemaConfig(AdapterSettings, _First):
     """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: what streaming needs, or what `device`
     has for it."""
     host_memory: Memory | None = None
-    """Limit of host memory for weights and activations, likewise."""
+    """Limit of host memory for weights and activations, written in the same ways."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of adapters, shuffling and dropout."""
     loss_chunk_tokens: Count = 1024
@@ -243,9 +242,7 @@ class LemaConfig(AdapterSettings, _First):
             what = "without gradient_checkpointing no layer's input waits; set it to true"
             yield Problem("boundary_activations", what)
         if mode == "hidden_states" and not self.gradient_checkpointing:
-            what = (
-                "without gradient_checkpointing layers keep more than their inputs; set that to true, or this to true"
-            )
+            what = "without gradient_checkpointing layers keep more than their inputs; set one of the two to true"
             yield Problem("activation_offloading", what)
         offloaded = self.offloading_tier
         if offloaded is not None and self.gradient_checkpointing and place not in ("auto", offloaded):
@@ -325,7 +322,10 @@ class LemaConfig(AdapterSettings, _First):
             gone = [name for name in values if name not in cls.model_fields]
             warnings.warn(f"{file} is of an earlier version; ignored: {', '.join(gone)}", stacklevel=2)
             values = {name: value for name, value in values.items() if name not in gone}
-        return cls._located({**values, **overrides}, {"": str(file)}, overrides)
+        try:
+            return cls(**{**values, **overrides})
+        except SettingsError as error:
+            raise error.located({"": str(file)}, overrides) from error.__cause__
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
@@ -334,12 +334,4 @@ class LemaConfig(AdapterSettings, _First):
         Raises:
             ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
         """
-        yaml = read_yaml(path)
-        return cls._located({**yaml.values, **overrides}, yaml.places(), overrides)
-
-    @classmethod
-    def _located(cls, values: dict[str, Any], places: dict[str, str], apart: Iterable[str]) -> Self:
-        try:
-            return cls(**values)
-        except SettingsError as error:
-            raise error.located(places, apart) from error.__cause__
+        return from_yaml(cls, path, overrides)

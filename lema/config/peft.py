@@ -20,7 +20,6 @@ __all__ = [
     "why_not_initial",
 ]
 
-
 SETTING_OF: Mapping[str, str] = MappingProxyType(
     {
         "r": "lora_rank",
@@ -43,15 +42,12 @@ SETTING_OF: Mapping[str, str] = MappingProxyType(
         "ensure_weight_tying": "lora_ensure_weight_tying",
     }
 )
-
-
 """PEFT's option -> the setting that says the same."""
-
 
 CARRIED = frozenset(
     {
-        "task_type",  # a causal language model's; another is refused
-        "peft_type",  # LoRA; another is refused
+        "task_type",  # that of a causal language model; others are refused
+        "peft_type",  # LoRA; others are refused
         "auto_mapping",
         "peft_version",
         "base_model_name_or_path",
@@ -67,10 +63,7 @@ CARRIED = frozenset(
         "runtime_config",  # is not saved, and only says where initial values are computed
     }
 )
-
-
 """Options that change no number, or follow from the model or from another option."""
-
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -85,16 +78,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "kasa_config": "changes the frozen weights, and those that stream are the checkpoint's",
     }
 )
-
-
 """Options that cannot be used, each with the reason, to follow its name."""
 
-
 INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
-
-
 """Values of `init_lora_weights` that are drawn from nothing but shapes."""
-
 
 _TAKEN_OUT = "takes its values out of the frozen weights, and those that stream are the checkpoint's"
 
@@ -109,8 +96,6 @@ REFUSED_INITIAL_VALUES: Mapping[str, str] = MappingProxyType(
         "eva": "runs data through the whole model beforehand",
     }
 )
-
-
 """Values that cannot be used, each with the reason, to follow its name."""
 
 
@@ -147,34 +132,23 @@ def contradictions(settings: Any) -> Iterator[tuple[str, str]]:
     """Yield what PEFT does not allow together, of the settings of an adapter: a setting, and what is wrong with it."""
     targets, initial, parameters = settings.lora_target_modules, settings.lora_init, settings.lora_target_parameters
     if targets == [] and not parameters:
-        yield (
-            "lora_target_modules",
-            "lora_target_modules is empty; name modules, or leave it out for every linear of the decoder layers",
-        )
+        what = "is empty; name modules, or leave it out for every linear of the decoder layers"
+        yield "lora_target_modules", f"lora_target_modules {what}"
     if settings.lora_layers_pattern is not None and settings.lora_layers_to_transform is None:
-        yield (
-            "lora_layers_pattern",
-            "lora_layers_pattern names the list in which lora_layers_to_transform counts; give both, or neither",
-        )
+        what = "names the list in which lora_layers_to_transform counts; give both, or neither"
+        yield "lora_layers_pattern", f"lora_layers_pattern {what}"
     if isinstance(targets, str) and settings.lora_layers_to_transform is not None:
-        yield (
-            "lora_layers_to_transform",
-            "lora_layers_to_transform needs lora_target_modules to be a list of names; "
-            "name the modules, or write the layers into the expression",
-        )
+        what = "needs lora_target_modules to be a list of names; name modules, or write the layers into the expression"
+        yield "lora_layers_to_transform", f"lora_layers_to_transform {what}"
     ranks = [settings.lora_rank, *settings.lora_rank_pattern.values()]
     if initial == "orthogonal" and (odd := [rank for rank in ranks if rank % 2]):
-        yield (
-            "lora_init",
-            f"lora_init: orthogonal values need even ranks, and lora_rank or lora_rank_pattern has {odd[0]}",
-        )
+        what = f"orthogonal values need even ranks, and lora_rank or lora_rank_pattern has {odd[0]}"
+        yield "lora_init", f"lora_init: {what}"
     if isinstance(initial, str) and settings.lora_lora_bias:
         yield "lora_init", f'lora_init: "{initial}" and lora_lora_bias exclude each other; leave one of them out'
     if initial == "orthogonal" and parameters:
-        yield (
-            "lora_init",
-            'lora_target_parameters and lora_init: "orthogonal" exclude each other; leave one of them out',
-        )
+        what = 'lora_target_parameters and lora_init: "orthogonal" exclude each other; leave one of them out'
+        yield "lora_init", what
     for one, other in EXCLUSIVE:
         if getattr(settings, one) and getattr(settings, other):
             yield other, f"{one} and {other} exclude each other; leave one of them out"

@@ -22,11 +22,11 @@ def line_printer(console: Console) -> Callable[[str], None]:
 def print_table(
     rows: Iterable[Sequence[str | Text]], console: Console, *, headers: Sequence[str] = (), amounts: bool = False
 ) -> None:
-    """Print rows; anywhere but on a terminal each as soon as it is there, so that what reads a pipe can follow.
+    """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow.
 
     Args:
-        rows: of cells; the first names a section, which a table without headers shows once for all rows of it.
-        console: where to print; a quiet one prints nothing.
+        rows: the first cell of each names a section, which a table without headers shows once for all rows of it.
+        console: a quiet one prints nothing.
         headers: of the columns.
         amounts: whether the last column holds amounts, which a table aligns on the right.
     """

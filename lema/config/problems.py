@@ -22,63 +22,46 @@ __all__ = [
     "unknown_setting",
 ]
 
-
 # Names that other trainers, and other settings here, use for the same thing, where spelling alone would not lead a
-# newcomer there: to the settings that are meant, of which the first is offered that there is where the name stands.
+# newcomer there. Of the settings that are meant the first is offered that there is where the name stands.
+_MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("batch_size",), "global_batch global_batch_size per_device_train_batch_size"),
+    (("block_size",), "max_length"),
+    (("decay_ratio", "decay_pct"), "decay"),
+    (("decay_ratio",), "decay_pct"),
+    (("dtype",), "torch_dtype"),
+    (("eval_data",), "eval_dataset held_out"),
+    (("eval_split",), "val_set_size"),
+    (("learning_rate",), "lr"),
+    (("lora_alpha",), "alpha"),
+    (("lora_rank", "rank"), "r"),
+    (("lora_rank",), "lora lora_r rank"),
+    (("lora_target_modules", "target_modules"), "targets"),
+    (("lr",), "learning_rate"),
+    (("lr_scheduler_type", "schedule"), "lr_scheduler schedule_type scheduler"),
+    (("lr_scheduler_type",), "schedule"),
+    (("max_grad_norm",), "gradient_clipping"),
+    (("max_length", "block_size"), "block max_seq_len max_seq_length seq_len sequence_len sequence_length"),
+    (("max_length",), "block_size"),
+    (("micro_batch_size",), "per_device_batch_size"),
+    (("mixture", "datasets"), "train_data"),
+    (("mixture", "train_data"), "samplings"),
+    (("model_name_or_path",), "base_model"),
+    (("num_train_epochs",), "epochs num_epochs"),
+    (("rate",), "proportion ratio weight"),
+    (("schedule",), "lr_scheduler_type"),
+    (("tail_ratio", "constant_pct"), "tail"),
+    (("tail_ratio",), "constant_pct"),
+    (("train_data", "mixture", "datasets"), "data dataset"),
+    (("train_data", "mixture"), "datasets"),
+    (("trains",), "kind mode train type"),
+    (("warmup_pct",), "warmup_ratio"),
+    (("warmup_ratio", "warmup_pct"), "warmup"),
+    (("warmup_ratio",), "warmup_pct"),
+)
 _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **{option: (setting, option) for option, setting in SETTING_OF.items()},
-    "alpha": ("lora_alpha",),
-    "base_model": ("model_name_or_path",),
-    "block": ("max_length", "block_size"),
-    "block_size": ("max_length",),
-    "constant_pct": ("tail_ratio",),
-    "data": ("train_data", "mixture", "datasets"),
-    "dataset": ("train_data", "mixture", "datasets"),
-    "datasets": ("train_data", "mixture"),
-    "decay": ("decay_ratio", "decay_pct"),
-    "decay_pct": ("decay_ratio",),
-    "epochs": ("num_train_epochs",),
-    "eval_dataset": ("eval_data",),
-    "global_batch": ("batch_size",),
-    "global_batch_size": ("batch_size",),
-    "gradient_clipping": ("max_grad_norm",),
-    "held_out": ("eval_data",),
-    "kind": ("trains",),
-    "learning_rate": ("lr",),
-    "lora": ("lora_rank",),
-    "lora_r": ("lora_rank",),
-    "lr": ("learning_rate",),
-    "lr_scheduler": ("lr_scheduler_type", "schedule"),
-    "lr_scheduler_type": ("schedule",),
-    "max_length": ("block_size",),
-    "max_seq_len": ("max_length", "block_size"),
-    "max_seq_length": ("max_length", "block_size"),
-    "mode": ("trains",),
-    "num_epochs": ("num_train_epochs",),
-    "per_device_batch_size": ("micro_batch_size",),
-    "per_device_train_batch_size": ("batch_size",),
-    "proportion": ("rate",),
-    "r": ("lora_rank", "rank"),
-    "rank": ("lora_rank",),
-    "ratio": ("rate",),
-    "samplings": ("mixture", "train_data"),
-    "schedule": ("lr_scheduler_type",),
-    "schedule_type": ("lr_scheduler_type", "schedule"),
-    "scheduler": ("lr_scheduler_type", "schedule"),
-    "seq_len": ("max_length", "block_size"),
-    "sequence_len": ("max_length", "block_size"),
-    "sequence_length": ("max_length", "block_size"),
-    "tail": ("tail_ratio", "constant_pct"),
-    "targets": ("lora_target_modules", "target_modules"),
-    "torch_dtype": ("dtype",),
-    "train": ("trains",),
-    "train_data": ("mixture", "datasets"),
-    "type": ("trains",),
-    "val_set_size": ("eval_split",),
-    "warmup": ("warmup_ratio", "warmup_pct"),
-    "warmup_pct": ("warmup_ratio",),
-    "warmup_ratio": ("warmup_pct",),
-    "weight": ("rate",),
+    **{name: settings for settings, names in _MEANT for name in names.split()},
 }
 
 # What is asked for in another place.
@@ -111,19 +94,12 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One setting that is wrong.
+    """One setting that is wrong."""
 
-    Args:
-        key: the setting as the user wrote it; empty where the problem lies between settings.
-        what: what is wrong with it.
-        how: what to write instead; may be empty.
-        place: `file:line`, once known.
-    """
-
-    key: str
-    what: str
-    how: str = ""
-    place: str = ""
+    key: str  # the setting as the user wrote it; empty where the problem lies between settings
+    what: str  # what is wrong with it
+    how: str = ""  # what to write instead; may be empty
+    place: str = ""  # `file:line`, once known
 
     def __str__(self) -> str:
         head = f"{self.place}: " if self.place else ""
@@ -151,11 +127,11 @@ class SettingsError(ConfigError):
             super().__init__(f"{len(self.problems)} settings are wrong:{listed}")
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
-        """The same problems, each with its place: that of its key, or else of what the key would stand in.
+        """The same problems, each with its place in a file: that of its key, or else of the settings it belongs to.
 
         Args:
             places: `file:line` by path (`phases[1].tokens`); that of "" is the file.
-            apart: settings at the top that were not given there.
+            apart: settings at the top that were not given in the file.
         """
         found, elsewhere = [], set(apart)
         for problem in self.problems:
@@ -175,7 +151,7 @@ def as_problem(error: ConfigError, key: str) -> Problem:
 
 
 def prefixed(problem: Problem, path: str) -> Problem:
-    """Return a problem as it is called where `path` leads to what it is of."""
+    """Return a problem of nested settings as it is called from outside, where `path` leads to those settings."""
     if not path:
         return problem
     key = _joined(path, problem.key)
@@ -195,16 +171,14 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     lowered = name.lower().replace("-", "_")
     if meant := [one for one in _ELSEWHERE.get(lowered, ()) if one in known]:
         return meant[:1]
-    likeness = {one: _likeness(lowered, one) for one in known}
+    likeness = {}
+    for one in known:
+        # Half counts letters in order, half whatever their order, because swapped letters are a common slip.
+        compared = difflib.SequenceMatcher(None, lowered, one, autojunk=False)
+        likeness[one] = (compared.ratio() + compared.quick_ratio()) / 2
     ranked = sorted(known, key=lambda one: -likeness[one])[:3]
     # One clear winner is offered alone; names about as close are offered with it.
     return [one for one in ranked if likeness[one] >= max(_LIKE, likeness[ranked[0]] - _TIE)]
-
-
-def _likeness(one: str, other: str) -> float:
-    """0 to 1. Half counts letters in order, half whatever their order: swapped letters are a common slip."""
-    compared = difflib.SequenceMatcher(None, one, other, autojunk=False)
-    return (compared.ratio() + compared.quick_ratio()) / 2
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> Problem:
@@ -214,7 +188,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> Problem:
     known = list(known)
     near = nearest(key, known)
     if near:
-        how = f"did you mean {_listed(near)}?"
+        how = f"did you mean {' or '.join(near)}?"
     elif "device" in known:
         how = "`lema config schema` lists every setting"
     else:
@@ -225,11 +199,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> Problem:
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
     """Pydantic's complaints, those of settings inside settings too: one problem per setting, in the order of checking.
 
-    A path is written as one would in Python: `phases[1].mixture[0].rate`.
-
-    Args:
-        error: what pydantic raised.
-        defaults: every setting's default by name; the keys are the known names.
+    A path is written as in Python: `phases[1].mixture[0].rate`. The keys of `defaults` are the known settings.
     """
     found: dict[str, list[Problem]] = {}
     by_key: dict[str, list[ErrorDetails]] = {}
@@ -261,7 +231,7 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
     what = " or ".join(dict.fromkeys(_demand(detail) for detail in telling))
     given = first["input"]
     near = nearest(given, _choices(telling)) if isinstance(given, str) else []
-    how = f"did you mean {_listed(near)}?" if near else ""
+    how = f"did you mean {' or '.join(near)}?" if near else ""
     if "value_error" in kinds:
         named = what.startswith(key) or not first["loc"]
         return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")
@@ -294,7 +264,3 @@ def _choices(details: Iterable[ErrorDetails]) -> list[str]:
     """The words a literal setting allows, from pydantic's `'a', 'b' or 'c'`."""
     expected = (str(d.get("ctx", {}).get("expected", "")) for d in details if d["type"] == "literal_error")
     return [word.strip("' ") for text in expected for word in text.replace(" or ", ", ").split(",")]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " or ".join(names)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 __all__ = ["hush", "hushed"]
 
-
 CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 

@@ -47,12 +47,9 @@ class Settings(BaseModel):
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:
-    """Return a validator that makes a mapping a `kind`, and lets one that is made already pass.
+    """Return a validator that makes a mapping a `kind` by calling `make` (None: `kind` itself) with its settings.
 
-    Args:
-        kind: of the settings inside others.
-        make: makes one from settings by name, and raises `SettingsError`; None: `kind` itself.
-        optional: whether None passes too.
+    An object of that kind passes as it is, and None passes if it is `optional`.
     """
 
     def made(value: Any) -> Any:

@@ -16,15 +16,11 @@ __all__ = ["limited"]
 
 @contextmanager
 def limited(seconds: float, error: Callable[[], Exception], file: str = "") -> Iterator[None]:
-    """Let what is inside a `with` block compute for so many seconds of the processor's time.
+    """Raise `error()` in a `with` block that computes for more than so many seconds of the processor's time.
 
-    Signals reach the main thread alone. In another one the clock is looked at before each line of code that says it
-    comes from `file`; what is computed within one line is not interrupted there.
-
-    Args:
-        seconds: of this thread; in the main thread, of the whole process in user mode.
-        error: makes what is raised inside when they are over.
-        file: as in the code's `co_filename`.
+    Time is that of this thread; in the main thread, that of the whole process in user mode. Signals reach the main
+    thread alone. In another one the clock is looked at before each line of code whose `co_filename` is `file`; what is
+    computed within one line is not interrupted there.
     """
     alone = threading.current_thread() is threading.main_thread()
     with _by_timer(seconds, error) if alone else _by_trace(seconds, error, file):
@@ -33,7 +29,7 @@ def limited(seconds: float, error: Callable[[], Exception], file: str = "") -> I
 
 @contextmanager
 def _by_timer(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
-    """The timer of the time spent in user mode, which hardly anything else uses; it costs nothing while it runs."""
+    """Use the timer of user mode, which hardly any other program uses; it costs nothing while it runs."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise error()

@@ -7,7 +7,6 @@ from lema.errors import ConfigError
 
 __all__ = ["human_bytes", "human_count", "human_duration", "memory_bytes", "parse_memory"]
 
-
 # "auto" leaves the rest to the allocator's rounding and to whatever else is on the machine.
 _AUTO_FRACTION = 0.9
 

@@ -22,23 +22,16 @@ from lema.errors import ConfigError
 
 __all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml"]
 
-
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 
 @dataclass(frozen=True)
 class YamlFile:
-    """The values of a YAML mapping, and where its keys are.
+    """The values of a YAML mapping, and where its keys are."""
 
-    Args:
-        path: the file, as the user named it.
-        values: the mapping at the top of the file.
-        lines: the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`.
-    """
-
-    path: Path
-    values: dict[str, Any]
-    lines: dict[str, int]
+    path: Path  # the file, as the user named it
+    values: dict[str, Any]  # the mapping at the top of the file
+    lines: dict[str, int]  # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
 
     def places(self) -> dict[str, str]:
         """`file:line` of every key by its path, and of "" the file, for error messages."""
@@ -55,15 +48,12 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
     text = _read_text(file)
     root = _parsed(_yaml().compose, text, str(file))
     if root is None:
-        raise ConfigError(
-            "the config file is empty", where=str(file), how="it needs at least `model_name_or_path: ...`"
-        )
+        what = "the config file is empty"
+        raise ConfigError(what, where=str(file), how="it needs at least `model_name_or_path: ...`")
     if not isinstance(root, MappingNode):
-        raise ConfigError(
-            "a config file is a list of `key: value` lines",
-            where=f"{file}:{root.start_mark.line + 1}",
-            how="write one `key: value` per line, with a space after the colon",
-        )
+        what = "a config file is a list of `key: value` lines"
+        how = "write one `key: value` per line, with a space after the colon"
+        raise ConfigError(what, where=f"{file}:{root.start_mark.line + 1}", how=how)
     values = _parsed(_yaml().load, text, str(file))
     lines = dict(_lines(root, "", set()))
     for key in values:
@@ -97,9 +87,8 @@ def _read_text(file: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            "the config file is not UTF-8 text", where=f"{file}:{line}", how="save it as UTF-8"
-        ) from error
+        what = "the config file is not UTF-8 text"
+        raise ConfigError(what, where=f"{file}:{line}", how="save it as UTF-8") from error
 
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
@@ -121,7 +110,6 @@ def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = Tru
 
 
 def _explained(error: MarkedYAMLError) -> tuple[str, str]:
-    """What is wrong in the user's words, and how to mend it."""
     problem = str(error.problem or error.context)
     if isinstance(error, DuplicateKeyError):
         # ruamel says: found duplicate key "a" with value "2" (original value: "1")
@@ -144,13 +132,9 @@ def from_yaml(
     overrides: Mapping[str, Any],
     spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> Made:
-    """Make settings of a YAML file.
+    """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's.
 
-    Args:
-        make: from settings by name.
-        path: of the file.
-        overrides: settings that replace those of the file.
-        spellings: other names that the file may use for settings, to the settings' own.
+    `spellings` are other names that the file may use for settings, each with the setting's own name.
 
     Raises:
         ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
@@ -161,12 +145,10 @@ def from_yaml(
     except SettingsError as error:
         places = file.places()
         for other, name in spellings.items():
-            places |= {name + key.removeprefix(other): at for key, at in places.items() if _is_in(key, other)}
+            inside = (f"{other}[", f"{other}.")
+            given = {key: at for key, at in places.items() if key == other or key.startswith(inside)}
+            places |= {name + key.removeprefix(other): at for key, at in given.items()}
         raise error.located(places, overrides) from error.__cause__
-
-
-def _is_in(key: str, setting: str) -> bool:
-    return key == setting or key.startswith((f"{setting}[", f"{setting}."))
 
 
 def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:

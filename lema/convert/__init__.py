@@ -16,10 +16,6 @@ __all__ = ["apply_delta", "merge_adapter", "prepare_directory", "prepare_monolit
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
-    {
-        "apply_delta": "delta",
-        "merge_adapter": "merge",
-        "prepare_directory": "prepare",
-        "prepare_monolithic_safetensors": "prepare",
-    },
+    dict.fromkeys(("prepare_directory", "prepare_monolithic_safetensors"), "prepare")
+    | {"apply_delta": "delta", "merge_adapter": "merge"},
 )

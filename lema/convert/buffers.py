@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -27,7 +26,6 @@ from lema.storage.header import TensorRecord
 
 __all__ = ["WINDOW_BYTES", "LargeInScratch", "ReadAhead", "Scratch"]
 
-
 WINDOW_BYTES = 256 << 20  # asked for and not read yet, at most
 STEP_BYTES = 128 << 10  # of one request: of a longer one some systems read only so much
 
@@ -35,10 +33,7 @@ STEP_BYTES = 128 << 10  # of one request: of a longer one some systems read only
 class ReadAhead:
     """Requests the bytes of tensors in the order they will be read, a bounded way ahead; use it in a `with` block.
 
-    A wish, which changes no result: a file that cannot be opened here is an error where it is read.
-
-    Args:
-        records: the tensors, in order.
+    Requests change no result: a file that cannot be opened here is an error where it is read.
     """
 
     def __init__(self, records: Iterable[TensorRecord]) -> None:
@@ -58,9 +53,7 @@ class ReadAhead:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._moved:
             self._closed = True
             self._moved.notify()
@@ -77,17 +70,13 @@ class ReadAhead:
                 descriptor = descriptors[record.file]
                 for offset, nbytes in _steps(record):
                     asked += nbytes
-                    if not self._may_ask_for(asked):
-                        return
+                    with self._moved:
+                        while asked > self._allowed and not self._closed:
+                            self._moved.wait()
+                        if self._closed:
+                            return
                     if descriptor is not None:
                         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def _may_ask_for(self, nbytes: int) -> bool:
-        """Wait until the reading is near; False: it has ended."""
-        with self._moved:
-            while nbytes > self._allowed and not self._closed:
-                self._moved.wait()
-            return not self._closed
 
 
 def _opened(file: Path, files: ExitStack) -> int | None:

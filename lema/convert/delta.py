@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from pydantic import StrictStr, TypeAdapter, ValidationError
 
 from lema.convert.hubformat import shards_of, write_shards
 from lema.convert.storedmodel import open_stored, tensor_specs
@@ -27,7 +28,6 @@ from lema.storage.verify import base_fingerprint
 
 __all__ = ["DELTA_NAME", "apply_delta", "is_delta"]
 
-
 DELTA_NAME = "lema_delta.json"
 STEM = "delta"
 FORMAT = 1
@@ -39,12 +39,12 @@ class DeltaFile:
     """What `lema_delta.json` says."""
 
     format: int
-    base: str
-    revision: str | None
-    weights: str | None  # of the base, where they lie elsewhere
-    fingerprint: str
-    dtype: str | None  # that the base was opened in; None: its own
-    tensors: list[str]
+    base: StrictStr
+    revision: StrictStr | None
+    weights: StrictStr | None  # of the base, where they lie elsewhere
+    fingerprint: StrictStr
+    dtype: StrictStr | None  # that the base was opened in; None: its own
+    tensors: list[StrictStr]
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -54,18 +54,14 @@ class DeltaFile:
         with open_regular(file) as stream:
             values = parse_json(file, stream.read())
         if values.get("format") != FORMAT:
-            raise WeightsError(
-                f"the delta is of format {values.get('format')!r}", where=str(file), how="use a newer version of lema"
-            )
-        kinds = {"base": str, "fingerprint": str, "tensors": list}
-        optional = {"revision", "weights", "dtype"}
+            what = f"the delta is of format {values.get('format')!r}"
+            raise WeightsError(what, where=str(file), how="use a newer version of lema")
         if values.keys() != {field.name for field in fields(cls)}:
             raise damaged(file, "its keys are not those of a delta")
-        wrong = [key for key, kind in kinds.items() if not isinstance(values[key], kind)]
-        wrong += [key for key in optional if not isinstance(values[key], str | None)]
-        if wrong or not all(isinstance(name, str) for name in values["tensors"]):
-            raise damaged(file, f"{(wrong or ['tensors'])[0]} is of another type")
-        return cls(**values)
+        try:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            raise damaged(file, f"{error.errors()[0]['loc'][0]} is of another type") from error
 
 
 def is_delta(directory: str | os.PathLike[str]) -> bool:
@@ -84,7 +80,7 @@ def apply_delta(
     """Write the model that a delta makes of its base, in the hub's format.
 
     Args:
-        delta_dir: what `save_delta` wrote.
+        delta_dir: a directory that `save_delta` wrote.
         out_dir: a new or empty directory.
         base: where the base is now; None: where it was.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
@@ -97,29 +93,28 @@ def apply_delta(
     """
     out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
     about = DeltaFile.read(delta)
+    if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
+        raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
     stored = open_stored(
         about.base if base is None else base,
         revision=about.revision if base is None else None,
         weights=about.weights if base is None else None,
-        dtype=_dtype(about, delta),
+        dtype=about.dtype,
         trust_remote_code=trust_remote_code,
     )
     if (found := base_fingerprint(stored.index)) != about.fingerprint:
-        raise WeightsError(
-            f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}",
-            where=str(stored.index.path),
-            how=f"name the directory of the base as it was ({about.base})",
-        )
+        what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
+        how = f"name the directory of the base as it was ({about.base})"
+        raise WeightsError(what, where=str(stored.index.path), how=how)
     tied = stored.skeleton.all_tied_weights_keys
     specs = [spec for spec in tensor_specs(stored.skeleton, stored.records, stored.dtypes) if spec[0] not in tied]
     new = _new_tensors(delta, about, {spec[0]: spec for spec in specs})
 
-    class Applied:
-        def pieces(self, name: str) -> Iterable[memoryview]:
-            return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
+    def pieces(name: str) -> Iterable[memoryview]:
+        return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
 
     with appearing(out) as partial:
-        write_shards(partial, shards_of(specs, max_shard_size), Applied())
+        write_shards(partial, shards_of(specs, max_shard_size), pieces)
         copy_companions(stored.directory, partial, code=trust_remote_code)
         write_config(stored.directory / "config.json", partial, stored.config_changes)
     return out
@@ -133,15 +128,6 @@ def _new_tensors(delta: Path, about: DeltaFile, wanted: Mapping[str, TensorSpec]
         raise damaged(delta / DELTA_NAME, f"it and the files beside it do not list the same tensors: {other[0]!r}")
     for name, record in index.items():
         if name not in wanted or (record.dtype, record.shape) != wanted[name][1:]:
-            raise WeightsError(
-                f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's",
-                where=str(record.file),
-                how="the delta is of another model",
-            )
+            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's"
+            raise WeightsError(what, where=str(record.file), how="the delta is of another model")
     return index
-
-
-def _dtype(about: DeltaFile, delta: Path) -> str | None:
-    if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
-        raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
-    return about.dtype

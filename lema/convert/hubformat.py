@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 from lema.convert.tensors import METADATA
 from lema.storage import TensorFile
 from lema.storage.header import DTYPE_BITS
 from lema.storage.tensorfile import TensorSpec
 
-__all__ = ["Tensors", "shards_of", "write_shards"]
-
+__all__ = ["shards_of", "write_shards"]
 
 SHARD_NAME = "{}-{:05}-of-{:05}.safetensors"  # the hub's, of "model"
-
-
-class Tensors(Protocol):
-    """The tensors of a model, asked for one after the other."""
-
-    def pieces(self, name: str) -> Iterable[memoryview]:
-        """Return the bytes of one tensor."""
 
 
 def shards_of(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
@@ -46,15 +37,14 @@ def _bytes(spec: TensorSpec) -> int:
 
 
 def write_shards(
-    directory: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Tensors, stem: str = "model"
+    directory: Path,
+    shards: Sequence[Sequence[TensorSpec]],
+    pieces: Callable[[str], Iterable[memoryview]],
+    stem: str = "model",
 ) -> None:
     """Write each shard, and where there are several the index of which tensor is where.
 
-    Args:
-        directory: where to.
-        shards: the tensors of each file.
-        tensors: gives their bytes.
-        stem: of the files' names; those of a model begin with "model".
+    `pieces` returns the bytes of a tensor by its name; it is called in the order of the shards.
     """
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
@@ -62,11 +52,10 @@ def write_shards(
         file = directory / (f"{stem}.safetensors" if single else SHARD_NAME.format(stem, number, len(shards)))
         with TensorFile(file, specs, METADATA) as out:
             for name, _, _ in specs:
-                out.write(name, tensors.pieces(name))
+                out.write(name, pieces(name))
                 weight_map[name] = file.name
     if not single:
         size = sum(_bytes(spec) for specs in shards for spec in specs)
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (directory / f"{stem}.safetensors.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (directory / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -37,12 +37,8 @@ __all__ = ["MergedTensors", "check_mergeable", "merge_adapter", "untied"]
 class MergedTensors:
     """The tensors of the merged model, asked for in turn; it holds those of one adapted module.
 
-    Args:
-        model: the model on `meta`, with an adapter whose values are loaded.
-        records: where the model's tensors are, by the names they have without adapters.
-        dtypes: what to write each of them as.
-        rounding: of a sum in fp32 to these types.
-        seed: of stochastic rounding.
+    The model is on `meta`, with an adapter whose values are loaded. `records` say where its tensors are, by their names
+    without adapters, and `dtypes` in which type each is written.
     """
 
     def __init__(
@@ -68,8 +64,10 @@ class MergedTensors:
             merged = self._trained[name].detach()
         else:
             if module != self._module:
-                self._merged = {}  # the last module goes before the next one comes
-                self._module, self._merged = module, self._merge(module)
+                self._merged = {}  # so that two modules are never in memory at once
+                exact = merge_module(module, self._adapted[module], self._weight)
+                self._merged = rounded_all(exact, self._dtypes, self._rounding, self._seed)
+                self._module = module
             merged = self._merged[name]
         return [bytes_of(merged.to(self._dtypes[name]))]
 
@@ -81,11 +79,6 @@ class MergedTensors:
                 return name
         return None
 
-    def _merge(self, name: str) -> dict[str, Tensor]:
-        """Merge one module's adapter into its stored weights."""
-        merged = merge_module(name, self._adapted[name], self._weight)
-        return rounded_all(merged, self._dtypes, self._rounding, self._seed)
-
     def _weight(self, stored: str, parameter: nn.Parameter) -> Tensor:
         if parameter.is_meta:
             return read_tensor(self._records[stored], self._dtypes[stored])
@@ -93,18 +86,16 @@ class MergedTensors:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Make sure that every adapted module can take its adapter up.
+    """Make sure that every adapter can be merged into its module.
 
     Raises:
-        AdapterError: one has no bias to take up that of B.
+        AdapterError: a module has no bias into which B's could be merged.
     """
     for name, module in wrapped(model):
         if getattr(module, "lora_bias", {}).get(ADAPTER) and cast(Any, module).get_base_layer().bias is None:
-            raise AdapterError(
-                "the adapter's B has a bias, and the module it adapts has none to take it up",
-                where=name,
-                how="keep the adapter beside the model, or train one without lora_lora_bias",
-            )
+            what = "the adapter's B has a bias, and the module it adapts has none to take it up"
+            how = "keep the adapter beside the model, or train one without lora_lora_bias"
+            raise AdapterError(what, where=name, how=how)
 
 
 def untied(model: PreTrainedModel) -> bool:
@@ -144,9 +135,9 @@ def merge_adapter(
         adapter_dir: a saved adapter; it names its base model.
         out_dir: a new or empty directory.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
-        rounding: of `W + alpha / rank B A`, which is formed in fp32, to the type of the weights. In half precision a
-            change that is small beside a weight is lost by `nearest` (of one of 1e-6 in bfloat16, with weights of about
-            0.02, a thirtieth is left); `stochastic` keeps it in the mean, at the cost of noise of one last place.
+        rounding: of `W + alpha / rank B A`, which is formed in fp32, to the type of the weights. In half precision
+            `nearest` loses changes that are small beside a weight (of 1e-6 on 0.02 in bfloat16 it keeps a thirtieth);
+            `stochastic` keeps them in the mean, at the cost of noise of one last place.
         seed: of stochastic rounding; the same one gives the same bits, however the files are cut.
         trust_remote_code: run code that comes with the base model.
 
@@ -157,9 +148,8 @@ def merge_adapter(
         DiskError: a file could not be written; nothing is left behind.
     """
     if rounding not in get_args(Rounding):
-        raise ConfigError(
-            f"there is no rounding {rounding!r}", where="rounding", how=f"choose {' or '.join(get_args(Rounding))}"
-        )
+        what = f"there is no rounding {rounding!r}"
+        raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
     base, lora = _open_base(adapter, trust_remote_code)
     specs = tensor_specs(base.skeleton, base.records, base.dtypes)
@@ -175,7 +165,7 @@ def merge_adapter(
         specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
     tensors = MergedTensors(base.skeleton, base.records, base.dtypes, rounding, seed)
     with appearing(out) as partial:
-        write_shards(partial, shards_of(specs, max_shard_size), tensors)
+        write_shards(partial, shards_of(specs, max_shard_size), tensors.pieces)
         copy_companions(base.directory, partial, code=trust_remote_code)
         write_config(base.directory / "config.json", partial, changes)
     return out

@@ -5,10 +5,8 @@ it is read. Never more than two layers are in memory, however deep the model.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,21 +24,13 @@ __all__ = ["Prepared", "prepare", "prepare_directory", "prepare_monolithic_safet
 
 @dataclass(frozen=True)
 class Prepared:
-    """What became of a checkpoint.
+    """What became of a checkpoint."""
 
-    Attributes:
-        path: the file or directory that was written.
-        weights: the file of weights in it.
-        names: where every tensor came from; None: from a model in memory.
-        precision: what quantising has cost, by kind of module; empty: nothing was quantised.
-        refused: linear weights that were not quantised, for the format does not take their shape.
-    """
-
-    path: Path
-    weights: Path
-    names: NameMap | None = None
-    precision: tuple[Precision, ...] = ()
-    refused: tuple[str, ...] = ()
+    path: Path  # the file or directory that was written
+    weights: Path  # the file of weights in it
+    names: NameMap | None = None  # where every tensor came from; None: from a model in memory
+    precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
+    refused: tuple[str, ...] = ()  # linear weights that were not quantised, for the format does not take their shape
 
     @property
     def nbytes(self) -> int:
@@ -98,17 +88,18 @@ def prepare(
     place, wanted = Path(out), _parse_dtype(dtype)
     if place.suffix == ".safetensors" and not place.is_dir():
         if quantize is not None:
-            raise ConfigError(
-                "a file alone cannot hold a quantised model: how it is quantised is said in config.json",
-                where=str(place),
-                how="name a directory",
-            )
+            what = "a file alone cannot hold a quantised model: how it is quantised is said in config.json"
+            raise ConfigError(what, where=str(place), how="name a directory")
         written = write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress)
         return Prepared(place, place, written.names)
     weights = place / SINGLE_NAME
     if isinstance(model_or_dir, PreTrainedModel):
         written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
-        _save_config(model_or_dir, place, {"dtype": wanted or model_or_dir.dtype, **written.changes})
+        model_or_dir.config.save_pretrained(place)
+        if model_or_dir.can_generate():
+            model_or_dir.generation_config.save_pretrained(place)
+        names = {"architectures": [type(model_or_dir).__name__], "dtype": wanted or model_or_dir.dtype}
+        write_config(place / "config.json", place, names | written.changes)
         return Prepared(place, weights, None, written.precision, written.refused)
     directory = resolve_model(model_or_dir)
     if place.exists() and place.samefile(directory):
@@ -120,14 +111,6 @@ def prepare(
     return Prepared(place, weights, written.names, written.precision, written.refused)
 
 
-def _save_config(model: PreTrainedModel, place: Path, changes: Mapping[str, Any]) -> None:
-    """Write the settings of a model in memory into a directory, with `changes`."""
-    model.config.save_pretrained(place)
-    if model.can_generate():
-        model.generation_config.save_pretrained(place)
-    write_config(place / "config.json", place, {"architectures": [type(model).__name__], **changes})
-
-
 def prepare_monolithic_safetensors(
     model_or_dir: Source,
     out_file: str | os.PathLike[str],
@@ -136,26 +119,18 @@ def prepare_monolithic_safetensors(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a model as one safetensors file, layers contiguous in the order they are visited.
+    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited.
 
-    As `prepare`; tensors on disk that the model has no place for are named in a warning.
-
-    Args:
-        model_or_dir: as in `prepare`.
-        out_file: ends in `.safetensors`.
-        device: has no effect.
-        dtype: as in `prepare`.
-        trust_remote_code: as in `prepare`.
+    It is `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the
+    model has no place for. `device` has no effect.
 
     Raises:
         ConfigError: `out_file` does not end in `.safetensors`.
-        WeightsError, ModelError, DiskError: as `prepare`.
     """
     file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
-        raise ConfigError(
-            f"{file} is not the name of a .safetensors file", where="out_file", how="end it in .safetensors"
-        )
+        what = f"{file} is not the name of a .safetensors file"
+        raise ConfigError(what, where="out_file", how="end it in .safetensors")
     prepared = prepare(model_or_dir, file, dtype, trust_remote_code=trust_remote_code)
     return _warned(prepared)
 
@@ -169,11 +144,10 @@ def prepare_directory(
 ) -> Path:
     """Write a model as a directory that streams as it is: one weights file, config, generation config, tokenizer, code.
 
-    As `prepare`; tensors on disk that the model has no place for are named in a warning.
+    It is `prepare`, with a warning that names tensors on disk that the model has no place for.
 
     Raises:
         ConfigError: `out_dir` is the model's own directory, or the name of a file of weights.
-        WeightsError, ModelError, DiskError: as `prepare`.
     """
     if (out := Path(out_dir)).suffix == ".safetensors" and not out.is_dir():
         raise ConfigError(f"{out} is the name of a file, not of a directory", where="out_dir", how="choose another")
@@ -189,9 +163,8 @@ def _warned(prepared: Prepared) -> Path:
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if parsed is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
-        raise ConfigError(
-            f"{dtype!r} is not a dtype of weights", where="dtype", how="give float32, bfloat16 or float16"
-        )
+        what = f"{dtype!r} is not a dtype of weights"
+        raise ConfigError(what, where="dtype", how="give float32, bfloat16 or float16")
     if parsed is None and dtype is not None:
         raise ConfigError(f"there is no dtype {dtype!r}", where="dtype", how="give float32, bfloat16 or float16")
     return parsed

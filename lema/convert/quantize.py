@@ -27,30 +27,20 @@ from lema.storage.tensorfile import TensorSpec
 
 __all__ = ["Precision", "Quantizer", "check_kind", "show"]
 
-
 SAMPLED_LAYERS = 8
 INPUTS = 16  # random ones, per measured weight
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What quantising cost one kind of module, over the layers sampled: errors relative to what they are errors of.
+    """What quantising cost one kind of module, over the layers sampled: errors relative to what they are errors of."""
 
-    Attributes:
-        module: the kind, as modules of that kind are called within a layer.
-        sampled: how many weights were measured.
-        weights_worst: the largest relative error of a weight: of its difference from the original, in the 2-norm.
-        weights_median: the median of the same.
-        outputs_worst: the largest relative error of what a weight makes of random inputs.
-        outputs_median: the median of the same.
-    """
-
-    module: str
-    sampled: int
-    weights_worst: float
-    weights_median: float
-    outputs_worst: float
-    outputs_median: float
+    module: str  # the kind, as modules of that kind are called within a layer
+    sampled: int  # how many weights were measured
+    weights_worst: float  # the largest relative error of a weight: of its difference from the original, in the 2-norm
+    weights_median: float  # the median of the same
+    outputs_worst: float  # the largest relative error of what a weight makes of random inputs
+    outputs_median: float  # the median of the same
 
 
 @dataclass(frozen=True)
@@ -63,21 +53,13 @@ class _Chosen:
 
 @dataclass
 class Quantizer:
-    """Which weights of a model are quantised to what; writes them one at a time.
+    """Which weights of a model are quantised to what; writes them one at a time."""
 
-    Attributes:
-        kind: "int8", "fp8" or "nf4".
-        dtype: what the weights expand to.
-        chosen: the parameters that are quantised.
-        unchanged: the linear modules that are not.
-        refused: the parameters whose shape the format does not take.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    chosen: dict[str, _Chosen]
-    unchanged: list[str]
-    refused: list[str]
+    kind: str  # "int8", "fp8" or "nf4"
+    dtype: torch.dtype  # what the weights expand to
+    chosen: dict[str, _Chosen]  # the parameters that are quantised
+    unchanged: list[str]  # the linear modules that are not
+    refused: list[str]  # the parameters whose shape the format does not take
     _layers_name: str
     _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
@@ -85,10 +67,7 @@ class Quantizer:
     def of(cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Quantizer:
         """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype.
 
-        Args:
-            kind: what to quantise to.
-            model: its parameters may be on `meta`.
-            dtypes: what each tensor of its state dict is written as.
+        Parameters may be on `meta`; `dtypes` say what each tensor of the state dict is written as.
 
         Raises:
             ConfigError: the library that quantises to `kind` is not installed.
@@ -96,10 +75,8 @@ class Quantizer:
         """
         layers_name, layers = find_layers(model)
         sampled = {round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)}
-        library, narrow = (
-            LIBRARIES[KINDS[kind]],
-            min(dtype.itemsize for dtype in dtypes.values() if dtype.is_floating_point),
-        )
+        library = LIBRARIES[KINDS[kind]]
+        narrow = min(dtype.itemsize for dtype in dtypes.values() if dtype.is_floating_point)
         chosen: dict[str, _Chosen] = {}
         refused: list[str] = []
         for number, layer in enumerate(layers):
@@ -115,12 +92,11 @@ class Quantizer:
                     chosen[name] = _Chosen(specs, about, label, number in sampled)
         if not chosen:
             why = f"none of their shapes is one {kind} takes" if refused else "no decoder layer has a linear module"
-            raise ModelError(
-                f"there is nothing to quantise: {why}",
-                where=f"model_type {model.config.model_type!r}",
-                how="quantise to another kind" if refused else "prepare it without --quantize",
-            )
-        unchanged = [name for name, _ in _linears(model) if f"{name}.weight" not in chosen]
+            what = f"there is nothing to quantise: {why}"
+            how = "quantise to another kind" if refused else "prepare it without --quantize"
+            raise ModelError(what, where=f"model_type {model.config.model_type!r}", how=how)
+        linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
+        unchanged = [name for name in linears if f"{name}.weight" not in chosen]
         return cls(kind, dtypes[next(iter(chosen))], chosen, unchanged, refused, layers_name)
 
     def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
@@ -130,7 +106,10 @@ class Quantizer:
         """
         groups: dict[str, list[TensorSpec]] = {}
         for spec in specs:
-            groups.setdefault(self._group(spec[0]), []).extend(self._parts(spec))
+            inner = spec[0].removeprefix(f"{self._layers_name}.")
+            in_layers = inner != spec[0]
+            group = f"{self._layers_name}.{inner.partition('.')[0]}" if in_layers else spec[0]
+            groups.setdefault(group, []).extend(self._parts(spec))
         for group in groups:
             if group.startswith(f"{self._layers_name}."):
                 groups[group].sort(key=lambda spec: -DTYPE_BITS[spec[1]])
@@ -179,11 +158,6 @@ class Quantizer:
             for part, (dtype, shape) in self.chosen[name].specs.items()
         ]
 
-    def _group(self, name: str) -> str:
-        """The layer that a tensor is of; by itself, outside the layers."""
-        inner = name.removeprefix(f"{self._layers_name}.")
-        return name if inner == name else f"{self._layers_name}.{inner.partition('.')[0]}."
-
     def _measure(self, kind: str, weight: Tensor, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         expanded = torch.empty_like(weight)
         expand(KINDS[self.kind], parts, about, expanded)
@@ -219,11 +193,6 @@ def show(precision: Sequence[Precision], console: Console) -> None:
         errors = (row.weights_worst, row.weights_median, row.outputs_worst, row.outputs_median)
         table.add_row(row.module, str(row.sampled), *(f"{error:.2%}" for error in errors))
     console.print(table)
-
-
-def _linears(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that the libraries would quantise, by name."""
-    return [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | Conv1D)]
 
 
 def _weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -26,23 +26,14 @@ __all__ = ["StoredModel", "open_stored", "rewritten_config", "tensor_specs"]
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model as it lies on disk.
+    """A model as it lies on disk."""
 
-    Attributes:
-        directory: with its `config.json`.
-        index: its files.
-        skeleton: itself, on `meta`, without adapters.
-        records: where each of its tensors is, by the names they have in memory.
-        dtypes: what `transformers` makes of each of them, for the dtype asked for.
-        config_changes: what the `config.json` of a copy in these dtypes must say otherwise.
-    """
-
-    directory: Path
-    index: GlobalBinaryIndex
-    skeleton: PreTrainedModel
-    records: Mapping[str, Stored]
-    dtypes: Mapping[str, torch.dtype]
-    config_changes: Mapping[str, Any]
+    directory: Path  # with its `config.json`
+    index: GlobalBinaryIndex  # its files
+    skeleton: PreTrainedModel  # itself, on `meta`, without adapters
+    records: Mapping[str, Stored]  # where each of its tensors is, by the names they have in memory
+    dtypes: Mapping[str, torch.dtype]  # what `transformers` makes of each of them, for the dtype asked for
+    config_changes: Mapping[str, Any]  # what the `config.json` of a copy in these dtypes must say otherwise
 
 
 def open_stored(
@@ -53,17 +44,17 @@ def open_stored(
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> StoredModel:
-    """Open a model's config and headers.
+    """Open a model's config and headers, of a directory, one of its files, or a hub id.
 
     Args:
-        name_or_path: a directory, one of its files, or a hub id.
+        name_or_path: of the model.
         revision: of a hub id.
-        weights: its weights, where they lie elsewhere.
-        dtype: to write it in; None: the checkpoint's.
+        weights: the weights, where they lie elsewhere.
+        dtype: to write the model in; None: the checkpoint's.
         trust_remote_code: run code that comes with it.
 
     Raises:
-        WeightsError: it is missing or damaged, does not fit its config, or must be prepared first.
+        WeightsError: the model is missing or damaged, does not fit its config, or must be prepared first.
     """
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
@@ -84,12 +75,9 @@ def rewritten_config(dtype: str | None) -> dict[str, Any]:
 def tensor_specs(
     model: PreTrainedModel, records: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]
 ) -> list[TensorSpec]:
-    """Return every stored tensor of a model in the order of a forward pass, tied ones by each of their names.
+    """Return every stored tensor of a model without adapters in the order of a forward pass, with the type to write.
 
-    Args:
-        model: on `meta`, without adapters.
-        records: where its tensors are.
-        dtypes: what to write each of them as.
+    Tied tensors are listed by each of their names.
     """
     state: dict[str, Tensor] = model.state_dict()
     return [

@@ -34,7 +34,6 @@ __all__ = [
     "write_config",
 ]
 
-
 METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `transformers` uses in memory
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, generation settings
@@ -130,10 +129,7 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
 def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
     """Copy the small files beside a model's weights, but for `config.json` and the index of its shards.
 
-    Args:
-        directory: the model's.
-        out: the copy's.
-        code: copy the model's own code as well.
+    The model's own code is copied as well if `code`.
 
     Raises:
         WeightsError: one of them is a link that leaves the directory.
@@ -162,9 +158,6 @@ def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
 
 def _torch_dtype(record: TensorRecord) -> torch.dtype:
     if (dtype := DTYPES.get(record.dtype)) is None:
-        raise ModelError(
-            f"tensor {record.name!r} is stored as {record.dtype}, which no model computes with",
-            where=str(record.file),
-            how="use a checkpoint that is not quantised",
-        )
+        what = f"tensor {record.name!r} is stored as {record.dtype}, which no model computes with"
+        raise ModelError(what, where=str(record.file), how="use a checkpoint that is not quantised")
     return dtype

@@ -1,5 +1,4 @@
-"""Moves every tensor of a checkpoint to its place in a new file: copied, cast, converted, or taken from the model
-itself.
+"""Moves every tensor of a checkpoint to its place in a new file: copied, cast, converted, or taken from the model.
 
 Copying and casting hold a few megabytes. A conversion holds its sources and its results; while results are being
 written, a thread makes the next ones, if both together stay within the size of two layers.
@@ -26,7 +25,6 @@ from lema.storage.header import TensorRecord
 
 __all__ = ["transfer"]
 
-
 Origin = TensorRecord | Conversion | Tensor  # on disk as it is, to be made, or in the model itself
 
 
@@ -38,15 +36,10 @@ def transfer(
     dtypes: Mapping[str, torch.dtype],
     quantizer: Quantizer | None = None,
 ) -> None:
-    """Write every tensor of a model.
+    """Write every tensor of a model, which is without weights but has its buffers, in the order of `order`.
 
-    Args:
-        out: announced every name of `order`, or what `quantizer` makes of it.
-        order: the names of the model's state dict, in the order to write them.
-        model: without weights, but with its buffers.
-        names: where each tensor comes from.
-        dtypes: what each is written as.
-        quantizer: writes those that are quantised; None: none is.
+    Each of these names was announced to `out`, or the parts that `quantizer` makes of it. `names` say where each tensor
+    comes from, and `dtypes` in which type it is written.
 
     Raises:
         ReadError, ModelError: a tensor could not be read, or is stored in a form no model computes with.
@@ -140,7 +133,7 @@ def _made_ahead(
 
 
 def _largest_layer(model: PreTrainedModel, out: TensorFile) -> int:
-    """Bytes of the largest decoder layer, as it is written."""
+    """Return the bytes of the largest decoder layer, as it is written."""
     layers_name, layers = find_layers(model)
     sizes = [0] * len(layers)
     for name, record in out.records.items():

@@ -24,26 +24,18 @@ from lema.storage.hub import own_weights
 
 __all__ = ["Progress", "Source", "Written", "visit_order", "write_weights"]
 
-
 Source = str | os.PathLike[str] | PreTrainedModel
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What writing the weights has shown.
+    """What writing the weights has shown."""
 
-    Attributes:
-        names: where every tensor came from; None: from a model in memory.
-        precision: what quantising has cost.
-        refused: weights whose shape the format does not take.
-        changes: what `config.json` must say of them.
-    """
-
-    names: NameMap | None = None
-    precision: tuple[Precision, ...] = ()
-    refused: tuple[str, ...] = ()
-    changes: dict[str, Any] = field(default_factory=dict)
+    names: NameMap | None = None  # where every tensor came from; None: from a model in memory
+    precision: tuple[Precision, ...] = ()  # what quantising has cost
+    refused: tuple[str, ...] = ()  # weights whose shape the format does not take
+    changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of them
 
 
 def visit_order(model: PreTrainedModel) -> list[str]:
@@ -54,12 +46,10 @@ def visit_order(model: PreTrainedModel) -> list[str]:
     """
     layers_name, layers = find_layers(model)
     names = list(model.state_dict())
-    inside = [[name for name in names if name.startswith(f"{layers_name}.{i}.")] for i in range(len(layers))]
-    in_layers = {name for layer in inside for name in layer}
+    inside = [name for i in range(len(layers)) for name in names if name.startswith(f"{layers_name}.{i}.")]
+    in_layers = set(inside)
     first = next((position for position, name in enumerate(names) if name in in_layers), len(names))
-    before = names[:first]
-    after = [name for name in names[first:] if name not in in_layers]
-    return before + [name for layer in inside for name in layer] + after
+    return names[:first] + inside + [name for name in names[first:] if name not in in_layers]
 
 
 def write_weights(
@@ -77,28 +67,15 @@ def write_weights(
         raise disk_error(error, file.parent) from error
     if isinstance(source, PreTrainedModel):
         return _write_model(source, file, dtype, quantize, progress)
-    return _write_checkpoint(source, file, dtype, quantize, trust, progress)
-
-
-def _write_checkpoint(
-    source: str | os.PathLike[str],
-    file: Path,
-    dtype: torch.dtype | None,
-    quantize: str | None,
-    trust: bool,
-    progress: Progress | None,
-) -> Written:
     directory = resolve_model(source)
     index = GlobalBinaryIndex(own_weights(source, directory))
     config = read_config(directory, trust_remote_code=trust)
     model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
     names = map_names(model, index)
     if names.quantized:
-        raise ModelError(
-            f"the checkpoint is quantised already: {grouped(names.quantized)}",
-            where=str(index.path),
-            how="it streams as it is; to store it otherwise, prepare the unquantised model",
-        )
+        what = f"the checkpoint is quantised already: {grouped(names.quantized)}"
+        how = "it streams as it is; to store it otherwise, prepare the unquantised model"
+        raise ModelError(what, where=str(index.path), how=how)
     state: dict[str, Tensor] = model.state_dict()
     # What is not loaded is not widened either.
     dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
@@ -114,11 +91,9 @@ def _write_model(
 ) -> Written:
     state: dict[str, Tensor] = model.state_dict()
     if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
-        raise ModelError(
-            f"{len(absent)} tensors of the model have no weights, {absent[0]} for one",
-            where=type(model).__name__,
-            how="load the model without offloading, or give its directory instead",
-        )
+        what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
+        how = "load the model without offloading, or give its directory instead"
+        raise ModelError(what, where=type(model).__name__, how=how)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError("the model carries adapters", where=type(model).__name__, how="prepare the base model")
     if dtype is None:

@@ -30,17 +30,11 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "Batch": "batches",
-        "Batches": "batches",
-        "Counts": "dataset",
-        "Row": "files",
+        **dict.fromkeys(("Batch", "Batches", "collate"), "batches"),
+        **dict.fromkeys(("Counts", "TokenDataset"), "dataset"),
+        **dict.fromkeys(("Row", "load_rows", "read_rows"), "files"),
+        **dict.fromkeys(("needs_tokenizer", "prepare_data"), "read"),
         "Sampling": "sampling",
-        "TokenDataset": "dataset",
-        "collate": "batches",
-        "load_rows": "files",
         "longest_row": "columns",
-        "needs_tokenizer": "read",
-        "prepare_data": "read",
-        "read_rows": "files",
     },
 )

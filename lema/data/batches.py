@@ -13,7 +13,6 @@ from lema.errors import DataError
 
 __all__ = ["Batch", "Batches", "collate"]
 
-
 TokenRow = Mapping[str, Sequence[int]]
 
 
@@ -30,16 +29,11 @@ class Batch(TypedDict):
 
 
 def share_of(rows: Sequence[int], rank: int, size: int, micro_batch_size: int | None = None) -> list[int]:
-    """The rows of a batch that one process of several works on.
+    """Return the rows of a batch that process `rank` of `size` works on.
 
-    Rows are dealt out a micro-batch at a time, as evenly as that goes: the same micro-batches are computed, whoever
-    computes them. Where there are fewer than processes, the last processes get none.
-
-    Args:
-        rows: of the batch.
-        rank: of the process.
-        size: how many there are.
-        micro_batch_size: rows that are computed at once; None: as many as a process gets.
+    Rows are dealt out a micro-batch at a time, as evenly as that goes, so that the micro-batches are the same for any
+    number of processes; None: a process computes all its rows at once. Where there are fewer micro-batches than
+    processes, the last processes get none.
     """
     together = micro_batch_size or 1
     few, more = divmod(-(-len(rows) // together), size)
@@ -86,10 +80,10 @@ class Batches:
         batch_size: rows per batch.
         seed: decides the order, with the epoch and nothing else.
         shuffle: whether to shuffle at all; if not, every epoch has the order of the data.
-        pad_token_id: stands where rows are shorter than the longest of their batch.
-        rank: of this process, which gets its share of each batch alone.
+        pad_token_id: fills up rows that are shorter than the longest of their batch.
+        rank: of this process, which gets only its share of each batch: see `share_of`.
         size: how many processes there are.
-        micro_batch_size: rows that a process computes at once, which stay together; None: all it gets.
+        micro_batch_size: as of `share_of`.
 
     Raises:
         DataError: the data set is empty, or `batch_size` is below 1.

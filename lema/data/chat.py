@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_SECONDS", "Span", "check_template", "limited", "tokenize_chat", "tokenize_spans"]
 
-
 MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
 
 
 @lru_cache(maxsize=16)
 def check_template(template: str) -> str:
-    """Say what in a template is never needed to write a chat, and could take all time or memory; empty: nothing.
+    """Name a part of a template that no chat needs and that could take all time or memory; empty: there is none.
 
-    Only the words of the template are looked at: constants are computed as soon as it is compiled.
+    The template is split into words and not compiled, because compiling it computes its constants.
     """
     try:
         for line, kind, word in jinja2.Environment(autoescape=True).lex(template):
@@ -41,24 +40,17 @@ def check_template(template: str) -> str:
             if kind in ("integer", "float") and float(word.replace("_", "")) > MAX_NUMBER:
                 return f"line {line} of the chat template has the number {word[:20]}"
     except (jinja2.TemplateError, ValueError):
-        return ""  # it will not compile either, and that is said by whoever compiles it
+        return ""  # it will not compile either, and rendering it says so
     return ""
 
 
 def limited() -> AbstractContextManager[None]:
-    """Let what is inside a `with` block compute for `MAX_SECONDS` of the processor's time.
-
-    Inside, `TemplateError` is raised when it goes on for longer.
-    """
-    seconds = MAX_SECONDS
-    return timelimit.limited(
-        seconds, lambda: jinja2.TemplateError(f"it takes more than {seconds:g} seconds"), file="<template>"
-    )
+    """Raise `TemplateError` in a `with` block that computes for more than `MAX_SECONDS` of the processor's time."""
+    error = jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} seconds")
+    return timelimit.limited(MAX_SECONDS, lambda: error, file="<template>")
 
 
 Span: TypeAlias = tuple[int, int]
-
-
 """First character and the one after the last."""
 
 
@@ -134,7 +126,7 @@ def tokenize_chat(chat: Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) ->
 
 
 def _check_roles(chat: Chat, template: str, row: Row) -> None:
-    """Most templates write any role as it comes, so a slip would pass for a speaker whose words are not learnt."""
+    """Refuse unknown roles: most templates write any role, and the words of a misspelt one would not be learnt."""
     for number, message in enumerate(chat.messages, 1):
         role = message["role"]
         if role not in ROLES and role not in template:
@@ -143,15 +135,14 @@ def _check_roles(chat: Chat, template: str, row: Row) -> None:
 
 
 def _call(row: Row, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Templates are programs from outside: they raise on roles they do not know, and stumble over what they get."""
+    """Call a function that runs the template, a program from outside, which may raise anything."""
     try:
         with limited():
             return function(*args, **kwargs)
     except Exception as error:
         what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"
-        raise row.broken(
-            what, how="compare the roles and their order with what the model's template expects"
-        ) from error
+        how = "compare the roles and their order with what the model's template expects"
+        raise row.broken(what, how=how) from error
 
 
 def _render(

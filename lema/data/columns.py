@@ -13,18 +13,11 @@ from lema.errors import ConfigError
 
 __all__ = ["IGNORED", "Chat", "Example", "Kind", "Text", "Tokens", "detect", "longest_row", "num_trained", "parse"]
 
-
 IGNORED = -100
-
-
 """The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""
 
-
 Kind: TypeAlias = tuple[str, ...]
-
-
 """The columns a row is read from. The first entry of `KINDS` whose columns a row has is its kind."""
-
 
 KINDS: tuple[Kind, ...] = (
     ("input_ids", "labels"),
@@ -78,16 +71,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages for the tokenizer's chat template.
+    """Messages for the tokenizer's chat template."""
 
-    Args:
-        messages: dictionaries with `role` and `content`, as `transformers` takes them.
-        tools: JSON schemas of the tools on offer, or None.
-        prompt_length: how many leading messages are the prompt; None when every assistant message is learnt.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
+    messages: list[dict[str, Any]]  # dictionaries with `role` and `content`, as `transformers` takes them
+    tools: list[Any] | None = None  # JSON schemas of the tools on offer, or None
+    # How many leading messages are the prompt; None when every assistant message is learnt.
     prompt_length: int | None = None
 
 
@@ -115,12 +103,7 @@ def detect(row: Row) -> Kind:
 
 
 def parse(row: Row, kind: Kind, *, chat_template: bool) -> Example:
-    """What the row trains on.
-
-    Args:
-        row: the row.
-        kind: its kind, from `detect`.
-        chat_template: whether the tokenizer has one; instruction data then go through it, else Alpaca's words.
+    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats.
 
     Raises:
         DataError: a value is missing, of the wrong type, or empty; names file, line and column.
@@ -136,8 +119,7 @@ def parse(row: Row, kind: Kind, *, chat_template: bool) -> Example:
             return _prompt_completion(row)
         case "instruction":
             return _instruction(row, chat_template)
-        case _:
-            return Text("", _text(row, "text"))
+    return Text("", _text(row, "text"))
 
 
 def _list(row: Row, column: str) -> list[Any]:
@@ -190,9 +172,8 @@ def _string(row: Row, value: Any, name: str, at: str = "") -> str:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             what = f"{name} holds half a surrogate pair, which is no character"
-            raise row.broken(
-                what, at=at, how="the text was cut inside a character; repair or remove the row"
-            ) from error
+            how = "the text was cut inside a character; repair or remove the row"
+            raise row.broken(what, at=at, how=how) from error
     return value
 
 
@@ -285,11 +266,7 @@ DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 
 def longest_row(wanted: int | None, positions: int | None) -> int:
-    """Return the most tokens a row may have.
-
-    Args:
-        wanted: what was asked for; None: as many as usual, or as the model takes where that is less.
-        positions: what the model takes; None: any number.
+    """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer.
 
     Raises:
         ConfigError: the model takes fewer than asked for.
@@ -297,9 +274,6 @@ def longest_row(wanted: int | None, positions: int | None) -> int:
     if positions is None:
         return wanted or DEFAULT_LENGTH
     if wanted is not None and wanted > positions:
-        raise ConfigError(
-            f"the model has {positions} positions, fewer than max_length: {wanted}",
-            where="max_length",
-            how=f"set max_length to {positions} or less, or leave it out",
-        )
+        what = f"the model has {positions} positions, fewer than max_length: {wanted}"
+        raise ConfigError(what, where="max_length", how=f"set max_length to {positions} or less, or leave it out")
     return wanted or min(DEFAULT_LENGTH, positions)

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -15,27 +15,18 @@ from lema.errors import DataError
 
 __all__ = ["Columns", "Counts", "TokenDataset"]
 
-
 TokenRow = dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a data set holds, and what was taken away to make it.
+    """What a data set holds, and what was taken away to make it."""
 
-    Args:
-        rows: rows kept.
-        truncated: rows among them which were cut to the longest length allowed.
-        dropped: rows left out, for being too long or for losing all they had to learn when cut.
-        tokens: tokens kept.
-        trained_tokens: tokens among them which the loss counts.
-    """
-
-    rows: int
-    truncated: int
-    dropped: int
-    tokens: int
-    trained_tokens: int
+    rows: int  # rows kept
+    truncated: int  # rows among them which were cut to the longest length allowed
+    dropped: int  # rows left out, for being too long or for losing all they had to learn when cut
+    tokens: int  # tokens kept
+    trained_tokens: int  # tokens among them which the loss counts
 
     def __str__(self) -> str:
         text = f"{self.rows:,} rows, {self.tokens:,} tokens of which {self.trained_tokens:,} are learnt"
@@ -70,12 +61,8 @@ class Columns:
 class TokenDataset(Sequence[TokenRow]):
     """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt.
 
-    Labels stand on their own token, as `transformers` expects; the loss shifts them.
-
-    Args:
-        columns: the rows.
-        rows: which of them, and in what order; None: all.
-        dropped: how many were left out; None: as `columns` says.
+    Labels stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the
+    columns in their order, or all; `dropped` is the number that was left out, if it is not the columns'.
     """
 
     def __init__(self, columns: Columns, rows: npt.NDArray[np.int64] | None = None, dropped: int | None = None) -> None:
@@ -107,9 +94,6 @@ class TokenDataset(Sequence[TokenRow]):
         start, end = self._bounds(index)
         return {"input_ids": self._ids[start:end].tolist(), "labels": self._labels[start:end].tolist()}
 
-    def __iter__(self) -> Iterator[TokenRow]:
-        return (self[i] for i in range(len(self)))
-
     def __repr__(self) -> str:
         return f"TokenDataset({self.counts})"
 
@@ -134,9 +118,8 @@ class TokenDataset(Sequence[TokenRow]):
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
         """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data.
 
-        Args:
-            eval_split: a fraction between 0 and 1, or a number of rows.
-            seed: the same seed draws the same rows from the same data, on every machine.
+        The same seed draws the same rows from the same data, on every machine. `eval_split` is a fraction between 0 and
+        1, or a number of rows.
 
         Raises:
             DataError: one of the two would be empty.
@@ -144,12 +127,9 @@ class TokenDataset(Sequence[TokenRow]):
         total = len(self)
         wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
         if not 0 < wanted < total:
-            raise DataError(
-                f"an evaluation split of {eval_split} leaves {max(total - wanted, 0)} of {total} rows to train on "
-                f"and {max(wanted, 0)} to evaluate on",
-                where="eval_split",
-                how="both need a row at least: choose another split, or give eval_data",
-            )
+            what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
+            how = "both need a row at least: choose another split, or give eval_data"
+            raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
         chosen = np.zeros(total, dtype=bool)
         chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
         train = TokenDataset(self._columns, self._rows[~chosen], dropped=self.counts.dropped)

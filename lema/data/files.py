@@ -13,7 +13,6 @@ from lema.errors import DataError
 
 __all__ = ["Row", "find_files", "load_rows", "read_rows"]
 
-
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -22,17 +21,11 @@ _TO_UTF8 = "save the file as UTF-8, for example: iconv -f UTF-16 -t UTF-8 OLD > 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of data and where it stands.
+    """One row of data and where it stands."""
 
-    Args:
-        values: column name to value.
-        source: the file's path, or a word for rows which came from memory.
-        line: 1-based line of a text file on which the row begins; 1-based row of a parquet file.
-    """
-
-    values: Mapping[str, Any]
-    source: str
-    line: int
+    values: Mapping[str, Any]  # column name to value
+    source: str  # the file's path, or a word for rows which came from memory
+    line: int  # 1-based line of a text file on which the row begins; 1-based row of a parquet file
 
     @property
     def origin(self) -> str:
@@ -67,17 +60,14 @@ def _expand(path: Path) -> list[Path]:
         if not found:
             raise DataError("the directory holds no data files", where=str(path), how=f"it may hold {_accepted()}")
         return found
-    if path.exists():
-        found = [path]
-    else:
-        found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (absolute globs)
-        if not found:
-            raise DataError("no such data file", where=str(path), how="check the path; it is relative to the shell's")
+    matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207 (absolute globs)
+    if not matches:
+        raise DataError("no such data file", where=str(path), how="check the path; it is relative to the shell's")
+    found = [Path(match) for match in sorted(matches)]
     for file in found:
         if file.suffix.lower() not in _READERS:
-            raise DataError(
-                f"cannot read a {file.suffix or 'nameless'} file", where=str(file), how=f"give {_accepted()}"
-            )
+            what = f"cannot read a {file.suffix or 'nameless'} file"
+            raise DataError(what, where=str(file), how=f"give {_accepted()}")
     return found
 
 
@@ -136,7 +126,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _decode(text: str, start: int, path: Path, line: int) -> tuple[dict[str, Any], int]:
-    """The JSON object which begins at `start`, and where it ends."""
+    """Return the JSON object which begins at `start`, and where it ends."""
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:

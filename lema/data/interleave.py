@@ -29,7 +29,6 @@ from lema.errors import ConfigError
 
 __all__ = ["SHAPES", "WINDOW", "Fade", "Interleaving", "faded_rates"]
 
-
 PIECES = 256
 UNIT = 2**20  # a weight of 1
 STEEPNESS = 10.0  # of the sigmoid: a tenth of the fade before its middle, the weight is 0.73
@@ -49,8 +48,6 @@ SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "sigmoid": _sigmoid,
     }
 )
-
-
 """The weight of the mixture before, as a function of how much of the fade is over."""
 
 
@@ -65,18 +62,13 @@ def _tables(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class Fade:
     """The first samples of a stage, over which its mixture comes in for the one before.
 
-    Args:
-        before: the data sets of the mixture before.
-        samples: over which.
-        shape: one of `SHAPES`.
-
     Raises:
         ConfigError: `before` is no mixture, there are no samples, or there is no such shape.
     """
 
-    before: tuple[Sampling, ...]
-    samples: int
-    shape: str = "linear"
+    before: tuple[Sampling, ...]  # the data sets of the mixture before
+    samples: int  # over which
+    shape: str = "linear"  # one of `SHAPES`
 
     def __post_init__(self) -> None:
         check_rates(self.before, "fade")
@@ -111,12 +103,9 @@ class Fade:
 
 
 def faded_rates(samplings: Sequence[Sampling], fade: Fade | None, index: int) -> dict[str, float]:
-    """Return the rate of each data set at a sample of a stage: between those before and its own, while it fades.
+    """Return the rate of each data set at sample `index` of a stage: between those before and its own, while it fades.
 
-    Args:
-        samplings: the data sets of the stage.
-        fade: from the mixture before; None: there is none.
-        index: of the sample, in its stage.
+    `samplings` are the data sets of the stage, and `fade` is that from the mixture before, if there is one.
     """
     rates = rates_of(samplings)
     if fade is None:
@@ -132,7 +121,7 @@ FADING = 16  # windows in a fade, at least, where it has so many samples: shuffl
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """Of the first n slots that come here, `round(n * part / whole)` go left, halves up, and the others right."""
+    """A node of a tree: of the first n slots at it, `round(n * part / whole)` go left, halves up; the others right."""
 
     left: "_Tree"
     right: "_Tree"
@@ -145,7 +134,7 @@ class _Fork:
 
 @dataclass(frozen=True, slots=True)
 class _Fading:
-    """Of the first n slots that come here, `fade.given(n)` go left, to the mixture before, and the others right."""
+    """A node of a tree: of the first n slots at it, `fade.given(n)` go left, to the mixture before, others right."""
 
     left: "_Tree"
     right: "_Tree"
@@ -186,12 +175,12 @@ class Interleaving:
             self._fade_window = min(WINDOW, max(1, fade.samples // FADING))
 
     def slot(self, slot: int) -> tuple[str, int]:
-        """Return who has this slot, and how many of the slots before were theirs."""
+        """Return the data set that has this slot, and how many of the slots before it has."""
         name = _owner(self._tree, slot)
         return name, self._slots(slot)[name]
 
     def sample(self, index: int) -> tuple[str, int]:
-        """Return who gives this sample, and how many of the samples before were theirs."""
+        """Return the data set that gives this sample, and how many of the samples before it gave."""
         first, order = self._window(index)
         which = order[index - first]
         name = self._names[which]
@@ -204,13 +193,13 @@ class Interleaving:
         return {name: given[name] + part.count(which) for which, name in enumerate(self._names)}
 
     def _slots(self, slots: int) -> Counter[str]:
-        """How many of the first slots are whose."""
+        """Return how many of the first `slots` slots each data set has."""
         given: Counter[str] = Counter()
         _add_slots(self._tree, slots, given)
         return given
 
     def _window(self, index: int) -> tuple[int, "array[int]"]:
-        """The first sample of the window that a sample is in; who gives each of the window, by place in `names`."""
+        """Return the first sample of a sample's window, and the data set of each in the window, by place in `names`."""
         if index < self._fade_samples:
             window = index // self._fade_window
             first = window * self._fade_window
@@ -223,7 +212,7 @@ class Interleaving:
 
 @lru_cache(maxsize=16)
 def _order(tree: _Tree, names: tuple[str, ...], first: int, count: int, key: tuple[int | str, ...]) -> "array[int]":
-    """Who gives the samples of a window, by place in `names`; the latest are kept, as samples are asked for in turn."""
+    """Return the data sets of a window's samples, by place in `names`; the latest are kept for the next calls."""
     shuffled, places = Permutation(count, *key), {name: place for place, name in enumerate(names)}
     return array("L", (places[_owner(tree, first + shuffled(place))] for place in range(count)))
 

@@ -101,15 +101,8 @@ class Mixture:
     ) -> list[Draw]:
         """The rows that one process works on, of the global batch of `count` samples from `start` on.
 
-        The shares of all processes, one after the other, are the global batch: its order is the same for any number
-        of processes and any micro-batch.
-
-        Args:
-            start: the first sample of the batch.
-            count: samples in it, over all processes.
-            rank: of the process.
-            size: how many there are.
-            micro_batch_size: rows that a process computes at once, which stay together; None: all it gets.
+        The shares of all processes (`lema.data.batches.share_of`), one after the other, are the global batch: its order
+        is the same for any number of processes and any micro-batch.
         """
         return [self.sample(index) for index in share_of(_span(start, count), rank, size, micro_batch_size)]
 
@@ -141,7 +134,7 @@ class Mixture:
             raise ConfigError(what, where="eval_data", how="give the rows to validate on, of every data set")
         mine = share_of(_span(0, count), rank, size, micro_batch_size)
         draws = []
-        for name, taken in map(self._own.slot, mine):  # not shuffled: also a small batch has all rates
+        for name, taken in map(self._own.slot, mine):  # not shuffled, so that a small batch has all rates too
             draws.append(Draw(name, *shuffled_row(len(self._held_out[name]), taken, "held out", name)))
         return self._batch(draws, self._held_out, size)
 

@@ -9,20 +9,20 @@ order.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias, cast
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 
 from lema.errors import ConfigError, DataError, DiskError
 from lema.storage.atomic import replacing
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
-
 
 FORMAT, VERSION = "lema packed tokens", 1
 LIMITS = {"uint16": 2**16, "uint32": 2**32}
@@ -31,28 +31,18 @@ CHUNK = 1 << 16  # tokens that are given one by one are written so many at a tim
 READ_BYTES = 1 << 20
 AGAIN = "write it again with write_packed, or copy it again"
 Item: TypeAlias = int | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
-
-
 """A token, a row of tokens, or a row with `input_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedHeader:
-    """What a packed file holds.
+    """What a packed file holds."""
 
-    Args:
-        dtype: of its numbers: "uint16" or "uint32".
-        num_tokens: how many there are.
-        vocab_size: ids are below it; None: not known.
-        tokenizer: the name of the tokenizer that made them; None: not known.
-        sha256: of the file, in hexadecimal; None: not known.
-    """
-
-    dtype: str
-    num_tokens: int
-    vocab_size: int | None = None
-    tokenizer: str | None = None
-    sha256: str | None = None
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: Annotated[StrictInt, Field(ge=0, lt=2**63)]
+    vocab_size: Annotated[StrictInt, Field(gt=0)] | None = None  # ids are below it; None: not known
+    tokenizer: StrictStr | None = None  # the name of the tokenizer that made them; None: not known
+    sha256: StrictStr | None = None  # of the file, in hexadecimal; None: not known
 
 
 class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
@@ -90,7 +80,7 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
         return {"input_ids": tokens, "labels": tokens}
 
     def block(self, index: int) -> npt.NDArray[np.int64]:
-        """Read one block, int64 `[block]`; nothing else of the file is read.
+        """Read one block, int64 `[block]`, and nothing else of the file.
 
         Raises:
             DataError: a token is not in the vocabulary.
@@ -133,7 +123,7 @@ def write_packed(
     """Write a packed file and its header; one that is there is replaced when the new one is complete.
 
     Nothing is put between rows: give rows that end in the end-of-sequence token. Whatever fails or is killed, the file
-    is the old one, the new one, or one without a header, which is not read.
+    is the old one, the new one, or one without a header, which is not read. Its path is returned.
 
     Args:
         tokens: rows (sequences of ids, or dictionaries with `input_ids`), or ids; taken one at a time.
@@ -142,9 +132,6 @@ def write_packed(
         split: "train" or "val": the name of the file.
         vocab_size: ids must be below it; None: below what `dtype` holds.
         tokenizer: a name for the header.
-
-    Returns:
-        The file.
 
     Raises:
         ConfigError: no such `dtype` or `split`, or the vocabulary does not fit into `dtype`.
@@ -248,7 +235,7 @@ def _read_header(file: Path) -> PackedHeader:
     if (version := fields.pop("version", None)) != VERSION:
         what = f"{beside.name} is of version {version!r}; this program reads version {VERSION}"
         raise DataError(what, where=str(beside), how="use the program that wrote it, or pack the tokens again")
-    header = PackedHeader(**_checked(fields, beside))
+    header = _checked(fields, beside)
     size, needed_bytes = file.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
     if size != needed_bytes:
         what = f"it has {size:,} bytes, and its header says {header.num_tokens:,} tokens of {header.dtype}"
@@ -256,23 +243,16 @@ def _read_header(file: Path) -> PackedHeader:
     return header
 
 
-def _checked(fields: dict[str, Any], file: Path) -> dict[str, Any]:
-    def number(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**63
-
-    demands: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "dtype": ("uint16 or uint32", lambda value: isinstance(value, str) and value in LIMITS),
-        "num_tokens": ("a number", number),
-        "vocab_size": ("a number above 0, or null", lambda value: value is None or (number(value) and value > 0)),
-        "tokenizer": ("text or null", lambda value: value is None or isinstance(value, str)),
-        "sha256": ("text or null", lambda value: value is None or isinstance(value, str)),
-    }
-    if unknown := sorted(fields.keys() - demands.keys()):
+def _checked(fields: dict[str, Any], file: Path) -> PackedHeader:
+    names = PackedHeader.__dataclass_fields__.keys()
+    if unknown := sorted(fields.keys() - names):
         raise _damaged(file, f"it has the unknown keys {', '.join(unknown)}")
-    for key, (wanted, fits) in demands.items():
-        if not fits(fields.get(key)):
-            raise _damaged(file, f"{key} is {fields.get(key)!r}, not {wanted}")
-    return fields
+    try:
+        return TypeAdapter(PackedHeader).validate_python({name: fields.get(name) for name in names})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        wanted = detail["msg"].removeprefix("Input should be ").replace("'", "")
+        raise _damaged(file, f"{detail['loc'][0]} is {detail['input']!r}, not {wanted}") from error
 
 
 def _mapped(file: Path, header: PackedHeader) -> npt.NDArray[Any]:

@@ -11,18 +11,15 @@ from hashlib import blake2b
 
 __all__ = ["Permutation", "permutation", "shuffled_row"]
 
-
 ROUNDS = 12
 ROUNDS_OF_FEW = 24  # a network of fewer than six bits needs more until all its orders are equally likely
 MASK = 2**64 - 1
 
 
 class Permutation:
-    """A permutation of `range(count)`, called with a place and returning what stands there.
+    """A permutation of `range(count)`, called with a place and returning the number there.
 
-    Args:
-        count: how many there are, 1 or more.
-        key: numbers and words that decide the order, together with `count` and nothing else.
+    The order depends on `count`, 1 or more, and the numbers and words of the key, and on nothing else.
     """
 
     def __init__(self, count: int, *key: int | str) -> None:
@@ -66,8 +63,6 @@ def _mixed(value: int) -> int:
 
 
 permutation = lru_cache(maxsize=256)(Permutation)
-
-
 """`Permutation`, the latest of which are kept: rows asked for one after the other are of few orders."""
 
 

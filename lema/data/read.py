@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Overlong", "needs_tokenizer", "prepare_data"]
 
-
 Overlong: TypeAlias = Literal["truncate", "drop", "error"]
-
-
 """What becomes of a row which is too long: cut at the end, left out, or refused."""
 
-
 Data: TypeAlias = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
-
-
 """Files, directories, globs; or the rows themselves, as dictionaries."""
 
 
@@ -54,9 +48,8 @@ def prepare_data(
         DataError: no rows, a malformed row (named by file and line), a row with nothing to learn, or none left.
     """
     if max_length < 2:
-        raise DataError(
-            f"rows of {max_length} tokens have nothing to predict", where="max_length", how="allow 2 or more"
-        )
+        what = f"rows of {max_length} tokens have nothing to predict"
+        raise DataError(what, where="max_length", how="allow 2 or more")
     if overlong not in ("truncate", "drop", "error"):
         raise DataError(f"{overlong!r} is no way to treat a long row", where="overlong", how="truncate, drop or error")
     columns = Columns()

@@ -12,7 +12,6 @@ from lema.errors import ConfigError
 
 __all__ = ["Sampling", "SamplingError", "Start", "Style", "check_rates", "rates_of"]
 
-
 TOLERANCE = 1e-6  # of the sum of the rates; rates like 0.3333333 are meant to sum to 1
 
 
@@ -45,22 +44,17 @@ def _style(value: Any) -> Style:
 class Sampling:
     """One data set of a mixture. Pydantic takes a dictionary for it, and refuses names it does not know.
 
-    Args:
-        name: of the data set.
-        rate: its share of the samples, more than 0 and at most 1. The rates of a mixture sum to 1.
-        style: how its rows fill blocks: a `Style`, or its name.
-        suffix: is put after `name` for a variant of the data set, such as one packed for another tokenizer.
-
     Raises:
         SamplingError: a value is none of these.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    name: str
+    name: str  # of the data set
+    # Its share of the samples, more than 0 and at most 1. The rates of a mixture sum to 1.
     rate: Annotated[float, Strict()]
-    style: Annotated[Style, BeforeValidator(_style)] = Style.PADDED
-    suffix: str = ""
+    style: Annotated[Style, BeforeValidator(_style)] = Style.PADDED  # how its rows fill blocks: a `Style`, or its name
+    suffix: str = ""  # is put after `name` for a variant of the data set, such as one packed for another tokenizer
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -87,11 +81,7 @@ def rates_of(samplings: Sequence[Sampling]) -> dict[str, float]:
 
 
 def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
-    """Check that data sets make a mixture.
-
-    Args:
-        samplings: the data sets of one stage.
-        where: the key or the stage, for the message.
+    """Check that the data sets of one stage make a mixture; messages name the key or the stage by `where`.
 
     Raises:
         ConfigError: there are none, one is given twice, or the rates do not sum to 1 within 1e-6.
@@ -110,12 +100,7 @@ def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
 
 
 class Start(NamedTuple):
-    """A place in the order of a data set's rows, of all its epochs.
+    """A place in the order of a data set's rows, of all its epochs."""
 
-    Args:
-        stage: of whose order it is.
-        taken: rows that have been given in this order.
-    """
-
-    stage: int
-    taken: int
+    stage: int  # of whose order it is
+    taken: int  # rows that have been given in this order

@@ -19,13 +19,10 @@ def tokenize_row(
     """Token ids and labels of a row; a label is the token's own id where it is learnt and -100 elsewhere.
 
     Text and completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to
-    stop. What the tokenizer puts in front stands there once, also where the text already begins with it.
+    stop. Tokens that the tokenizer puts in front stand there once, also where the text already begins with them.
 
-    Args:
-        row: the row.
-        kind: its kind, from `columns.detect`.
-        tokenizer: a `transformers` tokenizer; None will do for rows which are token ids already.
-        vocab_size: how many tokens the model knows; None: not checked.
+    The kind is from `lema.data.columns.detect`. The tokenizer may be None for rows which are token ids already, and the
+    number of tokens that the model knows (`vocab_size`) for ids that are not to be checked.
 
     Raises:
         DataError: the row is malformed, has nothing to learn, or holds ids outside the vocabulary.
@@ -52,11 +49,9 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", kind: Kind) -> None:
         DataError: the tokenizer has none.
     """
     if kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
-        raise DataError(
-            "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends",
-            where=str(tokenizer.name_or_path) or "tokenizer",
-            how="set eos_token in its tokenizer_config.json",
-        )
+        what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
+        how = "set eos_token in its tokenizer_config.json"
+        raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
 
 
 def _tokenize(example: Text | Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) -> tuple[list[int], list[bool]]:

@@ -28,7 +28,7 @@ __all__ = ["EmbedHead"]
 
 
 class EmbedHead:
-    """What comes before the layers and after them in one step, with the gradients of the parameters there.
+    """The embeddings and the head in one step, with the gradients of their parameters.
 
     Args:
         backend: for the generator state.
@@ -39,6 +39,7 @@ class EmbedHead:
         trained: the parameters outside the layers that train.
 
     Attributes:
+        reach_below: whether gradients go on below the layers.
         sums: the gradients of the head's parameters, each the sum over the blocks that the loss was formed of so far.
     """
 
@@ -56,16 +57,12 @@ class EmbedHead:
         self._trained = {id(parameter): parameter for parameter in trained}
         made = [*hidden, *(tensor for given in self._given for tensor, _ in given)]
         self._before = leaves(made) & self._trained.keys()
+        self.reach_below = bool(self._before)
         self._after: set[int] = set()
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._whole = True  # whether all of them are in the sums
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # of the last layer, and the generator state there
         self._factor: Tensor | None = None
-
-    @property
-    def reach_below(self) -> bool:
-        """Whether gradients go on to what comes before the layers."""
-        return bool(self._before)
 
     def start(self, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states before the layers; what arrives as their gradients is carried on from there."""
@@ -84,8 +81,9 @@ class EmbedHead:
 
     def _formed_at_once(self, reached: frozenset[int]) -> list[nn.Parameter]:
         """Choose the head's parameters to sum gradients of: all, if nothing will have been added before the sum."""
-        self._after |= reached & self._trained.keys()
-        chosen = [self._trained[key] for key in reached & self._trained.keys()]
+        own = reached & self._trained.keys()
+        self._after |= own
+        chosen = [self._trained[key] for key in own]
         if self._before & self._after or any(parameter.grad is not None for parameter in chosen):
             self._whole = False
         return chosen if self._whole else []

@@ -25,7 +25,6 @@ from lema.storage.spillfile import OffloadFile, whole_blocks
 
 __all__ = ["PrefixCache"]
 
-
 NUM_BUFFERS = 3  # hidden states on their way to or from the disk
 Key = bytes
 
@@ -35,8 +34,8 @@ class PrefixCache:
 
     Args:
         backend: the device.
-        layer: the lowest layer that gradients reach; those below it are what is spared.
-        directory: where the file lies, which has no name and ends with this object.
+        layer: the lowest layer that gradients reach; the layers below it are spared.
+        directory: of the file, which has no name and ends with this object.
         num_tokens: of all micro-batches that will be kept, padding included.
         trace: records transfers.
 
@@ -64,16 +63,10 @@ class PrefixCache:
     def keep(
         self, micro_batches: Sequence[Mapping[str, Tensor]], hidden: Sequence[Tensor], *, drawn: bool, handed_on: bool
     ) -> None:
-        """Keep the hidden states of those micro-batches that are not kept yet.
-
-        Args:
-            micro_batches: what arrived.
-            hidden: as what it arrives at the layer.
-            drawn: whether anything was drawn at random on the way.
-            handed_on: whether more than the hidden state arrived.
+        """Keep the hidden states of micro-batches at the layer, unless they are kept already.
 
         Raises:
-            ConfigError: it is not the same in every epoch, or not all there is.
+            ConfigError: something was `drawn` at random below the layer, or more than the hidden state was `handed_on`.
             DiskError: the disk has no room for those of all micro-batches, or fails.
         """
         if drawn:
@@ -92,10 +85,11 @@ class PrefixCache:
             self._pieces[key] = piece, like
 
     def fetch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
-        """Return the hidden states of these, on the device.
+        """Return the hidden states of micro-batches, on the device.
 
         Raises:
-            ReadError: one could not be read; DiskError: it could not be written.
+            ReadError: a hidden state could not be read.
+            DiskError: it could not be written.
         """
         found: list[Tensor] = []
         wanted = [self._pieces[_key(batch)] for batch in micro_batches]
@@ -108,7 +102,7 @@ class PrefixCache:
         return tuple(found)
 
     def reach(self, lowest: int) -> None:
-        """Make sure that gradients reach no layer that is spared.
+        """Make sure that gradients, which go down to the layer `lowest`, reach no layer that is spared.
 
         Raises:
             ConfigError: they do.

@@ -21,7 +21,6 @@ from lema.stream.schedule import forward_order
 
 __all__ = ["generate", "streaming_forward"]
 
-
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
@@ -92,10 +91,7 @@ def _settings(
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Return the model's own settings, as its directory has them, with what this call asks for; and what is no setting.
-
-    `transformers` takes both, but warns of settings that are given beside a config.
-    """
+    """Return the model's own settings with those that this call asks for, and the options that are no settings."""
     settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
     wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
     if not wanted["do_sample"]:
@@ -105,11 +101,8 @@ def _settings(
         wanted.setdefault("eos_token_id", tokenizer.eos_token_id)
     rest = settings.update(**wanted)
     if unknown := rest.keys() - signature(GenerationMixin.generate).parameters.keys():
-        raise ConfigError(
-            f"unknown option of generation: {', '.join(sorted(unknown))}",
-            where="generate",
-            how="options are those of transformers' generate, such as do_sample, temperature and top_p",
-        )
+        how = "options are those of transformers' generate, such as do_sample, temperature and top_p"
+        raise ConfigError(f"unknown option of generation: {', '.join(sorted(unknown))}", where="generate", how=how)
     if settings.pad_token_id is None:
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         settings.pad_token_id = padding or 0  # masked, so any token will do
@@ -121,9 +114,8 @@ def _padded(prompts: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]
     if not prompts:
         raise DataError("there is no prompt", where="generate", how="give one text or several")
     if empty := [str(place) for place, prompt in enumerate(prompts, 1) if not len(prompt)]:
-        raise DataError(
-            "a prompt has no tokens", where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character"
-        )
+        what = "a prompt has no tokens"
+        raise DataError(what, where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character")
     width = max(map(len, prompts))
     rows = [[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

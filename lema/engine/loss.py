@@ -20,7 +20,6 @@ from lema.model.capture import leaves
 
 __all__ = ["IGNORED", "LossChunks", "attended_tokens", "split_batch", "targets_of", "trained_tokens"]
 
-
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
 
@@ -42,7 +41,7 @@ def attended_tokens(batches: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _count(targets: Tensor) -> int:
-    """Return how many of these are trained; of those in host memory without a word to the device."""
+    """Return how many targets are trained; for targets in host memory the device is not asked."""
     return int(np.count_nonzero(targets.cpu().numpy() != IGNORED))
 
 
@@ -60,7 +59,7 @@ class LossChunks:
     Args:
         head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
         targets: per micro-batch, int64 `[batch, sequence]`, already shifted, on the device.
-        chunk_tokens: logits exist for at most this many tokens (but for at least one whole row of one token).
+        chunk_tokens: logits exist for at most this many tokens.
         num_tokens: the loss is the sum over trained tokens divided by this; None: by their number in `targets`.
         scale: gradients are those of `scale` times the loss.
         logits: a list to which each micro-batch's logits are appended; None: they are dropped.
@@ -87,10 +86,8 @@ class LossChunks:
         self.scale = scale
         self.trained_tokens = sum(map(_count, self._known))
         if not self.trained_tokens and not num_tokens:
-            raise DataError(
-                "no token of this step is trained: every label is -100",
-                how="check the labels, or max_length if truncation cut the trained part off",
-            )
+            what = "no token of this step is trained: every label is -100"
+            raise DataError(what, how="check the labels, or max_length if truncation cut the trained part off")
         self.num_tokens = num_tokens or self.trained_tokens
 
     def forward(self, index: int, hidden: Tensor) -> Tensor:
@@ -105,13 +102,9 @@ class LossChunks:
         choose: Callable[[frozenset[int]], Sequence[nn.Parameter]],
         sums: dict[nn.Parameter, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Return the share of the loss, and the gradient of `scale` times it, shaped as `hidden`.
+        """Return micro-batch `index`'s share of the loss, and the gradient of `scale` times it, shaped as `hidden`.
 
-        Args:
-            index: of the micro-batch.
-            hidden: the last layer's output.
-            choose: given the leaves of a block's graph, the parameters to form gradients of as well.
-            sums: where those are added up.
+        Given the leaves of a block's graph, `choose` returns the parameters whose gradients are added up in `sums`.
         """
         gradient = torch.zeros_like(hidden)
         values = []
@@ -137,7 +130,7 @@ class LossChunks:
                 yield value
 
     def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Return a block's share of the loss and the leaf it depends on (not at all where nothing is trained)."""
+        """Return a block's share of the loss, and the leaf that it depends on unless nothing is trained."""
         leaf = hidden[rows, columns].detach().requires_grad_(torch.is_grad_enabled())
         if self._skipped(index, rows, columns):
             return torch.zeros((), device=hidden.device), leaf

@@ -31,7 +31,6 @@ from lema.stream import LayerStream
 
 __all__ = ["ForwardAttempt", "OomRetry", "PassAttempt", "Shortage"]
 
-
 MicroBatches = Sequence[Mapping[str, Tensor]]
 Purpose = Literal["training", "evaluation"]
 PLACE = "ran out of device memory "  # how the note on an error begins that says where
@@ -44,19 +43,12 @@ GENERAL_ADVICE = (
 
 @dataclass(frozen=True)
 class Shortage:
-    """The work that did not fit on the device.
+    """The work that did not fit on the device."""
 
-    Attributes:
-        place: where memory ran out, as "in the forward of layer 3".
-        rows: how many rows the largest micro-batch had.
-        length: how many tokens the longest row had.
-        slots: how many layers' weights had a place on the device.
-    """
-
-    place: str
-    rows: int
-    length: int
-    slots: int
+    place: str  # where memory ran out, as "in the forward of layer 3"
+    rows: int  # how many rows the largest micro-batch had
+    length: int  # how many tokens the longest row had
+    slots: int  # how many layers' weights had a place on the device
 
 
 class OomRetry:
@@ -69,7 +61,7 @@ class OomRetry:
     Attributes:
         recomputes: whether activations are recomputed; where they are not, the warning names that setting too.
         place: where the pass is now, as `at` was told last.
-        advise: returns the settings that would help with a shortage; whoever knows the plan sets it.
+        advise: returns the settings that would help with a shortage; set by the part of the run that knows the plan.
     """
 
     def __init__(self, stream: LayerStream, backend: Backend) -> None:
@@ -107,7 +99,7 @@ class OomRetry:
             micro_batches: those of the pass; an attempt has them in `micro_batches`, smaller where they did not fit.
             parameters: the parameters to whose gradients the pass adds.
             made: a list that the pass appends to.
-            purpose: training and evaluation remember apart how many rows fit.
+            purpose: of the pass; how many rows fit is remembered for each purpose.
 
         Raises:
             MemoryLimitError: one row does not fit beside one slot.
@@ -132,12 +124,9 @@ class OomRetry:
     def forwards(self, state: Tensor, sums: Sized = ()) -> Iterator[ForwardAttempt]:
         """Yield attempts at the forward of one micro-batch through one leased layer until one succeeds.
 
-        An attempt that fails must leave nothing behind: none of its tensors in the caller's variables.
-
-        Args:
-            state: the generator's, from which each attempt begins.
-            sums: the sums of gradients that attempts add to, if any. Once there is one, memory that runs out ends the
-                pass, because what was added to a sum cannot be taken out again.
+        Each begins from the generator's `state`, and must leave none of its tensors in the caller's variables if it
+        fails. `sums` are the sums of gradients that attempts add to: once there is one, memory that runs out ends the
+        pass, because an addition to a sum cannot be taken back.
         """
         while True:
             attempt = ForwardAttempt(self, sums)
@@ -201,7 +190,8 @@ class OomRetry:
             max((length for _, length in shapes), default=0),
             self._stream.num_slots,
         )
-        what = f"the device's memory is too small: {_reason(error)}"
+        said = str(error).partition("\n")[0][:200].rstrip(". ")
+        what = f"the device's memory is too small: {said}"
         if parts:
             what += f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once beside "
             what += f"{_count(short.slots, 'layer slot')} do not fit"
@@ -216,12 +206,14 @@ class OomRetry:
         if not given_up.changes:
             return
         settings, now = [], []
-        if change := given_up.changes.get("slots"):
-            settings.append(f"prefetch_depth: {max(1, change[1] - 1)}")
-            now.append(f"{_count(change[1], 'layer slot')} instead of {change[0]}")
-        if change := given_up.changes.get("rows"):
-            settings.append(f"micro_batch_size: {change[1]}")
-            now.append(f"micro-batches of at most {_count(change[1], 'row')} instead of {change[0]}")
+        if "slots" in given_up.changes:
+            before, after = given_up.changes["slots"]
+            settings.append(f"prefetch_depth: {max(1, after - 1)}")
+            now.append(f"{_count(after, 'layer slot')} instead of {before}")
+        if "rows" in given_up.changes:
+            before, after = given_up.changes["rows"]
+            settings.append(f"micro_batch_size: {after}")
+            now.append(f"micro-batches of at most {_count(after, 'row')} instead of {before}")
         if not self.recomputes:
             settings.append("gradient_checkpointing: true (the others may then not be needed)")
         warnings.warn(
@@ -233,11 +225,9 @@ class OomRetry:
 
 
 class PassAttempt:
-    """One attempt at a pass, which is made in its `with` block. If memory runs out there, the block ends without error.
+    """One attempt to take `micro_batches` through the model, made in its `with` block.
 
-    Attributes:
-        micro_batches: what to take through the model.
-        failed: whether memory ran out; if so, room has been made for the next attempt.
+    If memory runs out there, the block ends without an error, `failed` is true, and there is room for the next attempt.
     """
 
     def __init__(self, retry: OomRetry, micro_batches: list[Mapping[str, Tensor]], purpose: Purpose) -> None:
@@ -259,15 +249,13 @@ class PassAttempt:
 class ForwardAttempt:
     """One attempt at a micro-batch's forward through a layer, made in its `with` block as a `PassAttempt` is.
 
-    Attributes:
-        failed: whether memory ran out; if so, a slot has been given up. Without one to give up the error goes on.
+    If it `failed`, a slot has been given up; without a slot to give up, the error goes on.
     """
 
     def __init__(self, retry: OomRetry, sums: Sized) -> None:
         self._retry, self._sums, self.failed = retry, sums, False
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
         if isinstance(error, RuntimeError) and is_out_of_memory(error) and not self._sums:
@@ -288,7 +276,7 @@ class _GivenUp:
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:
-    """Clear the frames that an error has left, because whoever keeps the error would keep their tensors."""
+    """Clear the frames that an error has left, because an error that is kept would keep their tensors."""
     one: BaseException | None = error
     while one is not None:
         clear_frames(one.__traceback__)
@@ -297,7 +285,6 @@ def _let_go(error: RuntimeError) -> RuntimeError:
 
 
 def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    """Give parameters the gradients that they had."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             parameter.grad = None
@@ -309,11 +296,6 @@ def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | N
 def _place_of(error: BaseException) -> str:
     notes = getattr(error, "__notes__", ())
     return next((note.removeprefix(PLACE) for note in notes if note.startswith(PLACE)), "")
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first sentence or two of what the device said."""
-    return str(error).partition("\n")[0][:200].rstrip(". ")
 
 
 def _rows_of(micro_batch: Mapping[str, Tensor]) -> int:

@@ -42,8 +42,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Op
 
 
 def _begin(optimizer: AdamW) -> None:
-    """Give AdamW the state it begins with, as an input of a lazy device's graph: left to make it in its first step,
-    it would need a graph for that step alone."""
+    """Give AdamW its initial state, because a lazy device would need a graph for the first step alone to make it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     zeros = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in parameters]
     state = {
@@ -88,10 +87,8 @@ def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) ->
     _check_precision(parameters)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in parameters):
-        raise ConfigError(
-            "the optimizer holds none of the adapter's parameters, so it would train nothing",
-            how="make it over model.get_trainable_parameters(), after initialize_lora()",
-        )
+        what = "the optimizer holds none of the adapter's parameters, so it would train nothing"
+        raise ConfigError(what, how="make it over model.get_trainable_parameters(), after initialize_lora()")
 
 
 def _check_precision(parameters: Sequence[nn.Parameter]) -> None:
@@ -122,19 +119,15 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step
     """
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
     if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        raise ConfigError(
-            "a schedule that follows the loss is not supported",
-            where=f"lr_scheduler_type: {config.lr_scheduler_type}",
-            how="use one that is a function of the step, such as cosine",
-        )
+        what = "a schedule that follows the loss is not supported"
+        how = "use one that is a function of the step, such as cosine"
+        raise ConfigError(what, where=f"lr_scheduler_type: {config.lr_scheduler_type}", how=how)
     try:
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"this schedule needs settings that cannot be given here: {error}",
-            where=f"lr_scheduler_type: {config.lr_scheduler_type}",
-            how="use linear, cosine, constant, constant_with_warmup, polynomial or inverse_sqrt",
-        ) from error
+        what = f"this schedule needs settings that cannot be given here: {error}"
+        how = "use linear, cosine, constant, constant_with_warmup, polynomial or inverse_sqrt"
+        raise ConfigError(what, where=f"lr_scheduler_type: {config.lr_scheduler_type}", how=how) from error
     assert isinstance(schedule, LambdaLR)
     if step:
         # As a state that is loaded, because stepping it so often would warn that the optimizer was not stepped first.

@@ -18,21 +18,15 @@ from lema.errors import ConfigError, DataError
 
 __all__ = ["Padding", "cut", "padding_of"]
 
-
 VALUES = {"labels": IGNORED}  # of all else zeros: nothing attends to them
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How long rows become.
+    """How long rows become."""
 
-    Attributes:
-        multiple: their length is a multiple of this.
-        positions: the longest row that the model takes; None: any.
-    """
-
-    multiple: int = 1
-    positions: int | None = None
+    multiple: int = 1  # their length is a multiple of this
+    positions: int | None = None  # the longest row that the model takes; None: any
 
     def of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is.
@@ -68,12 +62,7 @@ def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding:
-    """Return how rows of a run are padded.
-
-    Args:
-        config: of the run.
-        parts: processes that hold one copy of the model together.
-        positions: the longest row that the model takes; None: any.
+    """Return how rows are padded for `parts` processes that hold one copy of the model, which has so many `positions`.
 
     Raises:
         ConfigError: so many processes cannot share such rows.
@@ -81,9 +70,7 @@ def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding
     shares = parts if config.sequence_parallel else 1
     multiple = config.pad_to_multiple_of or shares
     if multiple % shares:
-        raise ConfigError(
-            f"rows of a multiple of {multiple} tokens cannot be cut into {shares} equal shares",
-            where="pad_to_multiple_of",
-            how=f"set it to a multiple of {shares}, leave it out, or set sequence_parallel: false",
-        )
+        what = f"rows of a multiple of {multiple} tokens cannot be cut into {shares} equal shares"
+        how = f"set it to a multiple of {shares}, leave it out, or set sequence_parallel: false"
+        raise ConfigError(what, where="pad_to_multiple_of", how=how)
     return Padding(multiple, positions)

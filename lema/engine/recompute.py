@@ -30,7 +30,7 @@ __all__ = ["Graph"]
 
 
 class _Dropped:
-    """What stands in the graph for a tensor that was dropped. Autograd frees it when the backward is done with it."""
+    """The place in the graph of a tensor that was dropped. Autograd frees it when the backward is done with it."""
 
     __slots__ = ("__weakref__", "tensor")
 

@@ -35,7 +35,6 @@ from lema.stream.schedule import forward_order, training_order
 
 __all__ = ["StreamedModel"]
 
-
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
 TARGETS = "targets"
 
@@ -88,9 +87,8 @@ class StreamedModel:
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
         self.graphs: KeptGraphs | None = None
         if saved_on != "device":
-            if (
-                backend.memory().shared
-            ):  # because a slot is the host's buffer there, and what comes back would lie in it
+            # Because a slot is the host's buffer there, and tensors that come back would lie in it.
+            if backend.memory().shared:
                 carrier = AtOnce(backend.device)
             self.graphs = KeptGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
         self._engine = Engine(split, stream, backend)
@@ -130,11 +128,7 @@ class StreamedModel:
 
     @contextmanager
     def interruptible(self, stop: Stop) -> Iterator[None]:
-        """Let a run be stopped before each layer and micro-batch, in a `with` block; all processes do this, or none.
-
-        Args:
-            stop: asked while a pass is within `Interrupt.opened`.
-        """
+        """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all processes do this, or none."""
         leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
         interrupt = Interrupt(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
         before = self._engine.stop, self.stream.before_lease
@@ -172,17 +166,15 @@ class StreamedModel:
         return next(trained, self.split.num_layers - 1)
 
     def announce_step(self, micro_batches: Sequence[Mapping[str, Tensor]] | None = None) -> None:
-        """Announce the leases of one training step, so that its first layers are read while others work.
+        """Announce the leases of one training step, so that its first layers are read before it starts.
 
-        Args:
-            micro_batches: of that step; with `prefix` they say which layers it leaves out.
+        With `prefix`, the step's micro-batches say which layers it leaves out.
         """
         order = training_order(self.split.num_layers, self.lowest_trained)
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(order[first:])
 
     def _first_layer(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> int:
-        """Return the lowest layer that a step runs."""
         return self.prefix.layer if self.prefix is not None and self.prefix.holds(micro_batches) else 0
 
     def loss(
@@ -242,18 +234,16 @@ class StreamedModel:
         return loss
 
     def accompany(self, *, training: bool = True) -> None:
-        """Take part in a step, or an evaluation, of which this process has no rows, for those that have some.
+        """Take part in a step, or an evaluation, of which this process has no rows, for the processes that have some.
 
         Raises:
             ConfigError: the others may visit layers in an order that this process cannot know yet.
         """
         layers = self.split.num_layers
         if training and self.stream.sharded and self._starts_below is None and self.trained_outside():
-            raise ConfigError(
-                "this process has no rows in the first step, and does not know how far down gradients go",
-                where="shard_weights",
-                how="give every process rows: lower micro_batch_size, or start fewer processes",
-            )
+            what = "this process has no rows in the first step, and does not know how far down gradients go"
+            how = "give every process rows: lower micro_batch_size, or start fewer processes"
+            raise ConfigError(what, where="shard_weights", how=how)
         if not training:
             self.stream.cancel()  # as an evaluation does
         self.stream.accompany(training_order(layers, self.lowest_trained) if training else forward_order(layers))
@@ -329,10 +319,7 @@ class StreamedModel:
         return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, known=targets, **options)
 
     def _first_lease(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> AbstractContextManager[Lease | None]:
-        """Lease the first layer for what comes before it, if its weights are needed there.
-
-        On a lazy device they are not, and what comes before the layers is a graph of its own.
-        """
+        """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""
         known = self.split.known(_inputs_of(micro_batches[0]))
         return nullcontext() if known else self.stream.lease(0)
 

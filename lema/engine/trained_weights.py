@@ -16,7 +16,6 @@ from lema.stream import Lease
 
 __all__ = ["Leaves", "TrainedWeights", "add"]
 
-
 Leaves = dict[str, Tensor]
 
 
@@ -26,7 +25,7 @@ class TrainedWeights:
     Args:
         names: for each layer that trains, the names of the parameters that do, as a lease has them.
         done: called with a layer's number and the gradients of its weights by name, on the device, once they are
-            complete for the pass; a weight that nothing reached has none. The gradients are the callee's from then on.
+            complete for the pass; a weight without a gradient is left out. The callee owns the gradients from then on.
         begun: returns the gradient that a weight has from the passes before, to which this pass adds; None: none.
     """
 

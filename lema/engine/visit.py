@@ -81,13 +81,8 @@ def visit(
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
 
-    Args:
-        engine: the model, the stream and the device.
-        layer: the number of the layer.
-        calls: the layer's other arguments, for each micro-batch.
-        hidden: the layer's input for each micro-batch.
-        boundaries: where the inputs wait for the backward, which recomputes the layer; None: its activations are kept.
-        graphs: where kept activations wait for the backward; None: on the device.
+    `calls` are the layer's other arguments, for each micro-batch. The inputs wait for the backward in `boundaries`, and
+    the layer is recomputed there; None: its activations are kept, in `graphs` or, without them, on the device.
     """
     # An autograd function, because autograd then calls the layer's backward when the gradients of its outputs are
     # there, and knows nothing of the graph inside, whose weights are on lease only during the two visits.
@@ -226,7 +221,7 @@ class _LayerVisit:
         """Return the function that runs a micro-batch through the layer again, from the generator's first `state`.
 
         The function does not refer to the visit, because the visit holds the graph that holds the function, and such a
-        circle would keep tensors that nobody wants any more.
+        circle would keep tensors after their last use.
         """
         engine, layer, boundary = self._engine, self._layer, self._boundary
         call, found = self._calls[index], self._found
@@ -234,8 +229,8 @@ class _LayerVisit:
         def run(lease: Lease) -> Tensor:
             engine.backend.set_rng_state(state)
             if anew and (needs or not lease.has_address):
-                # This run is the one that is differentiated. On a device that compiles what is run, by its input even
-                # where nobody needs that, because the lowest layer's backward then is the graph of the others'.
+                # This run is differentiated: on a device that compiles graphs also by an input whose gradient is not
+                # needed, so that the lowest layer's backward is the graph of the others'.
                 given = graph_input(engine.anchor, boundary[0], found, index)
             else:
                 given = boundary[0].detach().requires_grad_(needs)
@@ -347,4 +342,4 @@ def _top_layer(
 
 
 def _ignore(layer: int, gradients: Sequence[Tensor | None]) -> None:
-    """Look at no gradient: what `Engine.look` is where nobody asks for them."""
+    """Look at no gradient: the default of `Engine.look`."""

@@ -16,11 +16,6 @@ __all__ = ["count_lora_params", "inject_lora_params", "merge_lora_params", "para
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
-    {
-        "count_lora_params": "attach",
-        "inject_lora_params": "attach",
-        "merge_lora_params": "merge",
-        "param_filter": "attach",
-        "save_adapter": "files",
-    },
+    dict.fromkeys(("count_lora_params", "inject_lora_params", "param_filter"), "attach")
+    | {"merge_lora_params": "merge", "save_adapter": "files"},
 )

@@ -1,7 +1,6 @@
 """LoRA adapters attached to a model whose weights are on `meta`; the adapter layers are PEFT's own.
 
-There are four functions: `param_filter` says what would be adapted, `inject_lora_params` attaches the adapter,
-`count_lora_params` counts its parameters, and `merge_lora_params` merges it into a model in memory.
+`param_filter` says what would be adapted, `inject_lora_params` attaches the adapter.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ from lema.model.skeleton import EmptyOnMeta, find_layers
 
 __all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
 
-
 BASE_LAYER = ".base_layer"  # where PEFT keeps the module it wraps
 
-# Warnings of PEFT's that nobody here can act on, or that are given by the names of the settings, one name at a time.
+# Warnings of PEFT's that a user of LEMA cannot act on, or that LEMA gives itself by the names of its settings.
 SILENCED = (
     ".*is_gradient_checkpointing.*",  # a property that transformers has renamed
     "fan_in_fan_out is set to",  # PEFT sets it for each module as that module needs it
@@ -62,8 +60,7 @@ def lora_config(
         rank: of the two matrices.
         alpha: the adapter's output is scaled by `alpha / rank`.
         dropout: on the adapter's input.
-        targets: module names, or a regular expression over full names; None: every linear of the decoder layers but
-            the routers.
+        targets: module names, or a regular expression over full names; None: `default_targets`.
         options: further options of PEFT's `LoraConfig`.
 
     Raises:
@@ -122,25 +119,21 @@ def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
     if patterns is not None and name.rpartition(".")[2] not in patterns:
         return  # they count in another list
     if beyond := sorted(index for index in indices if index >= len(layers)):
-        raise ConfigError(
-            f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them",
-            where="lora_layers_to_transform",
-            how=f"layers are counted from 0, to {len(layers) - 1}",
-        )
+        what = f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them"
+        how = f"layers are counted from 0, to {len(layers) - 1}"
+        raise ConfigError(what, where="lora_layers_to_transform", how=how)
 
 
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
 
-    Args:
-        model: without adapters; its weights may be on `meta`.
-        config: PEFT's, such as `lora_config` returns.
+    The model has no adapters, and its weights may be on `meta`.
 
     Raises:
-        ModelError: nothing would be; names what could.
+        ModelError: no parameter would be adapted; the message names those that could be.
     """
     tensors = (*model.parameters(), *model.buffers())
-    bare: PreTrainedModel = deepcopy(model, {id(tensor): _bare(tensor) for tensor in tensors})
+    bare: PreTrainedModel = deepcopy(model, {id(tensor): _without_values(tensor) for tensor in tensors})
     with torch.random.fork_rng(devices=()):
         _attach(bare, deepcopy(config))
     adapted = {
@@ -151,7 +144,7 @@ def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in adapted]
 
 
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     empty = tensor.detach().to("meta")
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
@@ -165,11 +158,10 @@ def inject_lora_params(
 
     Args:
         model: decoder layers on `meta`.
-        config: PEFT's.
-        device: where adapters live.
+        config: the adapter's, which may be changed.
+        device: where the adapter's parameters are made.
         seed: of the initial values; the generator is left where it was. None: values are left unset, to be loaded.
-        read: reads the model's stored tensors, where something that trains begins with them (biases, modules that
-            train whole, DoRA's magnitudes).
+        read: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with.
 
     Raises:
         ModelError: no module matches, or one is to be trained in a way that cannot be streamed.
@@ -201,12 +193,13 @@ def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
                 peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
         take_off(model)
-        hint = "an expression is for whole names; a list is for their ends. " * isinstance(config.target_modules, str)
-        raise ModelError(
-            f"the adapter does not fit this model: {error}",
-            where=f"lora_target_modules: {_listed(config)}",
-            how=f"{hint}linear modules of the decoder layers are: {', '.join(default_targets(model))}",
-        ) from error
+        targets, hint = config.target_modules or (), ""
+        if isinstance(targets, str):
+            hint = "an expression is for whole names; a list is for their ends. "
+        what = f"the adapter does not fit this model: {error}"
+        how = f"{hint}linear modules of the decoder layers are: {', '.join(default_targets(model))}"
+        listed = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+        raise ModelError(what, where=f"lora_target_modules: {listed}", how=how) from error
     assert isinstance(peft_model, PeftModel)
     return peft_model
 
@@ -221,7 +214,10 @@ def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
         "lora_target_modules": _unmatched(config.target_modules, modules),
         "lora_target_parameters": _unmatched(config.target_parameters, parameters),
         "lora_exclude_modules": _unmatched(config.exclude_modules, modules),
-        "lora_modules_to_save": [one for one in config.modules_to_save or () if not _ends_any(modules, one)],
+        # PEFT compares ends of names, whether or not they begin at a dot.
+        "lora_modules_to_save": [
+            end for end in config.modules_to_save or () if not any(name.endswith(end) for name in modules)
+        ],
         "lora_rank_pattern": [key for key in config.rank_pattern or () if not _matches(key, adapted)],
         "lora_alpha_pattern": [key for key in config.alpha_pattern or () if not _matches(key, adapted)],
     }
@@ -232,23 +228,14 @@ def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
 
 
 def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:
-    """Return those wanted that are the end of no name; an expression is one whole."""
+    """Return the wanted ends that no name has; or the wanted expression, if no name matches it."""
     if isinstance(wanted, str):
         return [] if wanted.lower() == ALL_LINEAR or any(re.fullmatch(wanted, name) for name in names) else [wanted]
     return sorted(one for one in wanted or () if not any(f".{name}".endswith(f".{one}") for name in names))
 
 
-def _ends_any(names: Collection[str], end: str) -> bool:
-    return any(name.endswith(end) for name in names)  # as PEFT has it
-
-
 def _matches(key: str, names: Collection[str]) -> bool:
     return any(re.match(rf"(.*\.)?({key})$", name) for name in names)  # as PEFT has it
-
-
-def _listed(config: LoraConfig) -> str:
-    targets = config.target_modules or ()
-    return targets if isinstance(targets, str) else ", ".join(sorted(targets))
 
 
 def count_lora_params(model: nn.Module) -> int:

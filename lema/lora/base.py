@@ -21,7 +21,6 @@ from lema.storage.verify import base_fingerprint
 
 __all__ = ["BASE_NAME", "check_base", "check_named_base", "write_base"]
 
-
 BASE_NAME = "adapter_base.json"
 KEY = "fingerprint"
 
@@ -36,11 +35,9 @@ def write_base(directory: Path, fingerprint: str) -> None:
 
 
 def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
-    """Make sure that a model is the one an adapter was trained on; whether that is written beside the adapter at all.
+    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on.
 
-    Args:
-        directory: the adapter's. One that PEFT alone has written does not say so.
-        index: the model's files.
+    Return whether a file beside the adapter says which model that is; adapters that PEFT alone has written have none.
 
     Raises:
         AdapterError: it is another model, or what is written is damaged.
@@ -65,16 +62,10 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
 
 
 def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
-    """Make sure that a model is the one an adapter belongs to that was made anywhere.
+    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it.
 
-    By the fingerprint beside it; where there is none, by the base that PEFT's config names: the same name, the same
-    directory, or the same files elsewhere.
-
-    Args:
-        directory: the adapter's.
-        config: PEFT's of it.
-        model: the model as the user names it.
-        index: its files.
+    It is compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the
+    same name as the user's for this `model`, the same directory, or the same files elsewhere.
 
     Raises:
         AdapterError: it is another model.
@@ -83,11 +74,9 @@ def check_named_base(directory: Path, config: LoraConfig, model: str, index: Glo
         return
     named = config.base_model_name_or_path
     if not named:
-        warnings.warn(
-            f"{directory} does not say which model the adapter is of; it is taken to be {model}", stacklevel=3
-        )
-        return
-    if named == model:
+        what = f"{directory} does not say which model the adapter is of; it is taken to be {model}"
+        warnings.warn(what, stacklevel=3)
+    if not named or named == model:
         return
     try:
         place = resolve_model(named, revision=config.revision, download=False)
@@ -98,8 +87,5 @@ def check_named_base(directory: Path, config: LoraConfig, model: str, index: Glo
         if other.root.resolve() == index.root.resolve() or base_fingerprint(other) == base_fingerprint(index):
             return
         why = "whose files are others"
-    raise AdapterError(
-        f"the adapter is of the model {named}, {why}",
-        where=f"{directory}, on {model}",
-        how=f"begin with that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json",
-    )
+    how = f"begin with that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json"
+    raise AdapterError(f"the adapter is of the model {named}, {why}", where=f"{directory}, on {model}", how=how)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from lema.config.timelimit import limited
@@ -38,8 +39,30 @@ __all__ = [
     "read_records",
 ]
 
-
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+Names = list[str] | set[str] | tuple[str, ...]
+Rows = list[int] | tuple[int, ...]
+
+
+class _Types(BaseModel):
+    """The options of PEFT's `LoraConfig` that LEMA reads, each with the types that it may have in a file."""
+
+    model_config = ConfigDict(strict=True)
+
+    r: PositiveInt
+    lora_alpha: int | float
+    lora_dropout: int | float
+    base_model_name_or_path: str | None
+    revision: str | None
+    target_modules: Names | str | None
+    exclude_modules: Names | str | None
+    layers_pattern: Names | str | None
+    modules_to_save: Names | None
+    target_parameters: Names | None
+    layers_to_transform: Rows | int | None
+    rank_pattern: dict[str, int] | None
+    alpha_pattern: dict[str, int | float] | None
+    trainable_token_indices: Rows | dict[str, Rows] | None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -82,11 +105,8 @@ def read_records(file: Path) -> Mapping[str, TensorRecord]:
     except WeightsError as error:
         raise AdapterError(f"the adapter file is damaged: {error.what}", where=str(file), how=error.how) from error
     if odd := [f"{name} ({record.dtype})" for name, record in records.items() if record.dtype not in FLOATING]:
-        raise AdapterError(
-            f"the adapter file is damaged: {', '.join(odd[:3])} are no floating numbers",
-            where=str(file),
-            how="copy or save the adapter again",
-        )
+        what = f"the adapter file is damaged: {', '.join(odd[:3])} are no floating numbers"
+        raise AdapterError(what, where=str(file), how="copy or save the adapter again")
     return records
 
 
@@ -96,27 +116,13 @@ def check_types(config: LoraConfig, file: Path) -> None:
     Raises:
         AdapterError: one is not; names each.
     """
-    wanted: dict[str, bool] = {
-        "r": type(config.r) is int and config.r > 0,
-        "lora_alpha": type(config.lora_alpha) in (int, float),
-        "lora_dropout": type(config.lora_dropout) in (int, float),
-        "base_model_name_or_path": _is_text(config.base_model_name_or_path),
-        "revision": _is_text(config.revision),
-        "target_modules": _are_names(config.target_modules) or _is_text(config.target_modules),
-        "exclude_modules": _are_names(config.exclude_modules) or _is_text(config.exclude_modules),
-        "layers_pattern": _are_names(config.layers_pattern) or _is_text(config.layers_pattern),
-        "modules_to_save": _are_names(config.modules_to_save),
-        "target_parameters": _are_names(config.target_parameters),
-        "layers_to_transform": _are_rows(config.layers_to_transform) or type(config.layers_to_transform) is int,
-        "rank_pattern": _is_table(config.rank_pattern, int),
-        "alpha_pattern": _is_table(config.alpha_pattern, int, float),
-        "trainable_token_indices": _are_rows(config.trainable_token_indices)
-        or (isinstance(rows := config.trainable_token_indices, dict) and all(map(_are_rows, rows.values()))),
-    }
-    if wrong := [f"{name} is {getattr(config, name)!r:.200}" for name, right in wanted.items() if not right]:
-        raise AdapterError(
-            f"this is no config of an adapter: {'; '.join(wrong)}", where=str(file), how="correct the file"
-        )
+    try:
+        _Types.model_validate({name: getattr(config, name) for name in _Types.model_fields})
+    except ValidationError as error:
+        names = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
+        wrong = "; ".join(f"{name} is {getattr(config, name)!r:.200}" for name in names)
+        what = f"this is no config of an adapter: {wrong}"
+        raise AdapterError(what, where=str(file), how="correct the file") from error
 
 
 def check_ranks(config: LoraConfig, weights: Path) -> None:
@@ -138,37 +144,12 @@ def check_ranks(config: LoraConfig, weights: Path) -> None:
         )
 
 
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _are_names(value: Any) -> bool:
-    return value is None or _all(value, str)
-
-
-def _are_rows(value: Any) -> bool:
-    return value is None or _all(value, int)
-
-
-def _is_table(value: Any, *kinds: type) -> bool:
-    return value is None or (isinstance(value, dict) and _all(value.values(), *kinds))
-
-
-def _all(values: Any, *kinds: type) -> bool:
-    listed = isinstance(values, Iterable) and not isinstance(values, str | dict)
-    return listed and all(type(one) in kinds for one in values)
-
-
 MAX_SECONDS = 3.0  # for all names and patterns; those of a large model take thousandths
 PLAIN = re.compile(r"[\w.-]*")  # there is one way to match it, and that is found at once
 
 
 def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
-    """Make sure that the patterns of an adapter's config can be matched with the names of modules.
-
-    Args:
-        config: PEFT's.
-        names: of all modules of the model.
+    """Make sure that the patterns of an adapter's config can be matched with `names`, those of all modules.
 
     Raises:
         ModelError: one is no regular expression, or takes too long to match.
@@ -185,17 +166,15 @@ def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
                 for name in known:
                     match(name)
     except _TooLong:
-        raise ModelError(
-            f"matching the names of the model's modules with this takes more than {MAX_SECONDS:g} seconds",
-            where=where,
-            how="name the modules in a list; do not use this adapter unless you trust it",
-        ) from None
+        what = f"matching the names of the model's modules with this takes more than {MAX_SECONDS:g} seconds"
+        how = "name the modules in a list; do not use this adapter unless you trust it"
+        raise ModelError(what, where=where, how=how) from None
     except (re.error, OverflowError, RecursionError) as error:
         raise ModelError(f"this is no regular expression: {error}", where=where, how="correct it") from error
 
 
 def _patterns(config: LoraConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield each, and what PEFT puts it into: (option, pattern, a larger one; empty: it is to match whole names)."""
+    """Yield each pattern as (option, pattern, the expression PEFT puts it into; empty: it is to match whole names)."""
     for option in ("target_modules", "exclude_modules"):
         if isinstance(pattern := getattr(config, option), str):
             yield option, pattern, ""
@@ -214,12 +193,7 @@ class _TooLong(Exception):
 
 
 def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> None:
-    """Refuse an adapter that is not of this model.
-
-    Args:
-        tensors: by PEFT's names.
-        model: its parameters may be on `meta`.
-        base: what to call the model.
+    """Refuse an adapter that is not of this model, whose parameters may be on `meta`; errors call the model `base`.
 
     Raises:
         AdapterError: a tensor is of a module that the model does not have, or has another shape than one of that
@@ -230,18 +204,13 @@ def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> 
         path, leaf = module_of(name)
         module = modules.get(path)
         if not leaf or module is None:
-            raise AdapterError(
-                f"{base} has no module that this tensor could be of",
-                where=name,
-                how="name the model it was trained on: --model",
-            )
+            what = f"{base} has no module that this tensor could be of"
+            raise AdapterError(what, where=name, how="name the model it was trained on: --model")
         wanted = _shape(module, leaf, _rank(tensors, name, leaf))
         if wanted is not None and list(tensor.shape) != list(wanted):
-            raise AdapterError(
-                f"it is {list(tensor.shape)}, and in {base} it would be {list(wanted)}",
-                where=name,
-                how="the shards are not all there, were padded, or are of another model: --model names it",
-            )
+            what = f"it is {list(tensor.shape)}, and in {base} it would be {list(wanted)}"
+            how = "the shards are not all there, were padded, or are of another model: --model names it"
+            raise AdapterError(what, where=name, how=how)
 
 
 def _rank(tensors: Mapping[str, Tensor], name: str, leaf: str) -> int | None:

@@ -1,7 +1,6 @@
 """Converts sharded adapters to PEFT's files and back, so that any shards become an adapter that loads at any degree.
 
-Both directions only move numbers: no arithmetic is done on them, and nothing of the base model is needed but its
-config.
+Both directions only move numbers, without arithmetic on them, and need nothing of the base model but its config.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lema.backend.layout import Difference, KvLayout, Layout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.base import BASE_NAME
-from lema.lora.checks import check_shapes
+from lema.lora.checks import check_shapes, read_json
 from lema.lora.files import CONFIG, WEIGHTS, read_lora_config, read_safetensors
 from lema.lora.foreign_shards import read_foreign
 from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
@@ -34,21 +33,14 @@ __all__ = ["Consolidated", "consolidate_adapter", "shard_adapter"]
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What was put together.
+    """What was put together."""
 
-    Attributes:
-        directory: where it lies, in PEFT's format.
-        tp: how many ranks it lay over.
-        num_tensors: of the adapter.
-        differing: where replicas differed and the first rank's were taken: name of the tensor -> on which ranks.
-        base: the base model whose modules its shapes were compared with; None: it is not here.
-    """
-
-    directory: Path
-    tp: int
-    num_tensors: int
+    directory: Path  # where it lies, in PEFT's format
+    tp: int  # how many ranks it lay over
+    num_tensors: int  # of the adapter
+    # Where replicas differed and the first rank's were taken: name of the tensor -> on which ranks.
     differing: Mapping[str, list[Difference]]
-    base: str | None = None
+    base: str | None = None  # the base model whose modules its shapes were compared with; None: it is not here
 
 
 def consolidate_adapter(
@@ -71,8 +63,8 @@ def consolidate_adapter(
             that is here.
 
     Raises:
-        AdapterError: there are no shards, they are damaged or unsafe, do not fit together, or their replicas differ; or
-            the whole does not fit the base model.
+        AdapterError: the shards are missing, damaged or unsafe, do not fit together or the base model, or replicas
+            differ.
         ConfigError: `out_dir` is taken, or `kv_layout` is none.
         WeightsError: `model` is given, and is neither a local directory nor in the hub cache.
         DiskError: a file could not be written; nothing is left behind.
@@ -86,16 +78,15 @@ def consolidate_adapter(
             raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
         held = read_shards(directory)
         tensors, differing = held.whole(check=check)
-        config, tp = _read_json(config_file), len(held.ranks)
+        config, tp = _adapter_config(config_file), len(held.ranks)
     else:
         adapter = read_foreign(directory, None if kv_layout is None else _order(kv_layout), check=check)
         tensors, differing, tp = dict(adapter.tensors), dict(adapter.differing), adapter.tp
-        config = _with_projections(_read_json(config_file), adapter.modules, config_file)
+        config = _with_projections(_adapter_config(config_file), adapter.modules, config_file)
     base = _compare(tensors, config, model)
     with appearing(out) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        _write_json(partial / CONFIG, config)
-        _copy_settings(config_file.parent, partial)
+        _write_settings(config, config_file.parent, partial)
     return Consolidated(out, tp, len(tensors), differing, base)
 
 
@@ -113,7 +104,7 @@ def shard_adapter(
     Every projection keeps its own A and B. The axis of the rank is never cut.
 
     Args:
-        adapter_dir: with `adapter_config.json` and `adapter_model.safetensors`.
+        adapter_dir: with PEFT's two files.
         out_dir: a new or empty directory.
         tp: how many ranks.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
@@ -140,14 +131,13 @@ def shard_adapter(
     tensors = read_safetensors(adapter / WEIGHTS)
     layouts = {name: _layout(name, tensor, plan) for name, tensor in tensors.items()}
     with appearing(out) as partial:
-        _write_json(partial / CONFIG, _read_json(adapter / CONFIG))
-        _copy_settings(adapter, partial)
+        _write_settings(_adapter_config(adapter / CONFIG), adapter, partial)
         write_shards(partial / SHARDS, tensors, layouts, tp)
     return out
 
 
 def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: str | None) -> str | None:
-    """Compare an adapter's shapes with its base model's, and return that; None: it is not here."""
+    """Compare an adapter's shapes with its base model's, and return that model's name; None: it is not here."""
     base = model or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         return None
@@ -163,15 +153,12 @@ def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: st
 
 
 def _config_directory(base: str, revision: str | None, trust: bool) -> Path:
-    """Where the base model's config is: here, since a whole model would be much to fetch for it."""
+    """Find the base model's config on this machine, since a whole model would be much to fetch for it."""
     try:
         return resolve_model(base, revision=revision, trust_remote_code=trust, download=False)
     except WeightsError as error:
-        raise WeightsError(
-            f"the base model's config is not here: {error.what}",
-            where=error.where,
-            how="give a directory with its config.json: --model DIR (hf download ID config.json --local-dir DIR)",
-        ) from error
+        how = "give a directory with its config.json: --model DIR (hf download ID config.json --local-dir DIR)"
+        raise WeightsError(f"the base model's config is not here: {error.what}", where=error.where, how=how) from error
 
 
 def _order(kv_layout: str) -> KvLayout:
@@ -187,18 +174,12 @@ def _find_shards(given: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise AdapterError(
-            f"there are {len(found)} adapters here",
-            where=str(given),
-            how=f"name one of {', '.join(path.parent.name for path in found)}",
-        )
+        how = f"name one of {', '.join(path.parent.name for path in found)}"
+        raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
     if (given / WEIGHTS).is_file():
         raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
-    raise AdapterError(
-        "there are no shards of an adapter here",
-        where=str(given),
-        how=f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/",
-    )
+    how = f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/"
+    raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
 
 
 def _layout(name: str, tensor: Tensor, plan: Mapping[str, Layout]) -> Layout:
@@ -213,11 +194,9 @@ def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, .
     """Let the config name the projections that the adapter is of, where it named modules they were fused in."""
     for option in ("rank_pattern", "alpha_pattern"):
         if fused := [key for key in config.get(option) or {} if key.rpartition(".")[2] in modules]:
-            raise AdapterError(
-                f"{option} names {fused[0]}, which is several modules in the base model",
-                where=str(file),
-                how=f"name {', '.join(modules[fused[0].rpartition('.')[2]])} there",
-            )
+            what = f"{option} names {fused[0]}, which is several modules in the base model"
+            how = f"name {', '.join(modules[fused[0].rpartition('.')[2]])} there"
+            raise AdapterError(what, where=str(file), how=how)
     targets = config.get("target_modules")
     if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
         named = {new for target in targets for new in modules.get(target, (target,))}
@@ -226,21 +205,16 @@ def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, .
     return config
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file)) from error
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+def _adapter_config(file: Path) -> dict[str, Any]:
+    content = read_json(file)
+    if content.get("peft_type") != "LORA":
         raise AdapterError("this is no config of a LoRA adapter", where=str(file), how="only LoRA adapters are sharded")
     return content
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_settings(source: Path, out: Path) -> None:
+def _write_settings(config: Mapping[str, Any], source: Path, out: Path) -> None:
+    """Write PEFT's config into a directory, and copy LEMA's own files of the adapter there."""
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in (CONFIG_NAME, BASE_NAME):
         if (source / name).is_file():
             (out / name).write_bytes((source / name).read_bytes())

@@ -1,8 +1,4 @@
-"""Adapters on disk: PEFT's two files, written and read unchanged, and a reader of the older `adapter_model.bin`.
-
-`saved_tensors` returns the tensors that PEFT writes, by the names they have in the file, so that the file can be
-compared with them.
-"""
+"""Adapters on disk: PEFT's two files, written and read unchanged, and a reader of the older `adapter_model.bin`."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lema.backend import Parallel
 from lema.config import LemaConfig
@@ -28,6 +24,7 @@ from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError
 from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
+from lema.lora.materialize import put
 from lema.model.partition import held_adapter
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
@@ -49,12 +46,7 @@ __all__ = [
 
 
 def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Return the tensors of PEFT's file.
-
-    Args:
-        model: with the adapter.
-        state: its tensors by their names in it, where these are not its own; None: they are.
-    """
+    """Return the tensors that PEFT writes, by their names in its file; `state`: a state dict to use for the model's."""
     found = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
@@ -62,7 +54,7 @@ def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[
 def num_trained(model: PeftModel, whole: Mapping[str, Tensor] | None) -> int:
     """Return how many numbers of a model train; `whole`: the tensors, where processes hold parts of them.
 
-    It is counted from what trains, and not from what PEFT chooses to save: an adapter saved empty is found by it.
+    Parameters are counted and not what PEFT chooses to save, because an adapter that is saved empty shall be noticed.
     """
     if whole is not None:
         return sum(tensor.numel() for tensor in whole.values())
@@ -80,9 +72,7 @@ PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
     """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format).
 
-    Args:
-        directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
-        overrides: settings that replace those saved.
+    `overrides` replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone.
 
     Raises:
         AdapterError: there is no adapter, or one of its files is not what it should be.
@@ -98,28 +88,24 @@ def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraCo
             named["revision"] = saved.revision
         config = LemaConfig(**{**named, **overrides})
     else:
-        raise AdapterError(
-            f"there is neither {CONFIG_NAME} nor {CONFIG}",
-            where=str(directory),
-            how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
-        )
+        how = "name a directory that save_pretrained, save_checkpoint or `lema train` wrote"
+        raise AdapterError(f"there is neither {CONFIG_NAME} nor {CONFIG}", where=str(directory), how=how)
     return config if saved is None else _agreed(config, saved, overrides, directory), saved
 
 
 def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any], directory: Path) -> LemaConfig:
-    """Let the settings say what the adapter is. Only its dropout may be changed, which is no part of the function."""
+    """Let the settings say what the adapter is. Only the dropout may be changed, because it is no part of the model."""
     if "lora_dropout" in overrides:
         saved.lora_dropout = config.lora_dropout
     facts = {setting: _plain(option, getattr(saved, option)) for option, setting in SETTING_OF.items()}
-    asked = _asked(directory)
+    file = directory / CONFIG_NAME  # the settings as they were given; PEFT writes out the values that they came to have
+    asked = read_json(file) if file.is_file() else {}
     for name, fact in facts.items():
         given = overrides.get(name)
         if given is not None and not any(_same(name, given, one) for one in (fact, asked.get(name))):
-            raise ConfigError(
-                f"{name} is {given!r}, and the adapter was made with {fact!r}",
-                where=str(directory),
-                how=f"leave {name} out, or begin a new adapter in another directory",
-            )
+            what = f"{name} is {given!r}, and the adapter was made with {fact!r}"
+            how = f"leave {name} out, or begin a new adapter in another directory"
+            raise ConfigError(what, where=str(directory), how=how)
     try:
         return LemaConfig(**{**config.model_dump(exclude_unset=True), **facts})
     except SettingsError as error:
@@ -133,12 +119,6 @@ def _plain(option: str, value: Any) -> Any:
     if isinstance(value, set):
         value = sorted(value)
     return None if value in ([], (), {}, "") and option != "target_modules" else value
-
-
-def _asked(directory: Path) -> dict[str, Any]:
-    """Return the settings as they were when the adapter was begun; PEFT writes out what they came to mean."""
-    file = directory / CONFIG_NAME
-    return read_json(file) if file.is_file() else {}
 
 
 def _same(setting: str, one: Any, other: Any) -> bool:
@@ -156,22 +136,19 @@ def check_same_adapter(model: PeftModel, directory: Path) -> None:
     """
     if differing := adapter_differences(model, directory):
         names = " and ".join(setting for setting, _, _ in differing)
-        raise ConfigError(
-            "; ".join(f"{name} is {now!r}, and the adapter was made with {then!r}" for name, then, now in differing),
-            where=str(directory),
-            how=f"set {names} back, or begin a new run in another output_dir",
-        )
+        what = "; ".join(f"{name} is {now!r}, and the adapter was made with {then!r}" for name, then, now in differing)
+        raise ConfigError(what, where=str(directory), how=f"set {names} back, or begin a new run in another output_dir")
 
 
 def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, Any, Any]]:
     """Return each setting of the adapter in `directory` that is another of the one attached: its name, then and now."""
     saved, attached = read_lora_config(directory), model.peft_config["default"]
     found: list[tuple[str, Any, Any]] = []
+    if saved is None:
+        return found
     for option, setting in SETTING_OF.items():
-        if saved is None or option in ("lora_dropout", "init_lora_weights"):
-            continue
         now, then = (_plain(option, getattr(config, option)) for config in (attached, saved))
-        if not _same(setting, now, then):
+        if option not in ("lora_dropout", "init_lora_weights") and not _same(setting, now, then):
             found.append((setting, then, now))
     return found
 
@@ -185,21 +162,14 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
     file = directory / CONFIG
     if not file.is_symlink() and not file.exists():
         return None
-    try:
-        written = read_json(file)
-        kind = written["peft_type"]
-    except KeyError as error:
-        raise AdapterError(f"PEFT cannot read this adapter config: {error!r}", where=str(file)) from error
-    if kind != "LORA":
+    written = read_json(file)
+    if (kind := written.get("peft_type")) != "LORA":
         raise AdapterError(f"the adapter is of type {kind}", where=str(file), how="only LoRA adapters are supported")
     unknown = sorted(written.keys() - {field.name for field in fields(LoraConfig)})
     newer = [f"{name}, which this version of PEFT does not know" for name in unknown if written[name]]
     if found := [*refusals(written), *newer]:
-        raise AdapterError(
-            f"the adapter cannot be used as it is: it has {'; '.join(found)}",
-            where=str(file),
-            how="upgrade peft" if newer else "use an adapter without this",
-        )
+        what = f"the adapter cannot be used as it is: it has {'; '.join(found)}"
+        raise AdapterError(what, where=str(file), how="upgrade peft" if newer else "use an adapter without this")
     try:
         config = PeftConfig.from_pretrained(str(directory))
     # Any error at all: PEFT takes the types of a file from outside on trust.
@@ -224,21 +194,21 @@ def save_adapter(
     revision: str | None = None,
     whole: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write PEFT's files, each whole or not at all, readable by whoever may read the directory.
+    """Write PEFT's files, each whole or not at all, with the permissions of other files in the directory.
+
+    Before they get their names, the tensors are read back and compared with those in memory, bit for bit. Whatever
+    fails, the files that were there before are untouched.
 
     Args:
         model: with the adapter.
         directory: made where it does not exist.
         base: the base model as the user names it, written to `base_model_name_or_path`.
         revision: of a hub id, written beside it.
-        whole: what trains, by its name in `model`, where processes hold parts of it (`lema.model.partition`); None: it
-            is whole.
-
-    Before they get their names, the tensors are read back and compared with those in memory, bit for bit.
+        whole: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
 
     Raises:
-        DiskError: a file could not be written, or reads back otherwise; what was there before is untouched.
-        NonFiniteError: something that would be saved is NaN or infinite; likewise.
+        DiskError: a file could not be written, or reads back otherwise.
+        NonFiniteError: a tensor that would be saved has a NaN or an infinity.
     """
     model.peft_config["default"].base_model_name_or_path = base
     model.peft_config["default"].revision = revision
@@ -280,11 +250,9 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
     elif (file := directory / OLD_WEIGHTS).is_file():
         tensors = _read_old(file, layers_name)
     else:
-        raise AdapterError(
-            f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}",
-            where=str(directory),
-            how="name a directory that save_pretrained, save_checkpoint or `lema train` wrote",
-        )
+        what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
+        how = "name a directory that save_pretrained, save_checkpoint or `lema train` wrote"
+        raise AdapterError(what, where=str(directory), how=how)
     if parallel is not None:
         tensors = held_adapter(model, parallel, tensors)
     _begin_frozen(model, tensors, layers_name, file)
@@ -310,22 +278,17 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
 def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: str, file: Path) -> None:
     """Let frozen weights that PEFT saved beside the adapter (those of embeddings) stand where there are none yet."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if name in tensors and parameter.is_meta:
-            if name.startswith(f"{PREFIX}{layers_name}."):
-                raise AdapterError(
-                    f"the adapter does not fit the model: unexpected {name}, a frozen weight of a decoder layer",
-                    where=str(file),
-                    how="use an adapter without it; those weights are streamed from the model",
-                )
-            if tensors[name].shape != parameter.shape:
-                raise AdapterError(
-                    f"the adapter does not fit the model: {name} is {list(tensors[name].shape)}, "
-                    f"and {list(parameter.shape)} in the model",
-                    where=str(file),
-                    how="load it with the base model it was trained with",
-                )
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensors[name], requires_grad=False)
+        if name not in tensors or not parameter.is_meta:
+            continue
+        if name.startswith(f"{PREFIX}{layers_name}."):
+            what = f"unexpected {name}, a frozen weight of a decoder layer"
+            how = "use an adapter without it; those weights are streamed from the model"
+            raise AdapterError(f"the adapter does not fit the model: {what}", where=str(file), how=how)
+        if tensors[name].shape != parameter.shape:
+            what = f"{name} is {list(tensors[name].shape)}, and {list(parameter.shape)} in the model"
+            how = "load it with the base model it was trained with"
+            raise AdapterError(f"the adapter does not fit the model: {what}", where=str(file), how=how)
+        put(model, name, tensors[name])
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
@@ -350,9 +313,6 @@ def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
             layer, _, rest = name.partition(".")
             named[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
     except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
-        raise AdapterError(
-            f"this is not an adapter of the older format: {error}",
-            where=str(file),
-            how="only tensors are loaded from it",
-        ) from error
+        what = f"this is not an adapter of the older format: {error}"
+        raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
     return named

@@ -30,7 +30,6 @@ from lema.storage.header import parse_json
 
 __all__ = ["Adapter", "Metadata", "Rule", "Stage", "find_stages", "load_rank", "read_foreign", "read_metadata"]
 
-
 NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = ".serialization.TensorReference"  # the end of the full name of the one class that may be asked for
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, KeyError, TypeError)
@@ -52,20 +51,14 @@ class Reference:
 
 
 def find_stages(directory: Path) -> list[Stage]:
-    """Find the files of every pipeline stage of a checkpoint.
-
-    Args:
-        directory: with `model/` and `mp_metadata_pp_rank_*.json`.
+    """Find the files of every pipeline stage of a checkpoint: a directory of `model/` and `mp_metadata_pp_rank_*.json`.
 
     Raises:
         AdapterError: a file is missing.
     """
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
-        raise AdapterError(
-            "this checkpoint was not saved to its end: there is no file `done`",
-            where=str(directory),
-            how="use an earlier one, or save it again",
-        )
+        what = "this checkpoint was not saved to its end: there is no file `done`"
+        raise AdapterError(what, where=str(directory), how="use an earlier one, or save it again")
     found: dict[int, dict[int, Path]] = {}
     for file in sorted((directory / "model").glob("dp_rank_*.pt")):
         if named := NAME.fullmatch(file.name):
@@ -101,9 +94,8 @@ def load_rank(file: Path) -> dict[str, Tensor]:
         if isinstance(value, Reference):
             value = _load_tensor(folder, value.tid, file)
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise AdapterError(
-                f"{name!r} is not a tensor but {type(value).__name__}", where=str(file), how="save the adapter alone"
-            )
+            what = f"{name!r} is not a tensor but {type(value).__name__}"
+            raise AdapterError(what, where=str(file), how="save the adapter alone")
         tensors[name] = value.detach()
     return tensors
 
@@ -122,11 +114,8 @@ def _load(file: Path, *, references: bool = False) -> Any:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         odd = [name for name in asked if not (references and name.endswith(REFERENCE))]
         if odd:
-            raise AdapterError(
-                f"{file.name} holds objects of {', '.join(sorted(odd))}, and only tensors are loaded",
-                where=str(file),
-                how="do not trust it; or save the adapter alone, as tensors",
-            )
+            what = f"{file.name} holds objects of {', '.join(sorted(odd))}, and only tensors are loaded"
+            raise AdapterError(what, where=str(file), how="do not trust it; or save the adapter alone, as tensors")
         known: list[Any] = [(Reference, name) for name in asked]
         with torch.serialization.safe_globals(known):
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -140,41 +129,27 @@ GROUPED = "GQAQKVColumnParallelLinearSpec"
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one tensor of a fused module.
+    """What becomes of one tensor of a fused module."""
 
-    Attributes:
-        layout: how it lies over the ranks.
-        names: of the tensors it becomes: one; or of each part, if the layout has parts; or of as many copies.
-    """
-
-    layout: Layout
+    layout: Layout  # how it lies over the ranks
+    # Of the tensors it becomes: one; or of each part, if the layout has parts; or of as many copies.
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What is known of the tensors of one stage.
+    """What is known of the tensors of one stage."""
 
-    Attributes:
-        file: where it was read.
-        parameters: name without the adapter's -> how the parameter is partitioned.
-        rules: name of a tensor of a fused module, as shards have it -> what becomes of it.
-        modules: name of a fused module in its parent -> those of the projections in it.
-    """
-
-    file: Path
-    parameters: Mapping[str, Mapping[str, Any]]
-    rules: Mapping[str, Rule]
-    modules: Mapping[str, tuple[str, ...]]
+    file: Path  # where it was read
+    parameters: Mapping[str, Mapping[str, Any]]  # name without the adapter's -> how the parameter is partitioned
+    rules: Mapping[str, Rule]  # name of a tensor of a fused module, as shards have it -> what becomes of it
+    modules: Mapping[str, tuple[str, ...]]  # name of a fused module in its parent -> those of the projections in it
 
 
 def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:
-    """Read `mp_metadata_pp_rank_*.json`.
+    """Read `mp_metadata_pp_rank_*.json`, of shards of `tp` ranks.
 
-    Args:
-        file: to read.
-        tp: the number of ranks there are shards of.
-        kv_layout: which replica of keys and values lies where; None: as the file says, which without a word is `tile`.
+    `kv_layout` says which replica of keys and values lies where; None: as the file says, else `tile`.
 
     Raises:
         AdapterError: it is damaged, is of another number of ranks, or has a module fused in an unknown way.
@@ -215,9 +190,11 @@ def _fused_linears(
     parts = fused([(int(size), column(tp)) for size in spec["original_dims"]])
     if len(parts.parts) != len(linears):
         raise _unusable(file, f"{module}.{name} is of {len(linears)} modules and of {len(parts.parts)} sizes")
-    rules = {f"{module}.{name}.lora_A.weight": Rule(replicated(tp), _each(module, linears, "lora_A.weight"))}
-    for leaf in ("lora_B.weight", "lora_B.bias"):
-        rules[f"{module}.{name}.{leaf}"] = Rule(parts, _each(module, linears, leaf))
+    layouts = {"lora_A.weight": replicated(tp), "lora_B.weight": parts, "lora_B.bias": parts}
+    rules = {
+        f"{module}.{name}.{leaf}": Rule(layout, tuple(f"{module}.{linear}.{leaf}" for linear in linears))
+        for leaf, layout in layouts.items()
+    }
     return rules, (name, linears)
 
 
@@ -230,9 +207,9 @@ def _grouped_heads(
     queries, keys = query(tp, *heads), kv(tp, *heads)
     q_size, kv_size = spec["q_output_size_per_partition"] * tp, spec["kv_output_size_per_partition"] * tp // copies
     base = f"{module}.{name}"
-    rules = {f"{base}.lora_A.weight": Rule(replicated(tp), _each(module, linears, "lora_A.weight"))}
+    rules = {f"{base}.lora_A.weight": Rule(replicated(tp), tuple(f"{module}.{one}.lora_A.weight" for one in linears))}
     for kind in ("weight", "bias"):
-        names = _each(module, linears, f"lora_B.{kind}")
+        names = tuple(f"{module}.{one}.lora_B.{kind}" for one in linears)
         if spec["fuse_qkv"]:
             rule = Rule(fused([(q_size, queries), (kv_size, keys), (kv_size, keys)]), names)
             rules |= {f"{base}.lora_B.{kind}_qkv": rule, f"{base}.lora_B.{kind}": rule}
@@ -244,12 +221,8 @@ def _grouped_heads(
     return rules, (name, linears)
 
 
-def _each(module: str, linears: tuple[str, ...], leaf: str) -> tuple[str, ...]:
-    return tuple(f"{module}.{linear}.{leaf}" for linear in linears)
-
-
 def _without_adapter(name: str) -> str:
-    """A parameter's name as files of adapters have it: the adapter's own name stands behind what it is of."""
+    """Return a parameter's name as files of adapters have it: without the adapter's own name in it."""
     kept: list[str] = []
     parts = iter(name.split("."))
     for part in parts:
@@ -268,28 +241,18 @@ def _unusable(file: Path, what: str) -> AdapterError:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A whole adapter.
+    """A whole adapter."""
 
-    Attributes:
-        tensors: by PEFT's names.
-        differing: names of those whose replicas differ, and where.
-        modules: name of a fused module -> those of the projections its adapter now is of.
-        tp: how many ranks it lay over.
-    """
-
-    tensors: Mapping[str, Tensor]
-    differing: Mapping[str, list[Difference]]
-    modules: Mapping[str, tuple[str, ...]]
-    tp: int
+    tensors: Mapping[str, Tensor]  # by PEFT's names
+    differing: Mapping[str, list[Difference]]  # names of those whose replicas differ, and where
+    modules: Mapping[str, tuple[str, ...]]  # name of a fused module -> those of the projections its adapter now is of
+    tp: int  # how many ranks it lay over
 
 
 def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: bool = True) -> Adapter:
-    """Read all ranks and stages of a sharded adapter and put them together.
+    """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together.
 
-    Args:
-        directory: with `model/` and `mp_metadata_pp_rank_*.json`.
-        kv_layout: which replica of keys and values lies where; None: as the metadata says, else `tile`.
-        check: replicas must agree, bit for bit; else the first rank's are taken.
+    Replicas must agree, bit for bit, if `check`; else the first rank's are taken.
 
     Raises:
         AdapterError: a file is missing, damaged or unsafe; the ranks do not fit together; or replicas differ.
@@ -306,11 +269,9 @@ def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: b
         ranks = [load_rank(file) for file in stage.files]
         for rank, held in enumerate(ranks):
             if odd := sorted(held.keys() ^ ranks[0].keys()):
-                raise AdapterError(
-                    f"rank 0 and rank {rank} hold different tensors: {odd[0]}",
-                    where=str(stage.files[rank]),
-                    how="the files are not of one checkpoint; copy it again",
-                )
+                what = f"rank 0 and rank {rank} hold different tensors: {odd[0]}"
+                how = "the files are not of one checkpoint; copy it again"
+                raise AdapterError(what, where=str(stage.files[rank]), how=how)
         for name in ranks[0]:
             rule = metadata.rules.get(name) or _plain_rule(name, ranks[0][name], metadata, len(ranks))
             whole, found = join([held[name] for held in ranks], rule.layout, name, check=check)

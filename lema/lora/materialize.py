@@ -24,18 +24,14 @@ from transformers import PreTrainedModel
 
 from lema.errors import ModelError
 
-__all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "take_off"]
-
+__all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "put", "take_off"]
 
 ADAPTER = "default"  # PEFT's name for the only adapter
 SAVED = f".modules_to_save.{ADAPTER}"  # where PEFT keeps the copy that trains
 MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}"
 PLACES = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER}|lora_magnitude_vector\.{ADAPTER})\b")
 Read = Callable[[Collection[str]], Mapping[str, Tensor]]
-
-
 """Names of tensors of the model without adapters -> those of them that are stored, on the device."""
-
 
 Kind = TypeVar("Kind")
 
@@ -52,11 +48,8 @@ def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name:
             continue
         where = f"lora_modules_to_save: {', '.join(wanted)}"
         if f"{layers_name}.".startswith(f"{name}.") or name.rpartition(".")[0] == layers_name:
-            raise ModelError(
-                f"{name} holds whole decoder layers, which are not on the device to be trained",
-                where=where,
-                how="name modules inside a layer, or outside all of them",
-            )
+            what = f"{name} holds whole decoder layers, which are not on the device to be trained"
+            raise ModelError(what, where=where, how="name modules inside a layer, or outside all of them")
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ModelError(f"{name} is a list of modules", where=where, how="name what is in it, such as its last")
 
@@ -69,17 +62,13 @@ def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
     """
     for name, wrapper in _of(ModulesToSaveWrapper, model):
         if any(isinstance(part, LoraLayer | ModulesToSaveWrapper) for part in wrapper.original_module.modules()):
-            raise ModelError(
-                f"{name} is to be trained whole, and a part of it is adapted",
-                where=f"lora_modules_to_save: {', '.join(config.modules_to_save or ())}",
-                how="leave the one or the other out",
-            )
+            what = f"{name} is to be trained whole, and a part of it is adapted"
+            how = "leave the one or the other out"
+            raise ModelError(what, where=f"lora_modules_to_save: {', '.join(config.modules_to_save or ())}", how=how)
     if getattr(config, "target_modules_to_tie", None):
-        raise ModelError(
-            "matrices of the embeddings and of the head cannot be tied to each other",
-            where="ensure_weight_tying",
-            how="leave it out, or train embeddings and head whole: in modules_to_save they can be tied",
-        )
+        what = "matrices of the embeddings and of the head cannot be tied to each other"
+        how = "leave it out, or train embeddings and head whole: in modules_to_save they can be tied"
+        raise ModelError(what, where="ensure_weight_tying", how=how)
 
 
 def take_off(model: nn.Module) -> None:
@@ -104,13 +93,7 @@ def make_real(
 ) -> None:
     """Give everything that trains its memory on the device, and the value it has in PEFT after `get_peft_model`.
 
-    Args:
-        model: with PEFT's modules attached.
-        config: PEFT's.
-        device: where adapters live.
-        layers_name: dotted name of the decoder layers in `model`.
-        draw: draw and read values; else they are left unset, to be loaded.
-        read: reads what is stored; needed where something begins with it.
+    Values are left unset, to be loaded, if not `draw`. `read` is needed where a parameter begins as a stored tensor.
     """
     for module in _as_drawn(model):
         _make_matrices(module, config.init_lora_weights, device, draw=draw)
@@ -122,11 +105,11 @@ def make_real(
                 rows.trainable_tokens_delta.float()
         for names in _by_layer(_begun_as_stored(model, config, layers_name), layers_name):
             wanted = {stored for stored in names.values() if stored is not None}
-            assert read is not None or not wanted, f"{next(iter(names))} begins with what is stored, and nobody reads"
+            assert read is not None or not wanted, f"{next(iter(names))} begins with a stored tensor: `read` is needed"
             _begin(model, config, names, read(wanted) if read is not None and wanted else {})
     else:
         for name, parameter in _unreal(model, config):
-            _put(model, name, torch.empty_like(parameter, device=device))
+            put(model, name, torch.empty_like(parameter, device=device))
     _tie(model, config)
     assert not (unset := _unreal(model, config)), f"{unset[0][0]} has no value"
     for parameter in model.parameters():
@@ -166,13 +149,13 @@ def _make_matrices(module: LoraLayer, init: Any, device: torch.device, *, draw: 
         module.reset_lora_parameters(ADAPTER, init)
     for parts in _matrices(module):
         if draw:
-            parts.to(_stored_dtype(module)).float()  # as PEFT: a fresh adapter has its module's dtype, then fp32
+            base = module.get_param() if isinstance(module, ParamWrapper) else module.get_base_layer().weight
+            parts.to(cast(Tensor, base).dtype).float()  # as PEFT: a fresh adapter has its module's dtype, then fp32
         parts.to(device)
 
 
 def _unreal(model: nn.Module, config: LoraConfig) -> list[tuple[str, nn.Parameter]]:
-    """Return what has no memory and must have it: what trains, and what PEFT saves beside (of all biases, those of
-    modules whose copies train)."""
+    """Return the parameters without memory that need it: those that train, and the biases that PEFT saves with them."""
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -181,7 +164,7 @@ def _unreal(model: nn.Module, config: LoraConfig) -> list[tuple[str, nn.Paramete
 
 
 def _begun_as_stored(model: nn.Module, config: LoraConfig, layers_name: str) -> dict[str, str | None]:
-    """Name what begins with what is stored, each with the tensor it begins with; None: that is in memory."""
+    """Return the parameters that begin with a stored tensor, each with that tensor's name; None: it is in memory."""
     begun: dict[str, str | None] = {}
     for name, _ in _unreal(model, config):
         begun[name] = PLACES.sub("", name)
@@ -205,12 +188,11 @@ def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dic
 
 
 def _begin(model: nn.Module, config: LoraConfig, names: Mapping[str, str | None], found: Mapping[str, Tensor]) -> None:
-    """Set the parameters and buffers `names` to what they begin with."""
     for name, stored in names.items():
         if MAGNITUDE in name:
             _measure(_adapted_by(model, name), config, None if stored is None else found[stored])
         elif stored is not None and stored in found:  # a buffer that is not stored is as the module made it
-            _put(model, name, found[stored].clone())
+            put(model, name, found[stored].clone())
 
 
 def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None) -> None:
@@ -238,7 +220,8 @@ def _tie(model: PreTrainedModel, config: LoraConfig) -> None:
                 saved.weight = cast(nn.Embedding, embeddings.modules_to_save[ADAPTER]).weight
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set a parameter, which keeps its `requires_grad`, or a buffer."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     if leaf in owner._buffers:
@@ -248,7 +231,6 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _of(kind: type[Kind], model: nn.Module) -> Iterator[tuple[str, Kind]]:
-    """Yield a model's modules of one class, by name."""
     for name, module in model.named_modules():
         if isinstance(module, kind):
             yield name, module
@@ -260,8 +242,3 @@ def _adapted_by(model: nn.Module, magnitude: str) -> LoraLayer:
 
 def _matrices(module: LoraLayer) -> tuple[nn.Module, ...]:
     return module.lora_A, module.lora_B, module.lora_embedding_A, module.lora_embedding_B
-
-
-def _stored_dtype(module: LoraLayer) -> torch.dtype:
-    base = module.get_param() if isinstance(module, ParamWrapper) else cast(nn.Linear, module.get_base_layer()).weight
-    return cast(Tensor, base).dtype

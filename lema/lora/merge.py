@@ -36,22 +36,21 @@ __all__ = [
     "wrapped",
 ]
 
-
 Rounding = Literal["nearest", "stochastic"]
 
 
 def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, name: str) -> Tensor:
     """Return `exact` as `dtype`.
 
-    What is drawn depends on `seed`, `name` and the place in the tensor, and on nothing that was drawn before: a model
+    Random numbers depend on `seed`, `name` and the place in the tensor, and on nothing that was drawn before: a model
     is rounded alike in any order and in any number of files.
 
     Args:
-        exact: fp32, where it is to be rounded at random.
-        dtype: the type wanted. What is not a half precision is rounded to the nearest.
+        exact: the tensor; in fp32 for stochastic rounding.
+        dtype: the type wanted. Types other than half precision are rounded to the nearest.
         rounding: `nearest`, or `stochastic`: up or down, such that the mean is exact. Infinite values and those beyond
             the largest of the type are rounded to the nearest in both.
-        seed: of what is drawn.
+        seed: of stochastic rounding.
         name: of the tensor.
     """
     near = exact.to(dtype)
@@ -62,38 +61,29 @@ def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, na
     away = torch.signbit(missed) == torch.signbit(near)  # floating point counts in magnitudes from zero
     other = torch.where(away, bits + 1, bits - 1).view(dtype)
     share = missed.abs() / (other.to(exact.dtype) - near.to(exact.dtype)).abs()
-    drawn = torch.rand(exact.shape, generator=_generator(seed, name), dtype=torch.float32).to(exact.device)
+    digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    drawn = torch.rand(exact.shape, generator=generator, dtype=torch.float32).to(exact.device)
     taken = (missed != 0) & (drawn < share)  # NaN is less than nothing
     return torch.where(taken, other, near)
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 ADAPTER = "default"  # PEFT's name for the only adapter
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # where PEFT keeps what it wraps
 OWN = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\b")  # where PEFT keeps what it adds
 Weight = Callable[[str, nn.Parameter], Tensor]
-
-
 """A weight's name in the model without adapters, and what stands for it in the module -> its value, in its own type."""
 
 
 def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> dict[str, Tensor]:
-    """Return the weights of all adapted modules with the adapter taken up; the model is left as it is.
+    """Return the weights of all adapted modules with the adapter merged; the model is left as it is.
 
-    In half precision a change that is small beside the weights is lost where it is rounded to the nearest value (see
-    `lema.lora.merge`); `stochastic` keeps it in the mean, and is the same for the same seed.
+    The tensors have their names in the model without adapters; those of modules that train whole are among them.
 
     Args:
         model: with an adapter of PEFT's, its weights in memory.
-        rounding: of the sum in fp32 to the type of the weights.
-        seed: of stochastic rounding.
-
-    Returns:
-        The tensors by their names in the model without adapters, those of modules that train whole as well.
+        rounding: of the sum in fp32 to the type of the weights; see `lema.lora.merge`.
+        seed: of stochastic rounding; the same one gives the same bits.
 
     Raises:
         ConfigError: the adapter is merged already, or a weight is not in memory.
@@ -109,17 +99,10 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
 
 
 def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> Callable[[], None]:
-    """Have a model compute with its adapter taken up; return what undoes it.
+    """Have a model compute with its adapter merged; return a function that undoes it.
 
-    The weights that were there are kept beside and put back: nothing is subtracted, so they are the same bits.
-
-    Args:
-        model: as of `merge_lora_params`.
-        rounding: as there.
-        seed: as there.
-
-    Raises:
-        ConfigError: as there.
+    That function puts the original weights back, which were kept, so they are the same bits. Arguments and errors are
+    those of `merge_lora_params`.
     """
     found = merge_lora_params(model, rounding=rounding, seed=seed)
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -146,15 +129,10 @@ def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: in
 
 
 def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tensor]:
-    """Lend a module its weights in fp32, let PEFT merge into them, and take them away again.
+    """Lend a module of PEFT's (`wrapped`) its weights in fp32, let PEFT merge into them, and take them away again.
 
-    Args:
-        name: of what it wraps, in the model without adapters.
-        module: one of PEFT's, as `wrapped` gives them.
-        weight: gives the weights; PEFT changes what it gives.
-
-    Returns:
-        The tensors that result, by their names in the model without adapters; fp32 where they were lent.
+    PEFT changes the tensors that `weight` gives. The merged tensors are returned by their names in the model without
+    adapters; half precision has become fp32.
     """
     lent = list(_base_of(name, module))
     for part, leaf, stored, parameter in lent:
@@ -173,8 +151,11 @@ def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tens
     finally:
         for part, leaf, _, parameter in lent:
             part._parameters[leaf] = parameter
-        for part in module.modules():
-            _forget_merge(part)
+        # PEFT shall not take the module for merged, because the weights that it merged into are gone.
+        for adapted in module.modules():
+            if hasattr(adapted, "merged_adapters"):
+                cast(Any, adapted).merged_adapters.clear()
+            getattr(adapted, "_caches", {}).pop(f"{ADAPTER}-weight_norm", None)  # DoRA's, for PEFT's own way back
 
 
 def rounded_all(
@@ -216,16 +197,6 @@ def _base_of(name: str, module: nn.Module) -> list[tuple[nn.Module, str, str, nn
 
 def _own(stored: str, parameter: nn.Parameter) -> Tensor:
     if parameter.is_meta:
-        raise ConfigError(
-            "the weight is not in memory, so that nothing can be merged into it",
-            where=stored,
-            how="merge on disk: lema.convert.merge.merge_adapter, or `lema merge`",
-        )
+        how = "merge on disk: lema.convert.merge.merge_adapter, or `lema merge`"
+        raise ConfigError("the weight is not in memory, so that nothing can be merged into it", where=stored, how=how)
     return parameter.detach().clone()
-
-
-def _forget_merge(part: Any) -> None:
-    """Have a module not take itself for merged: the weights it was merged into are gone."""
-    if hasattr(part, "merged_adapters"):
-        part.merged_adapters.clear()
-    getattr(part, "_caches", {}).pop(f"{ADAPTER}-weight_norm", None)  # DoRA's, for PEFT's own way back

@@ -44,7 +44,6 @@ __all__ = [
     "write_shards",
 ]
 
-
 SHARDS = "adapter_shards"
 LAYOUTS = "layout.json"
 VERSION = 1
@@ -52,17 +51,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Shards:
-    """An adapter as the ranks hold it.
+    """An adapter as the ranks hold it."""
 
-    Attributes:
-        layouts: of every tensor, by its name in the whole adapter.
-        shapes: of every tensor, whole.
-        ranks: the tensors each rank holds, in the order of the ranks.
-    """
-
-    layouts: Mapping[str, Layout]
-    shapes: Mapping[str, list[int]]
-    ranks: Sequence[Mapping[str, Tensor]]
+    layouts: Mapping[str, Layout]  # of every tensor, by its name in the whole adapter
+    shapes: Mapping[str, list[int]]  # of every tensor, whole
+    ranks: Sequence[Mapping[str, Tensor]]  # the tensors each rank holds, in the order of the ranks
 
     def whole(self, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]]]:
         """Put all tensors together; return them, and which replicas of which differ (none, if `check`).
@@ -87,8 +80,7 @@ def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> t
         AdapterError: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ.
     """
     try:
-        found = [] if check else differences(held, layout)
-        return consolidate(held, layout, check=check), found
+        return consolidate(held, layout, check=check), [] if check else differences(held, layout)
     except DataError as error:
         raise AdapterError(error.what, where=name, how=error.how) from error
 
@@ -145,11 +137,8 @@ def _read_layouts(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
-        raise AdapterError(
-            f"these shards have version {content['version']} of their format, and this lema reads {VERSION}",
-            where=str(file),
-            how="upgrade lema",
-        )
+        what = f"these shards have version {content['version']} of their format, and this lema reads {VERSION}"
+        raise AdapterError(what, where=str(file), how="upgrade lema")
     sound = (
         isinstance(content, dict)
         and content.get("version") == VERSION
@@ -166,17 +155,15 @@ def _read_layouts(file: Path) -> dict[str, Any]:
 
 def _read_rank(file: Path, digest: Any) -> dict[str, Tensor]:
     if not file.is_file():
-        raise AdapterError(
-            f"the shard {file.name} is missing", where=str(file), how="copy the directory again, with all its files"
-        )
+        how = "copy the directory again, with all its files"
+        raise AdapterError(f"the shard {file.name} is missing", where=str(file), how=how)
     try:
         if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
         tensors: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise AdapterError(
-            f"the shard {file.name} is damaged: {error}", where=str(file), how="copy it again"
-        ) from error
+        what = f"the shard {file.name} is damaged: {error}"
+        raise AdapterError(what, where=str(file), how="copy it again") from error
     return tensors
 
 
@@ -192,11 +179,8 @@ def lora_layouts(base: Layout, vocabulary: int | None = None) -> tuple[Layout, L
     """Return the layouts of A `[rank, input]` and B `[output, rank]` of a module whose weight has the layout `base`.
 
     Column-parallel: A is whole on every rank, B is cut along its outputs; heads and fused parts as they are in the
-    module. Row-parallel: A is cut along its inputs, B is whole.
-
-    Args:
-        base: of a linear weight `[output, input]`, or of an embedding `[vocabulary, hidden]`.
-        vocabulary: of an embedding: cut A `[rank, vocabulary]` by its so many entries; None: both are whole.
+    module. Row-parallel: A is cut along its inputs, B is whole. Of an embedding cut by its `vocabulary`, A `[rank,
+    vocabulary]` is cut by these entries; None: both are whole.
     """
     whole = replicated(base.tp)
     if base.kind == "replicated":
@@ -209,9 +193,9 @@ def lora_layouts(base: Layout, vocabulary: int | None = None) -> tuple[Layout, L
 
 
 def module_of(name: str) -> tuple[str, str]:
-    """Return the module a tensor of PEFT's files is of, as the base model names it, and which tensor of it.
+    """Return the module that a tensor of PEFT's files is of, as the base model names it, and which tensor of it.
 
-    A name of another kind is returned whole, with an empty second.
+    A name of another kind is returned whole, with an empty text.
     """
     found = LEAF.search(name)
     if found is None or not name.startswith(PREFIX):
@@ -220,12 +204,9 @@ def module_of(name: str) -> tuple[str, str]:
 
 
 def layout_of_tensor(leaf: str, module: Layout, axes: int) -> Layout:
-    """Return the layout of one tensor of an adapted module.
+    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`.
 
-    Args:
-        leaf: which one, as `module_of` says it.
-        module: the layout of the module's weight.
-        axes: how many the tensor has; one with a single axis goes along the module's outputs.
+    A tensor with a single axis (`axes`) goes along the module's outputs.
     """
     a, b = lora_layouts(module)
     if leaf.startswith(("lora_A", "lora_embedding_A")):

@@ -17,10 +17,10 @@ from logging import CRITICAL, getLogger
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -36,7 +36,6 @@ from lema.storage.hub import own_weights
 
 __all__ = ["Row", "model_types", "survey", "survey_model", "try_model"]
 
-
 TOKENS = 8
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 LONGEST_REASON = 200  # characters
@@ -44,22 +43,14 @@ LONGEST_REASON = 200  # characters
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one model.
+    """What is known of one model."""
 
-    Attributes:
-        model_type: the `model_type` of its `config.json`.
-        streams: None where it cannot be told without another config.
-        targets: the linear modules of its layers that an adapter trains by default.
-        reason: why it does not stream, why that is not known, or why adapters do not fit; one sentence.
-        source: where its weights are; empty where only the type was asked for.
-        prepare: whether its weights must be converted before they stream; None: no weights were looked at.
-    """
-
-    model_type: str
-    streams: bool | None
-    targets: tuple[str, ...] = ()
-    reason: str = ""
-    source: str = ""
+    model_type: str  # the `model_type` of its `config.json`
+    streams: bool | None  # None where it cannot be told without another config
+    targets: tuple[str, ...] = ()  # the linear modules of its layers that an adapter trains by default
+    reason: str = ""  # why it does not stream, why that is not known, or why adapters do not fit; one sentence
+    source: str = ""  # where its weights are; empty where only the type was asked for
+    # Whether its weights must be converted before they stream; None: no weights were looked at.
     prepare: bool | None = None
 
 
@@ -69,14 +60,13 @@ def model_types() -> list[str]:
 
 
 def survey(model_type: str) -> Row:
-    """Try the default config of a type.
-
-    Args:
-        model_type: one of `model_types()`.
-    """
+    """Try the default config of a type."""
     with _quiet():
         try:
-            model = meta_model(_default_config(model_type), torch.float32)
+            config = CONFIG_MAPPING[model_type]()
+            if hasattr(config, "is_decoder"):  # models that can be encoders are causal language models here
+                config.is_decoder = True
+            model = meta_model(config, torch.float32)
         # Any error at all: configs and models are others' code, and what they say is passed on.
         except Exception as error:  # noqa: BLE001
             return Row(model_type, None, reason=_unknown(error))
@@ -86,13 +76,10 @@ def survey(model_type: str) -> Row:
 def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Row:
     """Try a model that is on disk, with its own config, and see whether its weights stream as they are stored.
 
-    Args:
-        name_or_path: a model directory, a `.safetensors` file in one, or the hub id of a model in the cache.
-        revision: of the hub id.
-        trust_remote_code: run code that comes with the model.
+    It is named by its directory, a `.safetensors` file in one, or the hub id of a model in the cache.
 
     Raises:
-        ConfigError, WeightsError: there is no such model, or what is there is not one that can be tried.
+        ConfigError, WeightsError: there is no such model, or it is none that can be tried.
     """
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code, download=False)
     config = read_config(directory, trust_remote_code=trust_remote_code)
@@ -107,12 +94,7 @@ def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote
 
 
 def try_model(model: PreTrainedModel, model_type: str) -> Row:
-    """Try one model.
-
-    Args:
-        model: as `meta_model` builds it; it is of no other use afterwards.
-        model_type: what the row shall say.
-    """
+    """Try one model as `meta_model` builds it, which cannot be used afterwards."""
     with _quiet():
         try:
             _run_parts(model)
@@ -130,13 +112,6 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
             return Row(model_type, True, reason=f"no adapter by default: {_sentence(error)}")
 
 
-def _default_config(model_type: str) -> PreTrainedConfig:
-    config = CONFIG_MAPPING[model_type]()
-    if hasattr(config, "is_decoder"):  # what can be an encoder is here a causal language model
-        config.is_decoder = True
-    return config
-
-
 def _run_parts(model: PreTrainedModel) -> None:
     """Run the model up to its layers, the first layer, and from the layers to the logits, in training and out of it."""
     for training in (True, False):
@@ -148,7 +123,7 @@ def _run_parts(model: PreTrainedModel) -> None:
 
 
 def _own_failure(model: PreTrainedModel) -> Exception | None:
-    """The error that the whole model raises in the same mode, without our parts; None: it runs."""
+    """Return the error that the whole model raises in the same mode; None: it runs."""
     try:
         with _shapes_only(model):
             model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False)
@@ -162,14 +137,14 @@ def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     _leave_one_of_each(find_layers(model)[1])
     config = configured_lora(model, LemaConfig("-", lora_rank=1))
     inject_lora_params(model, config, torch.device("cpu"), seed=None)
-    adapted = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    return tuple(sorted({_short_name(name, module) for name, module in adapted}))
-
-
-def _short_name(name: str, module: LoraLayer) -> str:
-    """Name what is adapted: a linear module, or a parameter of one that has several."""
-    own = name.replace(".base_layer", "").rpartition(".")[2]
-    return f"{own}.{module.parameter_name}" if isinstance(module, ParamWrapper) else own
+    found = set()
+    for name, module in model.named_modules():
+        own = name.replace(".base_layer", "").rpartition(".")[2]
+        if isinstance(module, ParamWrapper):  # a parameter of a module that has several
+            found.add(f"{own}.{module.parameter_name}")
+        elif isinstance(module, LoraLayer):
+            found.add(own)
+    return tuple(sorted(found))
 
 
 def _leave_one_of_each(layers: nn.ModuleList) -> None:
@@ -192,19 +167,18 @@ def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
         try:
             for parameters in owned:
-                parameters.update({name: _without_values(meta) for name, meta in parameters.items()})
+                for name, meta in parameters.items():
+                    if meta is not None:
+                        empty = torch.empty(meta.shape, dtype=meta.dtype)
+                        parameters[name] = nn.Parameter(empty, requires_grad=False)
             yield
         finally:
             for parameters, originals in zip(owned, before, strict=True):
                 parameters.update(originals)
 
 
-def _without_values(meta: Tensor | None) -> nn.Parameter | None:
-    return None if meta is None else nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype), requires_grad=False)
-
-
 def _unknown(error: BaseException) -> str:
-    """Say why nothing can be said of a type: its default config makes no model that runs."""
+    """Say why a type cannot be judged: its default config makes no model that runs."""
     cause = error.__cause__ if isinstance(error, LemaError) and error.__cause__ else error
     if isinstance(cause, ImportError):
         return f"unknown until a package is installed: {_sentence(cause)}"
@@ -212,14 +186,14 @@ def _unknown(error: BaseException) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    """What an error says, in one line that is not too long."""
+    """Return an error's words in one line that is not too long."""
     said = error.what if isinstance(error, LemaError) else f"{type(error).__name__}: {error}"
     return textwrap.shorten(said, LONGEST_REASON, placeholder=" ...")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings and logs on a config that nobody trains; errors are raised, and told in the row."""
+    """Silence warnings and logs about a config that is only tried; errors are raised, and told in the row."""
     level, tracer = logging.get_verbosity(), getLogger("torch._subclasses.fake_tensor")
     logging.set_verbosity_error()
     before, tracer.level = tracer.level, CRITICAL

@@ -25,31 +25,22 @@ from lema.model.skeleton import find_layers
 
 __all__ = ["default_targets", "linear_modules", "router_modules", "warn_of_left_out"]
 
-
 ROUTER = "router"
 
 
 def default_targets(model: PreTrainedModel) -> list[str]:
-    """Return the linears to adapt by default, as ends of names: each as short as tells it from all other modules.
+    """Return the linears of a model to adapt by default, as ends of names, each as short as tells it from all others.
 
-    Routers are left out, and what PEFT refuses to adapt, or takes for the weights of experts because of its name.
-
-    Args:
-        model: without adapters.
+    Routers are left out, and linears that PEFT refuses to adapt, or takes for the weights of experts by their names.
     """
-    wanted, names = _adaptable(model)
-    return [end for end in _ends(wanted, names) if _peft_adapts(model, end)]
+    return [end for end in _adaptable(model) if _peft_adapts(model, end)]
 
 
 def warn_of_left_out(model: PreTrainedModel) -> None:
     """Warn of linears that are not adapted by default because PEFT does not adapt them in this model."""
-    wanted, names = _adaptable(model)
-    if left_out := [end for end in _ends(wanted, names) if not _peft_adapts(model, end)]:
-        warnings.warn(
-            f"PEFT does not adapt these linear modules of {type(model).__name__}, so they stay as they are: "
-            f"{', '.join(left_out)}",
-            stacklevel=3,
-        )
+    if left_out := ", ".join(end for end in _adaptable(model) if not _peft_adapts(model, end)):
+        what = f"PEFT does not adapt these linear modules of {type(model).__name__}, so they stay as they are"
+        warnings.warn(f"{what}: {left_out}", stacklevel=3)
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:
@@ -67,9 +58,10 @@ def router_modules(model: PreTrainedModel) -> set[str]:
     return {name for root in roots for name, _ in model.get_submodule(root).named_modules(prefix=root)}
 
 
-def _adaptable(model: PreTrainedModel) -> tuple[set[str], list[str]]:
-    """Return the names of the linears that are no routers, and those of all modules."""
-    return set(linear_modules(model)) - router_modules(model), [name for name, _ in model.named_modules()]
+def _adaptable(model: PreTrainedModel) -> list[str]:
+    """Return the ends of names that match every linear that is no router, and no other module."""
+    wanted = set(linear_modules(model)) - router_modules(model)
+    return _ends(wanted, [name for name, _ in model.named_modules()])
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -94,11 +86,7 @@ def _called_router(name: str, module: nn.Module) -> bool:
 
 
 def _recorded(model: nn.Module) -> set[str]:
-    """Name the modules whose outputs `transformers` records as router logits.
-
-    Some of those are whole blocks, which return their router's logits beside their own output: they have a router or
-    experts in them.
-    """
+    """Name the modules whose outputs `transformers` records as router logits, but for blocks with a router inside."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     marks = [part.can_record_outputs.get(f"{ROUTER}_logits") for part in parts]
     specs = [spec for mark in marks for spec in (mark if isinstance(mark, list) else [mark])]
@@ -129,7 +117,7 @@ def _beside_experts(model: nn.Module, numbers: Collection[int]) -> set[str]:
 
 
 def _expert_numbers(config: Mapping[str, Any]) -> Iterator[int]:
-    """Every whole number that a config, or one inside it, gives under a key that speaks of experts."""
+    """Yield each whole number in a config, or in a config inside it, whose key has the word expert."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _expert_numbers(value)
@@ -138,7 +126,7 @@ def _expert_numbers(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _experts_in(part: nn.Module) -> Iterator[int]:
-    """How many experts a module may be: one for each entry of a list, or of the first dimension of a weight."""
+    """Yield how many experts a module may hold: one for each entry of a list, or of a weight's first dimension."""
     if isinstance(part, nn.ModuleList):
         yield len(part)
     elif not isinstance(part, _ConvNd):

@@ -121,7 +121,7 @@ class BackendContract(CopyPromises):
             assert float(parallel.norm([whole, unused])) == 5.0, "what all ranks have alike counts once"
 
     def test_a_group_of_one_leaves_a_layer_whole(self) -> None:
-        """There is nobody to share with."""
+        """There is no other process to share with."""
         with closing(self.backend()) as backend:
             layer = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
             before = {name: value.clone() for name, value in layer.state_dict().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lema.backend import Backend, Download, Upload
+from lema.backend import Backend, Upload
 from lema.backend.hostmemory import anonymous
 from lema.stream.placement import PAGE
 
@@ -147,7 +148,7 @@ class CopyPromises:
                 if number != 2:  # one upload is given back unread
                     reads.append((self._late_read(backend, upload.wait()), source.float()))
                 _give_back(upload)
-                _drain(upload)  # it may be asked twice
+                _in_a_thread(upload.drained)  # it may be asked twice
                 source.fill_(0xFF)
             for result, expected in reads:
                 assert torch.equal(result.cpu(), expected), "what was waited for changed with its source"
@@ -170,7 +171,7 @@ class CopyPromises:
                 assert bool((memory == 3).all()), "what is downloaded to the buffer is not in the memory"
 
     def test_a_source_may_be_dropped_before_it_is_copied(self) -> None:
-        """Whoever uploads or downloads need not keep the memory; nothing else is put there meanwhile."""
+        """The caller of an upload or download need not keep the memory; nothing else is put there meanwhile."""
         with closing(self.backend()) as backend:
             rings = [backend.device_slots(SLOT, 1) for _ in range(6)]
             uploads = []
@@ -194,13 +195,13 @@ class CopyPromises:
                     target = _host_like(backend, expected)
                     assert target.stride() == source.stride()
                     download = backend.download(source, target)
-                    _in_a_thread(download)
+                    _in_a_thread(download.landed)
                     assert torch.equal(target, expected), f"{dtype}, dimensions {order}"
                     download.release()
                     download.landed()
 
     def test_a_released_source_may_be_overwritten(self) -> None:
-        """Work queued after `release` comes after the copy, though nobody waited for it."""
+        """Work queued after `release` comes after the copy, without a wait for it."""
         with closing(self.backend()) as backend:
             begun = []
             for number in range(4):
@@ -216,7 +217,7 @@ class CopyPromises:
                 assert torch.equal(target, expected), "a source was overwritten before it was copied"
 
     def test_what_is_uploaded_after_a_download_is_what_it_brings(self) -> None:
-        """There and back, and nobody waits in between."""
+        """There and back, without a wait in between."""
         with closing(self.backend()) as backend:
             slots, buffer = backend.device_slots(SLOT, 1), backend.host_buffer(SLOT)
             buffer.fill_(0xFF)
@@ -261,18 +262,13 @@ def read(slot: Tensor) -> Tensor:
 
 def _give_back(upload: Upload) -> None:
     upload.release()
-    _drain(upload)
+    _in_a_thread(upload.drained)
 
 
-def _drain(upload: Upload) -> None:
-    """Call `drained` as the core does, from a thread that reads."""
+def _in_a_thread(call: Callable[[], None]) -> None:
+    """Call from another thread, as the core's readers do."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(upload.drained).result()
-
-
-def _in_a_thread(download: Download) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(download.landed).result()
+        pool.submit(call).result()
 
 
 def _host_like(backend: Backend, like: Tensor) -> Tensor:

@@ -38,21 +38,11 @@ def steps_of_both(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield what is compared, its streamed value and that of the whole model: loss, gradients, adapters after AdamW.
 
-    Args:
-        backend: closed at the end.
-        published: what `publish` returned.
-        recompute: recompute each layer in the backward, else keep the graph.
-        dropout: of the adapter.
-        num_batches: micro-batches of the step.
+    The step has `num_batches` micro-batches of the model that `publish` wrote; the backend is closed at the end.
     """
-    settings = LemaConfig(
-        str(published.with_name("streamed")),
-        device=backend.name,
-        lora_rank=RANK,
-        lora_alpha=ALPHA,
-        lora_dropout=dropout,
-        gradient_checkpointing=recompute,
-    )
+    sizes = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout}
+    streamed = str(published.with_name("streamed"))
+    settings = LemaConfig(streamed, device=backend.name, gradient_checkpointing=recompute, **sizes)
     with closing(LemaModel(settings, backend=backend)) as model:
         model.initialize_lora()
         assert model.lora_manager is not None

@@ -45,15 +45,14 @@ def save_trained(
     tied = skeleton.all_tied_weights_keys
     specs = [spec for spec in tensor_specs(skeleton, records, dtypes) if spec[0] not in tied]
 
-    class Trained:
-        def pieces(self, name: str) -> Iterable[memoryview]:
-            master = training.masters.get(name)
-            if master is None:
-                return cast_pieces(records[name], dtypes[name])
-            return [bytes_of(master.detach().to("cpu", dtypes[name]))]
+    def pieces(name: str) -> Iterable[memoryview]:
+        master = training.masters.get(name)
+        if master is None:
+            return cast_pieces(records[name], dtypes[name])
+        return [bytes_of(master.detach().to("cpu", dtypes[name]))]
 
     with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), Trained())
+        write_shards(partial, shards_of(specs, max_shard_size), pieces)
         copy_companions(model.directory, partial, code=model.trusted)
         write_config(model.directory / "config.json", partial, rewritten_config(model.config.dtype))
     return out
@@ -90,11 +89,10 @@ def save_delta(
         [name for name, _, _ in specs],
     )
 
-    class Trained:
-        def pieces(self, name: str) -> Iterable[memoryview]:
-            return [bytes_of(training.masters[name].detach().to("cpu", dtypes[name]))]
+    def pieces(name: str) -> Iterable[memoryview]:
+        return [bytes_of(training.masters[name].detach().to("cpu", dtypes[name]))]
 
     with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), Trained(), STEM)
+        write_shards(partial, shards_of(specs, max_shard_size), pieces, STEM)
         replace_file(partial / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
     return out
