@@ -20,6 +20,7 @@ from lema.config.quiet import hushed
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.storage.header import TensorRecord
 from lema.storage.index import GlobalBinaryIndex
+from lema.storage.slices import AssembledRecord
 
 __all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import"]
 
@@ -62,7 +63,7 @@ class QuantizedRecord:
         return sum(part.nbytes for part in self.parts.values())
 
 
-Stored = TensorRecord | QuantizedRecord
+Stored = TensorRecord | AssembledRecord | QuantizedRecord
 
 
 def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
