@@ -44,6 +44,7 @@ __all__ = [
 
 
 PAGE = 4096
+VECTOR = 16  # bytes that kernels load at once
 CACHE_LINE = 64  # what memory for a tensor of its own begins at, and kernels are fastest at
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -225,11 +226,13 @@ def _place_plain(
 def _lead(record: AssembledRecord, dtype: torch.dtype) -> int:
     """Return how far into its page an assembled tensor begins, so that its first piece is as far as in its file.
 
-    Pieces are commonly whole pages long, and then the others lie as they do in the file, too.
+    Pieces are commonly whole pages long, and then the others lie as they do in the file, too. Where it would begin at
+    an odd address it begins a page, because the last bit of a product may depend on the address, and `from_pretrained`
+    assembles in memory that is aligned.
     """
     width = dtype.itemsize
     lead = next(((one.record.offset + (one.move.read - one.move.write) * width) % PAGE for one in record.pieces), 0)
-    return lead if DTYPES[record.dtype] == dtype and lead % width == 0 else 0
+    return lead if DTYPES[record.dtype] == dtype and lead % VECTOR == 0 else 0
 
 
 def _assemble(record: AssembledRecord, placed: Placed) -> tuple[list[ByteRun], list[Cast]]:
