@@ -29,6 +29,7 @@ __all__ = [
     "cast_pieces",
     "copy_companions",
     "read_tensor",
+    "records_of",
     "stored_name",
     "write_cast",
     "write_config",
@@ -48,7 +49,7 @@ def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
         ReadError: its bytes could not be read.
         ModelError: it is stored in a form no model computes with.
     """
-    for one in _all_records(record):
+    for one in records_of(record):
         _torch_dtype(one)
     placed = place({record.name: (record, dtype)})
     buffer = anonymous(placed.nbytes)
@@ -63,7 +64,8 @@ def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
     return weights_in(buffer, placed, expanded)[record.name]
 
 
-def _all_records(record: Stored) -> Iterable[TensorRecord]:
+def records_of(record: Stored) -> Iterable[TensorRecord]:
+    """Return the stored tensors that a tensor is made of."""
     if isinstance(record, QuantizedRecord):
         return record.parts.values()
     return [piece.record for piece in record.pieces] if isinstance(record, AssembledRecord) else [record]

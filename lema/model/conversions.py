@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
 from lema.model.copies import CopyTrace
-from lema.storage.header import DTYPE_BITS, TensorRecord
+from lema.storage.header import TensorRecord
 from lema.storage.quantized.published import LIBRARY, PLAN, Plan, Step
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import AssembledRecord, Move, Piece
+from lema.storage.slices import Move, Piece, simplest
 from lema.storage.tensorfile import read_into
 from lema.stream.placement import DTYPES
 
@@ -112,7 +112,7 @@ class Conversion:
             if (moves := trace.moves(tensor)) is None:
                 return None
             pieces = tuple(Piece(records[number], move) for number, move in moves)
-            found[name] = _simplest(name, tuple(tensor.shape), pieces)
+            found[name] = simplest(name, tuple(tensor.shape), pieces)
         return found
 
     def _computed(
@@ -218,15 +218,6 @@ class _Operations:
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(model.get_parameter_or_buffer(name).detach(), False))
         self._model = kept
-
-
-def _simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorRecord | AssembledRecord:
-    """Return a tensor that is a range of a stored one as that."""
-    if len(pieces) != 1 or not pieces[0].move.is_contiguous:
-        return AssembledRecord(name, shape, pieces)
-    record, width = pieces[0].record, DTYPE_BITS[pieces[0].record.dtype] // 8
-    begin = record.offset + pieces[0].move.read * width
-    return replace(record, offset=begin, nbytes=prod(shape) * width, shape=shape)
 
 
 def _numbers(names: Sequence[str]) -> set[int]:

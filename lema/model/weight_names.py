@@ -218,6 +218,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
         config = AutoQuantizationConfig.from_dict(chosen)
         config.dequantize = True
         quantizer: HfQuantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        quantizer.validate_environment()
     except ImportError as error:
         raise ConfigError(
             f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}",

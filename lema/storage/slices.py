@@ -14,10 +14,10 @@ from pathlib import Path
 
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-__all__ = ["AssembledRecord", "Box", "Move", "Piece", "contiguous", "follow", "part_of"]
+__all__ = ["AssembledRecord", "Box", "Move", "Piece", "contiguous", "follow", "part_of", "simplest"]
 
 
-LEAST_READ = 2048  # bytes; elements in shorter ranges are read together with what lies between them
+LEAST_READ = 8  # bytes; shorter ranges, of which there are as many as elements, are read with what lies between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +121,30 @@ class AssembledRecord:
 
 def part_of(record: TensorRecord, axis: int, ranges: Sequence[tuple[int, int]]) -> TensorRecord | AssembledRecord:
     """Return ranges of a stored tensor along an axis as a record: a plain one where its bytes follow each other."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
     inner, whole = prod(record.shape[axis + 1 :]), record.shape[axis]
     length = sum(stop - start for start, stop in ranges)
     outer, shape = prod(record.shape[:axis]), (*record.shape[:axis], length, *record.shape[axis + 1 :])
     pieces, done = [], 0
-    for start, stop in ranges:
+    for start, stop in joined:
         dims = ((outer, whole * inner, length * inner), ((stop - start) * inner, 1, 1))
         pieces.append(Piece(record, Move(start * inner, done * inner, dims).joined()))
         done += stop - start
-    if len(pieces) == 1 and pieces[0].move.is_contiguous:
-        width = DTYPE_BITS[record.dtype] // 8
-        return replace(
-            record, offset=record.offset + pieces[0].move.read * width, nbytes=prod(shape) * width, shape=shape
-        )
-    return AssembledRecord(record.name, shape, tuple(pieces))
+    return simplest(record.name, shape, tuple(pieces)) if pieces else replace(record, nbytes=0, shape=shape)
+
+
+def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorRecord | AssembledRecord:
+    """Return what pieces make: a plain record where they are one range of bytes."""
+    if len(pieces) != 1 or not pieces[0].move.is_contiguous:
+        return AssembledRecord(name, shape, pieces)
+    record, width = pieces[0].record, DTYPE_BITS[pieces[0].record.dtype] // 8
+    begin = record.offset + pieces[0].move.read * width
+    return replace(record, offset=begin, nbytes=prod(shape) * width, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
