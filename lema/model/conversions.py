@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter
 
 from lema.model.copies import CopyTrace
 from lema.storage.header import TensorRecord
-from lema.storage.quantized.published import LIBRARY, PLAN, Plan, Step
+from lema.storage.quantized.published import LIBRARY, PLAN, Plan, Step, cut
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import Move, Piece, simplest
 from lema.storage.tensorfile import read_into
@@ -157,6 +157,7 @@ class Conversion:
             if not moves:
                 raise Misfit("what is dequantised is not only copied then")
             used = tuple(replace(steps[number], moves=tuple(moves[number])) for number in sorted(moves))
+            used = used if cast else tuple(_divided(step, run, records, dtype) for step in used)
             needed = [part for step in used for group in step.parts.values() for part in group]
             parts = {part: records[part] for part in needed}
             found[name] = QuantizedRecord(name, LIBRARY, parts, tuple(tensor.shape), {PLAN: Plan(run, used, cast)})
@@ -218,6 +219,29 @@ class _Operations:
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(model.get_parameter_or_buffer(name).detach(), False))
         self._model = kept
+
+
+def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> Step:
+    """Let a step be cut along the first dimension, where its parts and what is made of them have one in common.
+
+    All operations that are known work on each row, or block of rows, by itself; that a part of them makes the part
+    of the result is tried on tensors without bytes.
+    """
+    given = {name: [_empty(records[part]) for part in group] for name, group in step.parts.items()}
+    large = [one for group in given.values() for one in group if one.numel() > 1]
+    units = min((one.shape[0] for one in large if one.ndim), default=1)
+    lengths = [one.shape[0] for one in large] + [int(one[0]) for group in step.constants.values() for one in group]
+    ordered = len({name for name, _ in step.moves}) == len(step.moves)
+    contiguous = ordered and all(move.is_contiguous for _, move in step.moves)
+    if step.padded or not contiguous or units < 2 or any(length % units for length in lengths):
+        return step
+    divided = replace(step, units=units)
+    try:
+        whole, part = (Plan(run, (), False).make(*one, dtype) for one in ((step, given), cut(divided, given, 0, 1)))
+    except (Misfit, RuntimeError, ValueError):
+        return step
+    fits = all(tuple(part[name].shape) == (one.shape[0] // units, *one.shape[1:]) for name, one in whole.items())
+    return divided if fits else step
 
 
 def _numbers(names: Sequence[str]) -> set[int]:

@@ -1,22 +1,23 @@
 """Parameters that `transformers` makes of several stored tensors by arithmetic: weights published quantised.
 
-The operations are those of its quantizers, run on the device at each lease. They run for a few tensors at a time, one
-expert for one, because they make temporaries several times as large as what they are given.
+The operations are those of its quantizers, run on the device at each lease. They make temporaries several times as
+large as what they are given, and are therefore run for one expert, or some rows of a matrix, after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lema.storage.quantized.records import unit_pieces
 from lema.storage.slices import Move
 
-__all__ = ["LIBRARY", "PLAN", "Plan", "Step", "expand", "move_elements"]
+__all__ = ["LIBRARY", "PLAN", "Plan", "Step", "cut", "expand", "move_elements"]
 
 
 LIBRARY = "transformers"
@@ -36,12 +37,14 @@ class Step:
         padded: what the operations call a tensor that is padded with zeros first, and what is made of it cut again,
             because its blocks of scales reach beyond it -> the rows and columns with padding.
         moves: what the operations call what they make, and where its elements go in the parameter.
+        units: how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts.
     """
 
     parts: Mapping[str, tuple[str, ...]]
     constants: Lists
     padded: Mapping[str, tuple[int, int]]
     moves: tuple[tuple[str, Move], ...] = ()
+    units: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,40 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
     plan: Plan = about[PLAN]
     for step in plan.steps:
         given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
+        if step.units > 1:
+            _expand_in_pieces(plan, step, given, out)
+            continue
         made = plan.make(step, given, out.dtype)
         for name, move in step.moves:
             move_elements(made[name].contiguous(), move, out)
+
+
+def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
+    """Return a step for some of its units, and its parts for them."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        if tensor.numel() == 1:
+            return tensor  # one scale for all
+        each = tensor.shape[0] // step.units
+        return tensor[start * each : stop * each]
+
+    constants = {
+        name: [torch.tensor([int(one[0]) // step.units * (stop - start), *one[1:]]) for one in group]
+        for name, group in step.constants.items()
+    }
+    return replace(step, constants=constants), {name: [rows(one) for one in group] for name, group in parts.items()}
+
+
+def _expand_in_pieces(plan: Plan, step: Step, given: Lists, out: Tensor) -> None:
+    """Expand what one after the other fills a range of `out`."""
+    flat, places = out.view(-1), {name: move.write for name, move in step.moves}
+    elements = sum(move.count for _, move in step.moves)
+    for span in unit_pieces(out, step.units, elements):
+        made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
+        for name in places:
+            tensor = made[name]
+            flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
+            places[name] += tensor.numel()
 
 
 def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lema.storage.header import TensorRecord
 from lema.storage.index import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord
 
-__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import"]
+__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import", "unit_pieces"]
 
 
 QUANT_STATE = ".quant_state.bitsandbytes__"
@@ -245,6 +245,11 @@ def pieces(tensor: Tensor) -> Iterator[slice]:
 def flat_pieces(tensor: Tensor, block: int) -> Iterator[slice]:
     """Cut a flat tensor between blocks."""
     return _cut(tensor.numel(), max(1, _piece(tensor) // block) * block)
+
+
+def unit_pieces(tensor: Tensor, units: int, elements: int) -> Iterator[slice]:
+    """Cut `units` that have so many elements of `tensor` together."""
+    return _cut(units, max(1, _piece(tensor) * units // max(elements, 1)))
 
 
 def _piece(tensor: Tensor) -> int:
