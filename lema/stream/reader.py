@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lema.backend.hostmemory import anonymous
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ReadError
 from lema.storage.quantized.published import move_elements
@@ -51,36 +52,40 @@ class _File:
         """Fill `memory[start : start + nbytes]` from `offset` on.
 
         Args:
-            alone: `start` and `offset` are equal modulo a page, and the pages they lie in may be overwritten.
+            alone: the pages of memory that these bytes lie in may be overwritten as a whole.
         """
-        first = last = offset  # of what is read past the page cache
-        if self.direct is not None and alone:
-            last = offset + nbytes
-        elif self.direct is not None and (start - offset) % PAGE == 0:
-            # Only whole pages, because the bytes before and after these in memory are of another piece.
-            first, last = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
-        if first >= last or not self._read_pages(memory, start + first - offset, first, last - first):
-            first = last = offset
-        for begin, end in ((offset, first), (last, offset + nbytes)):
-            if begin < end:
-                view = memory[start + begin - offset : start + end - offset]
-                _read_fully(self.descriptor, view, begin, end - begin, self.path)
+        if self.direct is not None and (start - offset) % PAGE == 0:
+            try:
+                self._read_pages(self.direct, memory, start, offset, nbytes, alone)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: this file system refuses direct reads after all
+                    raise
+                self.direct = None  # not closed yet: other threads may be reading through it
+        _read_fully(self.descriptor, [memory[start : start + nbytes]], offset, nbytes, self.path)
 
-    def _read_pages(self, memory: memoryview, start: int, offset: int, nbytes: int) -> bool:
-        """Read whole pages around the bytes wanted; False: this file system refuses after all."""
-        if (descriptor := self.direct) is None:
-            return False
+    def _read_pages(
+        self, descriptor: int, memory: memoryview, start: int, offset: int, nbytes: int, alone: bool
+    ) -> None:
+        """Read whole pages around the bytes wanted, by one request."""
         lead = offset % PAGE
-        span = -(-(lead + nbytes) // PAGE) * PAGE
-        view = memory[start - lead : start - lead + span]
-        try:
-            _read_fully(descriptor, view, offset - lead, lead + nbytes, self.path)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self.direct = None  # not closed yet: other threads may be reading through it
-            return False
-        return True
+        pages = -(-(lead + nbytes) // PAGE)
+        first, last = (0, 0) if alone else (int(lead > 0), int((lead + nbytes) % PAGE > 0))
+        if pages == 1:
+            last = min(last, 1 - first)
+        begin = start - lead
+        inner = memory[begin + first * PAGE : begin + (pages - last) * PAGE]
+        # The first and the last page go aside where another piece has bytes in theirs in memory.
+        aside = _bytes(anonymous(2 * PAGE)) if first or last else memoryview(b"")
+        views = [*[aside[:PAGE]] * first, *([inner] if len(inner) else []), *[aside[PAGE : 2 * PAGE]] * last]
+        _read_fully(descriptor, views, offset - lead, lead + nbytes, self.path)
+        if first:
+            count = min(nbytes, PAGE - lead)
+            memory[start : start + count] = aside[lead : lead + count]
+        if last:
+            count = min(nbytes, (lead + nbytes - 1) % PAGE + 1)
+            end, skipped = start + nbytes, PAGE + (lead if pages == 1 else 0)
+            memory[end - count : end] = aside[skipped : skipped + count]
 
     def close(self) -> None:
         for descriptor in self._opened:
@@ -165,7 +170,7 @@ class LayerReader:
             descriptor = self._file(path).descriptor
             with self._trace.span("read", name, nbytes=nbytes):
                 for offset, size in ranges:
-                    _read_fully(descriptor, memory[done : done + size], offset, size, path)
+                    _read_fully(descriptor, [memory[done : done + size]], offset, size, path)
                     done += size
         except OSError as error:
             raise _failure(error, path, offset, nbytes) from error
@@ -216,11 +221,15 @@ def _segments(layer: LayerBytes) -> Iterator[ByteRun]:
             offset = stop
 
 
-def _read_fully(descriptor: int, view: memoryview, offset: int, needed: int, path: Path) -> None:
-    """Read into `view` until `needed` bytes are there; a file that ends earlier was truncated since it was opened."""
+def _read_fully(descriptor: int, views: list[memoryview], offset: int, needed: int, path: Path) -> None:
+    """Fill `views` until `needed` bytes are there; a file that ends earlier was truncated since it was opened."""
     done = 0
     while done < needed:
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+        left, skipped = [], done
+        for view in views:
+            left += [view[skipped:]] if skipped < len(view) else []
+            skipped = max(0, skipped - len(view))
+        count = os.preadv(descriptor, left, offset + done)
         if count == 0:
             raise OSError(errno.EIO, f"the file ends {needed - done:,} bytes early", str(path))
         done += count
