@@ -52,7 +52,7 @@ class Row:
         targets: the linear modules of its layers that an adapter trains by default.
         reason: why it does not stream, why that is not known, or why adapters do not fit; one sentence.
         source: where its weights are; empty where only the type was asked for.
-        prepare: whether its weights must be converted before they stream; None: no weights were looked at.
+        prepare: whether its weights are rearranged whenever they are read; None: no weights were looked at.
     """
 
     model_type: str
