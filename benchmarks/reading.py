@@ -1,13 +1,16 @@
 """Bytes per second of reading all layers from disk, against a plain reader of the same files, in many short rounds.
 
     python benchmarks/reading.py
+    python benchmarks/reading.py --experts 64
 
-The plain reader's threads do nothing but `preadv` with O_DIRECT into buffers of their own. First it tries several ways
-(threads x bytes at once). Then arms take turns, who begins changing every round: the plain reader in the ways that were
-the fastest, and in the way of `LayerReader`, into huge pages and into small ones; `LayerReader`, each layer into its
-place in one of three host buffers; and a `LayerStream` whose layers are leased and let go at once. The files are
-dropped from the page cache before every arm. What is compared is one round's arm with the same round's plain reader, in
-the way that was the fastest over all rounds, and of that the median: a machine that others use is the same for both.
+With `--experts`, a model of experts is read as it is published, each expert's matrices by themselves, in turn with
+the same model as `lema prepare` writes it, each layer whole. Otherwise the plain reader's threads do nothing but
+`preadv` with O_DIRECT into buffers of their own. First it tries several ways (threads x bytes at once). Then arms
+take turns, who begins changing every round: the plain reader in the ways that were the fastest, and in the way of
+`LayerReader`, into huge pages and into small ones; `LayerReader`, each layer into its place in one of three host
+buffers; and a `LayerStream` whose layers are leased and let go at once. The files are dropped from the page cache
+before every arm. What is compared is one round's arm with the same round's plain reader, in the way that was the
+fastest over all rounds, and of that the median: a machine that others use is the same for both.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,10 @@ from common import Meter, Shape, forget_pages, report, write_model
 from plainreader import WAYS, PlainReader, Way
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from lema import LemaConfig, LemaModel
+from lema.convert import prepare_directory
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
@@ -46,11 +52,15 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, help="of a layer, each as wide as an eighth of --intermediate")
     parser.add_argument("--rounds", type=int, default=25, help="measured, after one that is not")
     parser.add_argument("--tries", type=int, default=5, help="rounds in which the ways of the plain reader are tried")
     parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
     arguments = parser.parse_args()
     shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, vocabulary=1000)
+    if arguments.experts:
+        _compare_experts(shape, arguments)
+        return
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name, ExitStack() as stack:
         directory = Path(name)
         write_model(directory, shape)
@@ -77,6 +87,47 @@ def main() -> None:
     _show(rows, trial, best, nbytes, huge)
     found = {"arms": rows, "best": best, "ways": trial, "share_of_buffers_in_huge_pages": huge}
     report("reading", found, shape)
+
+
+def _compare_experts(shape: Shape, arguments: argparse.Namespace) -> None:
+    """Read a model whose experts are stored one by one, and the same one prepared."""
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        num_experts=arguments.experts,
+        moe_intermediate_size=shape.intermediate // 8,
+        dtype=torch.bfloat16,
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name, ExitStack() as stack:
+        published = Path(name) / "published"
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(published)
+        directories = {"whole": prepare_directory(published, Path(name) / "whole"), "per expert": published}
+        arms: dict[str, Callable[[], None]] = {}
+        slots: dict[str, int] = {}
+        for kind, directory in directories.items():
+            model = stack.enter_context(closing(LemaModel(LemaConfig(str(directory), device="cpu"))))
+            layers = list(model.memory.layers)
+            slots[kind], nbytes = max(layer.nbytes for layer in layers), sum(layer.read_bytes for layer in layers)
+            buffers = [CpuBackend().host_buffer(slots[kind]) for _ in range(NUM_BUFFERS)]
+            arms[kind] = partial(_read_layers, stack.enter_context(closing(LayerReader())), layers, buffers)
+        meters: dict[str, list[Meter]] = {kind: [] for kind in arms}
+        for number in range(arguments.rounds + 1):
+            for kind in sorted(arms, reverse=number % 2 == 1):
+                forget_pages(directories[kind])
+                with Meter() as meter:
+                    arms[kind]()
+                if number:
+                    meters[kind].append(meter)
+    ratios = [one.seconds / other.seconds for one, other in zip(meters["whole"], meters["per expert"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    found = {kind: _speeds(of_kind, nbytes) for kind, of_kind in meters.items()}
+    found |= {"per_expert_of_whole": middle, "quartiles": [low, high], "slot_bytes": slots}
+    for kind, speeds in found.items():
+        print(kind, speeds)
+    report("reading_experts", found, shape)
 
 
 def _try_ways(layers: Sequence[LayerBytes], directory: Path, rounds: int) -> dict[Way, list[Meter]]:

@@ -30,7 +30,7 @@ on tensors that have shapes and no values. *adapters* are the linear modules tha
 `transformers` has no default config of the type that makes a model by itself, or one that cannot run without values.
 
 Another config of the same type may do otherwise. `lema models DIRECTORY` tries that of a model you have, and says
-whether its weights stream as they are stored or go through `lema prepare` once.
+whether its weights are used as they are stored, or rearranged whenever they are read.
 """.splitlines()
 
 
@@ -85,7 +85,7 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
     name = f"{row.source} ({row.model_type})" if row.source else row.model_type
     streams = {True: "yes", False: "no", None: "unknown"}[row.streams]
     if row.streams and row.prepare is not None:
-        streams = "after lema prepare" if row.prepare else "as stored"
+        streams = "rearranged" if row.prepare else "as stored"
     return name, streams, " ".join(row.targets), row.reason
 
 

@@ -40,9 +40,8 @@ class Prepared:
     def notes(self) -> list[str]:
         """Say what is not a plain copy, one line each: what was rearranged, what was left out, what was added."""
         names = self.names or NameMap()
-        rearranged = [name for conversion in names.conversions for name in conversion.shapes]
         lines = {
-            "rearranged": rearranged,
+            "rearranged": names.rearranged,
             "left out, for transformers loads them into no model of this type": [r.name for r in names.ignored],
             "left out, for the model has no place for them": [r.name for r in names.unused],
             "not stored, and written as the model makes them": names.kept,

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lema.convert.buffers import Scratch
+from lema.backend.hostmemory import anonymous
 from lema.errors import ModelError
 from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
 from lema.storage.index import PREPARED_MARK, check_inside
-from lema.storage.quantized import formats
 from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
-from lema.stream.placement import DTYPES
+from lema.stream.dequantize import expand_into, weights_in
+from lema.stream.placement import DTYPES, place
+from lema.stream.reader import LayerReader
 
 __all__ = [
     "METADATA",
@@ -28,7 +29,7 @@ __all__ = [
     "cast_pieces",
     "copy_companions",
     "read_tensor",
-    "read_tensors",
+    "records_of",
     "stored_name",
     "write_cast",
     "write_config",
@@ -47,40 +48,37 @@ def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
         ReadError: its bytes could not be read.
         ModelError: it is stored in a form no model computes with.
     """
+    for one in records_of(record):
+        _torch_dtype(one)
+    placed = place({record.name: (record, dtype)})
+    buffer = anonymous(placed.nbytes)
+    reader = LayerReader()
+    try:
+        reader.submit(placed, buffer, name=record.name).wait()
+    finally:
+        reader.close()
+    expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8) if placed.expansions else None
+    if expanded is not None:
+        expand_into(expanded, buffer, placed)
+    return weights_in(buffer, placed, expanded)[record.name]
+
+
+def records_of(record: Stored) -> Iterable[TensorRecord]:
+    """Return the stored tensors that a tensor is made of."""
     if isinstance(record, QuantizedRecord):
-        parts = {part: read_tensor(stored, _torch_dtype(stored)) for part, stored in record.parts.items()}
-        expanded = torch.empty(record.shape, dtype=dtype)
-        formats.expand(record.library, parts, record.about, expanded)
-        return expanded
-    return next(read_tensors([record], dtype, Scratch()))
-
-
-def read_tensors(records: list[TensorRecord], dtype: torch.dtype, memory: Scratch) -> Iterator[Tensor]:
-    """Yield whole tensors as `dtype`, each read when it is asked for; they lie side by side in `memory`.
-
-    Raises:
-        ReadError, ModelError: as `read_tensor`.
-    """
-    sizes = [prod(record.shape) * dtype.itemsize for record in records]
-    whole, start = memory.bytes(sum(sizes)), 0
-    for record, size in zip(records, sizes, strict=True):
-        stored, place = _torch_dtype(record), whole[start : start + size]
-        aside = place if stored == dtype else memory.bytes(record.nbytes)
-        read_into(record, aside.numpy().data)
-        tensor = place.view(dtype).view(record.shape)
-        yield tensor if stored == dtype else tensor.copy_(aside.view(stored).view(record.shape))
-        start += size
+        return record.parts.values()
+    return [piece.record for piece in record.pieces] if isinstance(record, AssembledRecord) else [record]
 
 
 def cast_pieces(record: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield the tensor's bytes as `dtype`, a bounded piece at a time; each is valid until the next is asked for.
 
-    A quantised tensor comes in one piece, expanded.
+    One that is assembled or quantised comes in one piece, as it is used.
 
     Raises:
         ReadError, ModelError: as `read_tensor`.
     """
-    if isinstance(record, QuantizedRecord):
+    if not isinstance(record, TensorRecord):
         yield bytes_of(read_tensor(record, dtype))
         return
     stored = _torch_dtype(record)
@@ -105,9 +103,9 @@ def write_cast(out: TensorFile, name: str, record: TensorRecord, dtype: torch.dt
         out.write(name, cast_pieces(record, dtype))
         return
     done = 0
-    for place in out.space(name):
-        read_into(record, place, done)
-        done += len(place)
+    for space in out.space(name):
+        read_into(record, space, done)
+        done += len(space)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

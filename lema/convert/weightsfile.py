@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lema.convert.transfer import transfer
 from lema.errors import ModelError
 from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers
-from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes
+from lema.model.weight_names import NameMap, checkpoint_dtype, map_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
 from lema.storage.diskspace import disk_error
 from lema.storage.hub import own_weights
@@ -72,10 +72,6 @@ def write_weights(
     config = read_config(directory, trust_remote_code=trust)
     model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
     names = map_names(model, index)
-    if names.quantized:
-        what = f"the checkpoint is quantised already: {grouped(names.quantized)}"
-        how = "it streams as it is; to store it otherwise, prepare the unquantised model"
-        raise ModelError(what, where=str(index.path), how=how)
     state: dict[str, Tensor] = model.state_dict()
     # What is not loaded is not widened either.
     dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
@@ -83,7 +79,10 @@ def write_weights(
     quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
     with _open_file(file, order, state, dtypes, quantizer, progress) as out:
         transfer(out, order, model, names, dtypes, quantizer)
-    return _written(quantizer, names)
+    written = _written(quantizer, names)
+    if quantizer is None and names.quantized:  # what is written is not
+        return replace(written, changes={"quantization_config": None, "dtype": model.dtype})
+    return written
 
 
 def _write_model(

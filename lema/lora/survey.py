@@ -50,7 +50,7 @@ class Row:
     targets: tuple[str, ...] = ()  # the linear modules of its layers that an adapter trains by default
     reason: str = ""  # why it does not stream, why that is not known, or why adapters do not fit; one sentence
     source: str = ""  # where its weights are; empty where only the type was asked for
-    # Whether its weights must be converted before they stream; None: no weights were looked at.
+    # Whether its weights are rearranged whenever they are read; None: no weights were looked at.
     prepare: bool | None = None
 
 

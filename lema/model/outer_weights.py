@@ -22,7 +22,6 @@ from lema.backend.registry import has_addresses
 from lema.errors import ConfigError
 from lema.model.inputs import Inputs
 from lema.storage.quantized.records import Stored
-from lema.storage.slices import PartRecord
 from lema.stream.dequantize import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
 from lema.stream.reader import LayerReader
@@ -31,13 +30,13 @@ __all__ = ["HostRows", "StoredTensors", "host_rows_name", "layer_bytes", "load_o
 
 
 def layer_bytes(
-    records: Mapping[str, Stored | PartRecord],
+    records: Mapping[str, Stored],
     dtypes: Mapping[str, torch.dtype],
     layers_name: str,
     num_layers: int,
 ) -> list[LayerBytes]:
     """Return each decoder layer as bytes, its tensors named relative to the layer."""
-    layers: list[dict[str, tuple[Stored | PartRecord, torch.dtype]]] = [{} for _ in range(num_layers)]
+    layers: list[dict[str, tuple[Stored, torch.dtype]]] = [{} for _ in range(num_layers)]
     for name, record in records.items():
         if name.startswith(f"{layers_name}."):
             index, _, inner = name.removeprefix(f"{layers_name}.").partition(".")

@@ -39,7 +39,7 @@ from lema.errors import ConfigError, ModelError
 from lema.model.skeleton import meta_model
 from lema.model.weight_names import WRAPPED
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import PartRecord, part_of
+from lema.storage.slices import AssembledRecord, part_of
 
 __all__ = [
     "held_adapter",
@@ -70,11 +70,11 @@ def held_layouts(model: nn.Module) -> dict[str, Layout]:
     return {name: layout for name, layout in named if layout is not None}
 
 
-def held_record(record: Stored, layout: Layout | None, rank: int) -> Stored | PartRecord:
+def held_record(record: Stored, layout: Layout | None, rank: int) -> Stored:
     """Return what of a stored tensor one process reads.
 
     Raises:
-        ConfigError: it is stored quantised, and such a tensor is not divided.
+        ConfigError: it is stored quantised or in pieces, and such a tensor is not divided.
     """
     if layout is None or layout.kind == "replicated":
         return record
@@ -84,13 +84,19 @@ def held_record(record: Stored, layout: Layout | None, rank: int) -> Stored | Pa
             where="tensor_parallel_size",
             how="open the model as it was before it was quantised, or give each process the whole of it",
         )
+    if isinstance(record, AssembledRecord):
+        raise ConfigError(
+            f"{record.name} is put together when it is read, and would have to be divided among processes",
+            where="tensor_parallel_size",
+            how="convert the model once with `lema prepare MODEL OUT` and use OUT",
+        )
     size = record.shape[layout.dim]
     ranges = [(start, start + length) for start, length in places(layout, size, rank)]
     assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
     return part_of(record, layout.dim, ranges)
 
 
-def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored | PartRecord]:
+def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
     """Return what one process reads of each stored tensor of a model whose layers have been divided.
 
     Raises:

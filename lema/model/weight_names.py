@@ -8,13 +8,14 @@ Adapters wrap modules and so change the names within a layer; these are mapped t
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +30,18 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers.base import HfQuantizer
 
-from lema.errors import ModelError, WeightsError
+from lema.errors import ConfigError, ModelError, WeightsError
+from lema.model.conversions import Conversion, Misfit
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored, fold
+from lema.storage.slices import AssembledRecord
 from lema.stream.placement import DTYPES
 
 __all__ = [
-    "Conversion",
     "LayerNames",
     "NameMap",
     "checkpoint_dtype",
@@ -45,56 +49,15 @@ __all__ = [
     "map_names",
     "match_names",
     "needs_conversion",
+    "open_quantizer",
     "stored_name",
     "target_dtypes",
     "warn_of_unused",
 ]
 
 
-Read = Callable[[list[TensorRecord], torch.dtype], Iterator[Tensor]]
 HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
-
-
-@dataclass
-class Conversion:
-    """Tensors on disk which only together give tensors of the model: stacked, concatenated, split or transposed.
-
-    Attributes:
-        first: the in-memory name `transformers` files the conversion under.
-        sources: the tensors on disk with the pattern of the converter each matched, in the converter's order.
-        shapes: in-memory name -> shape of every tensor that comes out.
-    """
-
-    first: str
-    converter: WeightConverter
-    sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-
-    @property
-    def described(self) -> str:
-        """The sources, in words."""
-        files = ", ".join(sorted({record.file.name for _, record in self.sources}))
-        return f"{len(self.sources)} tensors in {files} ({self.sources[0][1].name} ...)"
-
-    def run(self, model: PreTrainedModel, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Read the sources and convert them; the sources are cast to `dtype` first, as `from_pretrained` does.
-
-        `read` is given the sources of one pattern, and returns an iterator that reads each when it is asked for.
-        """
-        converter = deepcopy(self.converter)
-        by_pattern: dict[str, list[TensorRecord]] = {}
-        for pattern, record in self.sources:
-            by_pattern.setdefault(pattern, []).append(record)
-        # The converter calls for its tensors one by one and lets go of them; so must this frame.
-        tensors = {pattern: read(records, dtype) for pattern, records in by_pattern.items()}
-        for pattern, record in self.sources:
-            lazy: Any = partial(next, tensors[pattern])
-            converter.add_tensor(self.first, record.name, pattern, lazy)
-        del tensors, lazy
-        with torch.no_grad():
-            converted: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 @dataclass
@@ -102,16 +65,16 @@ class NameMap:
     """How every tensor of a model is filled from a checkpoint.
 
     Attributes:
-        direct: in-memory name -> the tensor on disk with the same shape.
-        conversions: the tensors that must be rearranged.
+        stored: in-memory name -> where it is on disk, as it is, assembled from several tensors, or quantised.
+        rearranged: in-memory names of what is not stored as it is in memory.
         tied: in-memory name that is not stored -> the stored in-memory name it shares its weights with.
         kept: buffers that the checkpoint need not store; the model's own values stand.
         ignored: tensors on disk that `transformers` says no model needs.
         unused: further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
     """
 
-    direct: dict[str, Stored] = field(default_factory=dict)
-    conversions: list[Conversion] = field(default_factory=list)
+    stored: dict[str, Stored] = field(default_factory=dict)
+    rearranged: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     ignored: list[Stored] = field(default_factory=list)
@@ -120,11 +83,11 @@ class NameMap:
     @property
     def quantized(self) -> list[str]:
         """The in-memory names of what is stored quantised."""
-        return [name for name, record in self.direct.items() if isinstance(record, QuantizedRecord)]
+        return [name for name, record in self.stored.items() if isinstance(record, QuantizedRecord)]
 
 
 def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, Stored]:
-    """Find the tensor on disk for every tensor of the model that is stored as it is in memory.
+    """Find where every tensor of the model is stored.
 
     Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
     disk that the model has no place for are named in a warning.
@@ -133,28 +96,20 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
         model: as `from_config` builds it, without adapters; its parameters may be on `meta`.
 
     Raises:
-        WeightsError: tensors are missing, of another shape or type (all are named), or need a conversion.
+        ModelError, WeightsError: as `map_names`.
     """
     names = map_names(model, index)
     warn_of_unused(names, stacklevel=3)
-    if names.conversions:
-        examples = ", ".join(sorted(record.name for _, record in names.conversions[0].sources)[:4])
-        raise WeightsError(
-            f"{len(names.conversions)} tensors of the model are stored in another form than it uses in memory, "
-            f"for one {names.conversions[0].first} as {examples} ...",
-            where=str(index.path),
-            how="convert once with `lema prepare MODEL OUT` and use OUT",
-        )
-    return names.direct | {name: names.direct[source] for name, source in names.tied.items()}
+    return names.stored | {name: names.stored[source] for name, source in names.tied.items()}
 
 
 def needs_conversion(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
-    """Whether the checkpoint must be prepared before it streams, because tensors are fused, split or transposed.
+    """Whether tensors are rearranged whenever they are read, which `lema prepare` would do once.
 
     Raises:
-        WeightsError: as `match_names`.
+        ModelError, WeightsError: as `map_names`.
     """
-    return bool(map_names(model, index).conversions)
+    return bool(map_names(model, index).rearranged)
 
 
 def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
@@ -165,33 +120,25 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
 
     Raises:
         ModelError: the checkpoint is quantised in a form that is not read here.
-        WeightsError: tensors are missing, stored twice, of another shape or of a type the model cannot be loaded from;
-            all are named, with those not used.
+        WeightsError: tensors are missing, stored twice, of another shape or of a type the model cannot be loaded from,
+            or scales of quantised ones are; all are named, with those not used.
     """
     stored = fold(index)
-    quantized = any(isinstance(record, QuantizedRecord) for record in stored.values())
-    if not quantized and (settings := getattr(model.config, "quantization_config", None)) is not None:
-        raise ModelError(
-            f"the checkpoint is quantised by the method {_method(settings)!r}, and such weights cannot be streamed",
-            where=f"{index.path}: quantization_config",
-            how="use the unquantised model; `lema prepare --quantize` makes of it what streams",
-        )
+    ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
+    settings = getattr(model.config, "quantization_config", None)
+    quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
     state: dict[str, Tensor] = model.state_dict()
-    names, twice = _assign(model, index, stored, state)
-    misshapen = [
+    names, conversions, twice = _assign(model, index, stored, state, quantizer)
+    misshapen = []
+    for conversion in conversions:
+        misshapen += _add(names, conversion, model, state, twice)
+    misshapen += [
         f"{name}: {list(state[name].shape)} in the model, {list(record.shape)} in {record.file.name} as {record.name}"
-        for name, record in names.direct.items()
+        for name, record in names.stored.items()
         if tuple(state[name].shape) != record.shape
     ]
     mistyped = list(_mistyped(names, state))
-    for conversion in names.conversions:
-        misshapen += _dry_run(model, conversion, state)
-        twice += [
-            f"{name}: as {names.direct[name].name} in {names.direct[name].file.name} and in {conversion.described}"
-            for name in conversion.shapes
-            if name in names.direct
-        ]
-    filled = set(names.direct).union(*(conversion.shapes or [conversion.first] for conversion in names.conversions))
+    filled = names.stored.keys() | {conversion.first for conversion in conversions}
     missing = _tie_and_keep(model, names, [name for name in state if name not in filled], filled)
     if missing or twice or misshapen or mistyped:
         complaints = [
@@ -246,19 +193,64 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
 
 
+def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
+    """Return the quantizer of `transformers` whose operations expand what is stored.
+
+    Args:
+        settings: the config's `quantization_config`.
+        path: where the model is, for messages.
+
+    Raises:
+        ModelError: `transformers` cannot expand weights of this method.
+        ConfigError: the method's library is not installed.
+    """
+    method = _method(settings)
+    kind: Any = AUTO_QUANTIZER_MAPPING.get(method)
+    # Asked of the class, because some quantizers cannot be made without libraries and devices of their own.
+    if kind is None or "dequantize" not in kind.get_load_operations(kind.__new__(kind)):
+        raise ModelError(
+            f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand",
+            where=f"{path}: quantization_config",
+            how="use the unquantised model; `lema prepare --quantize` makes of it what streams",
+        )
+    chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
+    try:
+        config = AutoQuantizationConfig.from_dict(chosen)
+        config.dequantize = True
+        quantizer: HfQuantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        quantizer.validate_environment()
+    except ImportError as error:
+        raise ConfigError(
+            f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}",
+            where=f"{path}: quantization_config",
+            how='pip install "lema[quantize]"',
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"transformers cannot read how the checkpoint is quantised: {error}",
+            where=f"{path}: quantization_config",
+            how="check the config, or download it again",
+        ) from error
+    return quantizer
+
+
 def _method(settings: Any) -> str:
     found = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     return str(getattr(found, "value", found))
 
 
 def _assign(
-    model: PreTrainedModel, index: GlobalBinaryIndex, stored: dict[str, Stored], state: dict[str, Tensor]
-) -> tuple[NameMap, list[str]]:
+    model: PreTrainedModel,
+    index: GlobalBinaryIndex,
+    stored: dict[str, Stored],
+    state: dict[str, Tensor],
+    quantizer: HfQuantizer | None,
+) -> tuple[NameMap, list[Conversion], list[str]]:
     """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does.
 
-    Returns the map and the names that two tensors claim.
+    Returns the map, the conversions that fill the rest, and the names that two tensors claim.
     """
-    transforms = [] if index.in_memory_names else get_model_conversion_mapping(model)
+    transforms = [] if index.in_memory_names else get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -273,12 +265,12 @@ def _assign(
         if target not in state:
             ignore = ignorable is not None and ignorable.search(target)
             (names.ignored if ignore else names.unused).append(record)
-        elif target in names.direct or (pattern is None and target in conversions):
-            other = names.direct.get(target) or conversions[target].sources[0][1]
+        elif target in names.stored or (pattern is None and target in conversions):
+            other = names.stored.get(target) or conversions[target].sources[0][1]
             twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
         elif pattern is None:
-            names.direct[target] = record
-        elif isinstance(record, QuantizedRecord):
+            names.stored[target] = record
+        elif not isinstance(record, TensorRecord):
             raise ModelError(
                 f"{name} is quantised, and must be rearranged with others into {target}",
                 where=str(record.file),
@@ -286,27 +278,30 @@ def _assign(
             )
         else:
             conversions.setdefault(target, Conversion(target, by_pattern[pattern])).sources.append((pattern, record))
-    names.conversions = list(conversions.values())
-    return names, twice
+    return names, list(conversions.values()), twice
 
 
-def _dry_run(model: PreTrainedModel, conversion: Conversion, state: dict[str, Tensor]) -> list[str]:
-    """Run a conversion on tensors without bytes, to learn what comes out and whether it fits the model."""
-
-    def shapes_only(records: list[TensorRecord], dtype: torch.dtype) -> Iterator[Tensor]:
-        return (torch.empty(record.shape, dtype=dtype, device="meta") for record in records)
-
+def _add(
+    names: NameMap, conversion: Conversion, model: PreTrainedModel, state: dict[str, Tensor], twice: list[str]
+) -> list[str]:
+    """Add what comes out of a conversion to the map; return what does not fit the model, and add to `twice`."""
     try:
-        outcome = conversion.run(model, shapes_only, state[conversion.first].dtype)
-    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        records = conversion.records(model, state[conversion.first].dtype)
+    except Misfit as error:
         return [f"{conversion.first}: cannot be made of {conversion.described}: {error}"]
-    conversion.shapes = {name: tensor.shape for name, tensor in outcome.items()}
-    sources = conversion.described
-    return [
-        f"{name}: {list(state[name].shape) if name in state else 'not'} in the model, {list(shape)} from {sources}"
-        for name, shape in conversion.shapes.items()
-        if name not in state or state[name].shape != shape
-    ]
+    complaints = []
+    for name, record in records.items():
+        if name in names.stored:
+            other = names.stored[name]
+            twice.append(f"{name}: as {other.name} in {other.file.name} and in {conversion.described}")
+        elif name not in state or tuple(state[name].shape) != record.shape:
+            there = list(state[name].shape) if name in state else "not"
+            complaints.append(f"{name}: {there} in the model, {list(record.shape)} from {conversion.described}")
+        else:
+            names.stored[name] = record
+            if not isinstance(record, TensorRecord):
+                names.rearranged.append(name)
+    return complaints
 
 
 def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
@@ -315,8 +310,9 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
     Any floating type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one
     checkpoint, and what is read as the other is noise.
     """
-    plain = [(name, record) for name, record in names.direct.items() if isinstance(record, TensorRecord)]
-    plain += [(one.first, record) for one in names.conversions for _, record in one.sources]
+    plain = [(name, record) for name, record in names.stored.items() if isinstance(record, TensorRecord)]
+    assembled = [(name, record) for name, record in names.stored.items() if isinstance(record, AssembledRecord)]
+    plain += [(name, one) for name, record in assembled for one in {piece.record: None for piece in record.pieces}]
     halves = Counter(record.dtype for _, record in plain if record.dtype in HALVES)
     rare = min(halves, key=lambda dtype: halves[dtype]) if len(halves) > 1 else None
     for name, record in plain:
@@ -326,7 +322,7 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
             yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}{among}"
 
 
-def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: set[str]) -> list[str]:
+def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:
     """Fill what is missing from tied partners and from the model's own buffers; return what is still missing.
 
     Tying is symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others.

@@ -1,91 +1,239 @@
-"""A slice of a stored tensor: ranges along one of its axes, read one after the other without the bytes between them."""
+"""A tensor put together from parts of stored tensors: experts stored one by one and stacked in memory, or a slice.
+
+Such a tensor is a list of pieces. A piece moves elements of one stored tensor to places of the assembled one, without
+arithmetic. Where both lie side by side, a piece is one range of bytes of a file, which is read straight to its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-__all__ = ["PartRecord", "part_of", "pieces_of"]
+__all__ = ["AssembledRecord", "Box", "Move", "Piece", "contiguous", "follow", "part_of", "simplest"]
+
+
+LEAST_READ = 8  # bytes; shorter ranges, of which there are as many as elements, are read with what lies between them
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Elements of one flat array that go to places of another; every number counts elements.
+
+    Attributes:
+        read: where the first is read.
+        write: where it goes.
+        dims: `(size, read stride, write stride)` of each dimension, the outermost first.
+    """
+
+    read: int
+    write: int
+    dims: tuple[tuple[int, int, int], ...]
+
+    @property
+    def count(self) -> int:
+        """How many elements go."""
+        return prod(size for size, _, _ in self.dims)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie side by side, in the same order, in both arrays."""
+        return not self.dims or (len(self.dims) == 1 and self.dims[0][1:] == (1, 1))
+
+    def joined(self) -> Move:
+        """Return the same move in as few dimensions as can be."""
+        dims: list[tuple[int, int, int]] = []
+        for size, read, write in self.dims:
+            if size == 1:
+                continue
+            if dims and dims[-1][1:] == (size * read, size * write):
+                dims[-1] = (dims[-1][0] * size, read, write)
+            else:
+                dims.append((size, read, write))
+        return Move(self.read, self.write, tuple(dims))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a stored tensor, and the places in the assembled tensor that it goes to."""
+
+    record: TensorRecord
+    move: Move
+
+    def ranges(self) -> tuple[list[tuple[int, int]], Move]:
+        """Return the `(offset, bytes)` of the file to read, and the move from these bytes, laid end to end."""
+        width = DTYPE_BITS[self.record.dtype] // 8
+        dims = sorted(self.move.dims, key=lambda dim: -dim[1])
+        block, outer = 1, len(dims)
+        while outer and dims[outer - 1][1] == block:
+            outer -= 1
+            block *= dims[outer][0]
+        begin = self.record.offset + self.move.read * width
+        if block * width < LEAST_READ:
+            span = 1 + sum((size - 1) * read for size, read, _ in dims)
+            return [(begin, span * width)], replace(self.move, read=0)
+        steps = product(*(range(0, size * read, read) for size, read, _ in dims[:outer]))
+        strides = contiguous([size for size, _, _ in dims])
+        packed = tuple((size, stride, write) for (size, _, write), stride in zip(dims, strides, strict=True))
+        ranges: list[tuple[int, int]] = []
+        for step in steps:
+            offset = begin + sum(step) * width
+            if ranges and sum(ranges[-1]) == offset:
+                ranges[-1] = (ranges[-1][0], ranges[-1][1] + block * width)
+            else:
+                ranges.append((offset, block * width))
+        return ranges, Move(0, self.move.write, packed)
 
 
 @dataclass(frozen=True)
-class PartRecord:
-    """What one process of several uses of a stored tensor.
+class AssembledRecord:
+    """One tensor that several stored tensors, or parts of them, make together.
 
     Attributes:
-        whole: the tensor.
-        axis: of its shape.
-        ranges: along it, `(start, stop)` each, in the order in which they lie in the part.
+        name: the tensor's.
+        shape: of the assembled tensor.
+        pieces: which fill every element of it once; all are stored as the same type.
     """
 
-    whole: TensorRecord
-    axis: int
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self.whole.name
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def file(self) -> Path:
-        """The file it lies in."""
-        return self.whole.file
+        """The file of its first piece."""
+        return self.pieces[0].record.file
 
     @property
     def dtype(self) -> str:
-        """Its type on disk."""
-        return self.whole.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        before, after = self.whole.shape[: self.axis], self.whole.shape[self.axis + 1 :]
-        return (*before, sum(stop - start for start, stop in self.ranges), *after)
+        """The type on disk."""
+        return self.pieces[0].record.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
+        """Bytes of the assembled tensor, as its type on disk."""
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield `(offset in the file, bytes)` of each piece, in the order of the part; neighbours are one."""
-        begin = size = 0
-        for offset, nbytes in self._each():
-            if size and offset == begin + size:
-                size += nbytes
-                continue
-            if size:
-                yield begin, size
-            begin, size = offset, nbytes
-        if size:
-            yield begin, size
 
-    def _each(self) -> Iterator[tuple[int, int]]:
-        shape = self.whole.shape
-        inner = prod(shape[self.axis + 1 :]) * DTYPE_BITS[self.dtype] // 8
-        for outer in range(prod(shape[: self.axis])):
-            for start, stop in self.ranges:
-                yield self.whole.offset + (outer * shape[self.axis] + start) * inner, (stop - start) * inner
-
-
-def part_of(record: TensorRecord, axis: int, ranges: Sequence[tuple[int, int]]) -> TensorRecord | PartRecord:
+def part_of(record: TensorRecord, axis: int, ranges: Sequence[tuple[int, int]]) -> TensorRecord | AssembledRecord:
     """Return ranges of a stored tensor along an axis as a record: a plain one where its bytes follow each other."""
-    part = PartRecord(record, axis, tuple(ranges))
-    pieces = part.pieces()
-    first = next(pieces, None)
-    if first is None or next(pieces, None) is not None:
-        return part
-    return replace(record, offset=first[0], nbytes=first[1], shape=part.shape)
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    inner, whole = prod(record.shape[axis + 1 :]), record.shape[axis]
+    length = sum(stop - start for start, stop in ranges)
+    outer, shape = prod(record.shape[:axis]), (*record.shape[:axis], length, *record.shape[axis + 1 :])
+    pieces, done = [], 0
+    for start, stop in joined:
+        dims = ((outer, whole * inner, length * inner), ((stop - start) * inner, 1, 1))
+        pieces.append(Piece(record, Move(start * inner, done * inner, dims).joined()))
+        done += stop - start
+    return simplest(record.name, shape, tuple(pieces)) if pieces else replace(record, nbytes=0, shape=shape)
 
 
-def pieces_of(record: TensorRecord | PartRecord) -> Iterator[tuple[int, int]]:
-    """Yield `(offset in the file, bytes)` of each piece that a record is read in."""
-    if isinstance(record, PartRecord):
-        yield from record.pieces()
-    else:
-        yield record.offset, record.nbytes
+def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorRecord | AssembledRecord:
+    """Return what pieces make: a plain record where they are one range of bytes."""
+    if len(pieces) != 1 or not pieces[0].move.is_contiguous:
+        return AssembledRecord(name, shape, pieces)
+    record, width = pieces[0].record, DTYPE_BITS[pieces[0].record.dtype] // 8
+    begin = record.offset + pieces[0].move.read * width
+    return replace(record, offset=begin, nbytes=prod(shape) * width, shape=shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a contiguous array that was filled from another array.
+
+    Attributes:
+        source: the number of the other array.
+        low: the first index along each axis.
+        size: of the box along each axis.
+        read: where its first element came from in the source.
+        strides: elements of the source from one index to the next, along each axis.
+    """
+
+    source: int
+    low: tuple[int, ...]
+    size: tuple[int, ...]
+    read: int
+    strides: tuple[int, ...]
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous array."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def follow(move: Move, shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[int, Move]]:
+    """Follow a move back through the array it reads, to where the elements of this array had come from.
+
+    Args:
+        move: reads the array.
+        shape: of the array, which is contiguous.
+        boxes: what the array was filled with.
+
+    Yields:
+        The number of a source, and the move from there.
+
+    Raises:
+        ValueError: the elements cannot be cut along the edges of the boxes.
+    """
+    base, dims = _along_axes(move, shape)
+    for box in boxes:
+        if (found := _within(move.write, base, dims, box, shape)) is not None:
+            yield box.source, found.joined()
+
+
+def _along_axes(move: Move, shape: Sequence[int]) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+    """Write what a move reads as an index along each axis, and dimensions `(size, axis, step, write stride)`."""
+    strides = contiguous(shape)
+    base = [move.read // stride % size for stride, size in zip(strides, shape, strict=True)]
+    found: list[tuple[int, int, int, int]] = []
+    waiting = list(move.dims)
+    while waiting:
+        size, read, write = waiting.pop()
+        if size == 1:
+            continue
+        axis = next((axis for axis, stride in enumerate(strides) if shape[axis] > 1 and stride <= read), None)
+        if axis is None or read % strides[axis]:
+            raise ValueError("a dimension runs across the axes of the array")
+        step = read // strides[axis]
+        if base[axis] + (size - 1) * step < shape[axis]:
+            found.append((size, axis, step, write))
+            continue
+        turn = shape[axis] // step  # steps until the next axis moves on
+        if shape[axis] % step or size % turn or base[axis] or turn == 1:
+            raise ValueError("a dimension leaves its axis in the middle")
+        waiting += [(size // turn, read * turn, write * turn), (turn, read, write)]
+    return base, sorted(found, key=lambda dim: -dim[3])
+
+
+def _within(
+    write: int, base: list[int], dims: list[tuple[int, int, int, int]], box: Box, shape: Sequence[int]
+) -> Move | None:
+    """Return the part of a move that reads from a box, as a move from the box's source; None: no part does."""
+    read, clipped = box.read, list(dims)
+    for axis, low in enumerate(box.low):
+        high, first = low + box.size[axis] - 1, base[axis]
+        moving = [number for number, dim in enumerate(dims) if dim[1] == axis]
+        if not moving:
+            if not low <= first <= high:
+                return None
+        elif box.size[axis] < shape[axis]:
+            if len(moving) > 1:
+                raise ValueError("an axis that two dimensions run along is filled in parts")
+            size, _, step, target = dims[moving[0]]
+            begin, end = max(0, -(-(low - first) // step)), min(size - 1, (high - first) // step)
+            if begin > end:
+                return None
+            clipped[moving[0]] = (end - begin + 1, axis, step, target)
+            write, first = write + begin * target, first + begin * step
+        read += (first - low) * box.strides[axis]
+    return Move(read, write, tuple((size, step * box.strides[axis], target) for size, axis, step, target in clipped))

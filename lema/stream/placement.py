@@ -3,8 +3,9 @@
 Bytes of a layer that follow each other in one file are one *run*. A run keeps its offset modulo a page, so that one
 read of whole pages, past the page cache, puts every tensor where it belongs, and the tensors are views of the slot. A
 tensor whose bytes cannot be used in place (another dtype than the model's, an offset that its dtype cannot be viewed
-at, or pieces that do not follow each other) is read into another buffer and cast into its place. A quantised parameter
-has its stored tensors in the slot, and a place in a second buffer, which it is expanded into.
+at) is read into another buffer and cast into its place. Of a tensor that is assembled from several, each piece that
+keeps its order is a run of its own, and the others are read aside and moved. A quantised parameter has its stored
+tensors in the slot, and a place in a second buffer, which it is expanded into.
 
 With `shard_weights` a layer is cut into equal parts, one for each process, which that process reads, keeps and uploads.
 The parts of all processes, one after the other, are the layer's slot, with some padding at the end.
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lema.errors import ConfigError
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import PartRecord
+from lema.storage.slices import AssembledRecord, Move, Piece
 
 __all__ = [
     "DTYPES",
@@ -42,6 +44,7 @@ __all__ = [
 
 
 PAGE = 4096
+VECTOR = 16  # bytes that kernels load at once
 CACHE_LINE = 64  # what memory for a tensor of its own begins at, and kernels are fastest at
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -57,6 +60,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -77,20 +81,37 @@ class Placed:
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Bytes that follow each other in one file, and where the first of them goes in the slot."""
+    """Bytes that follow each other in one file, and where the first of them goes in the slot.
+
+    Attributes:
+        alone: the slot's pages that it begins and ends in hold no other tensor, so whole pages may be read into them.
+    """
 
     file: Path
     offset: int
     nbytes: int
     slot_offset: int
+    alone: bool = True
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A tensor that is read aside, then cast into its place."""
+    """A tensor that is read aside, then cast into its place; or a piece of one, which is moved as well.
 
-    record: TensorRecord | PartRecord
+    Attributes:
+        placed: the place of the whole tensor.
+        move: from the stored tensor to the place; None: the whole tensor, in its order.
+    """
+
+    record: TensorRecord
     placed: Placed
+    move: Move | None = None
+
+    def ranges(self) -> tuple[list[tuple[int, int]], Move | None]:
+        """Return the `(offset, bytes)` of the file to read, and the move from these bytes, laid end to end."""
+        if self.move is None:
+            return [(self.record.offset, self.record.nbytes)], None
+        return Piece(self.record, self.move).ranges()
 
 
 @dataclass(frozen=True)
@@ -136,12 +157,13 @@ class LayerBytes:
     @property
     def read_bytes(self) -> int:
         """Bytes that are read from disk for one lease of this layer."""
-        return sum(run.nbytes for run in self.runs) + sum(cast.record.nbytes for cast in self.casts)
+        aside = sum(nbytes for cast in self.casts for _, nbytes in cast.ranges()[0])
+        return sum(run.nbytes for run in self.runs) + aside
 
 
-def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> LayerBytes:
+def place(tensors: Mapping[str, tuple[Stored, torch.dtype]]) -> LayerBytes:
     """Lay out a layer: parameter name -> (where it is on disk, the dtype the model wants it in)."""
-    plain: dict[str, tuple[TensorRecord | PartRecord, torch.dtype]] = {}
+    plain: dict[str, tuple[TensorRecord | AssembledRecord, torch.dtype]] = {}
     quantized: dict[str, tuple[QuantizedRecord, torch.dtype]] = {}
     for name, (record, dtype) in tensors.items():
         if isinstance(record, QuantizedRecord):
@@ -165,7 +187,7 @@ def place(tensors: Mapping[str, tuple[Stored | PartRecord, torch.dtype]]) -> Lay
 
 
 def _place_plain(
-    tensors: Mapping[str, tuple[TensorRecord | PartRecord, torch.dtype]],
+    tensors: Mapping[str, tuple[TensorRecord | AssembledRecord, torch.dtype]],
 ) -> tuple[dict[str, Placed], tuple[ByteRun, ...], tuple[Cast, ...], int]:
     """Return each tensor's place, the runs and casts that fill them, and the bytes of the slot."""
     placed: dict[str, Placed] = {}
@@ -188,10 +210,53 @@ def _place_plain(
     for name, (record, dtype) in tensors.items():
         if name in direct:
             continue
-        placed[name] = Placed(name, _round_up(end), dtype, torch.Size(record.shape))
-        casts.append(Cast(record, placed[name]))
+        begin = _round_up(end)
+        if isinstance(record, AssembledRecord):
+            placed[name] = Placed(name, begin + _lead(record, dtype), dtype, torch.Size(record.shape))
+            of_pieces, moved_pieces = _assemble(record, placed[name])
+            runs += of_pieces
+            casts += moved_pieces
+        else:
+            placed[name] = Placed(name, begin, dtype, torch.Size(record.shape))
+            casts.append(Cast(record, placed[name]))
         end = placed[name].offset + placed[name].nbytes
     return placed, tuple(runs), tuple(casts), _round_up(end)
+
+
+def _lead(record: AssembledRecord, dtype: torch.dtype) -> int:
+    """Return how far into its page an assembled tensor begins, so that its first piece is as far as in its file.
+
+    Pieces are commonly whole pages long, and then the others lie as they do in the file, too. Where it would begin at
+    an odd address it begins a page, because the last bit of a product may depend on the address, and `from_pretrained`
+    assembles in memory that is aligned.
+    """
+    width = dtype.itemsize
+    lead = next(((one.record.offset + (one.move.read - one.move.write) * width) % PAGE for one in record.pieces), 0)
+    return lead if DTYPES[record.dtype] == dtype and lead % VECTOR == 0 else 0
+
+
+def _assemble(record: AssembledRecord, placed: Placed) -> tuple[list[ByteRun], list[Cast]]:
+    """Return the runs and casts that fill an assembled tensor; pieces that follow each other twice over are one run."""
+    runs: list[ByteRun] = []
+    casts: list[Cast] = []
+    width = placed.dtype.itemsize
+    for piece in sorted(record.pieces, key=lambda one: one.move.write):
+        move = piece.move
+        if DTYPES[piece.record.dtype] != placed.dtype or not move.is_contiguous:
+            casts.append(Cast(piece.record, placed, move))
+            continue
+        start = piece.record.offset + move.read * width
+        run = ByteRun(piece.record.file, start, move.count * width, placed.offset + move.write * width, alone=False)
+        if runs and _follows(runs[-1], run):
+            runs[-1] = replace(runs[-1], nbytes=runs[-1].nbytes + run.nbytes)
+        else:
+            runs.append(run)
+    return runs, casts
+
+
+def _follows(one: ByteRun, other: ByteRun) -> bool:
+    ends = (one.file, one.offset + one.nbytes, one.slot_offset + one.nbytes)
+    return ends == (other.file, other.offset, other.slot_offset)
 
 
 def extent(layer: LayerBytes) -> tuple[int, int]:
@@ -267,14 +332,25 @@ def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[ByteRun]:
     for run in layer.runs:
         first, last = max(run.slot_offset, begin), min(run.slot_offset + run.nbytes, end)
         if first < last:
-            yield ByteRun(run.file, run.offset + first - run.slot_offset, last - first, first - begin)
+            yield replace(
+                run, offset=run.offset + first - run.slot_offset, nbytes=last - first, slot_offset=first - begin
+            )
 
 
 def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
-    """Cut tensors that are cast between elements: they begin at a page, and a page holds whole elements."""
+    """Cut tensors that are cast between elements: they begin at a page, and a page holds whole elements.
+
+    Raises:
+        ConfigError: a tensor is put together from pieces that change their order or their type.
+    """
     for cast in layer.casts:
         record, placed = cast.record, cast.placed
-        assert isinstance(record, TensorRecord), "a layer is cut in one way only"
+        if cast.move is not None:
+            raise ConfigError(
+                f"{record.name} is rearranged when it is read, and cannot be cut into parts of processes",
+                where="shard_weights",
+                how="convert once with `lema prepare MODEL OUT` and use OUT, or set shard_weights to false",
+            )
         first, last = max(placed.offset, begin), min(placed.offset + placed.nbytes, end)
         if first >= last:
             continue

@@ -18,7 +18,7 @@ from torch import Tensor
 from lema.errors import NonFiniteError
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import pieces_of
+from lema.storage.slices import AssembledRecord, Move
 from lema.stream.placement import DTYPES, Cast
 
 __all__ = ["BaseGuard", "first_non_finite"]
@@ -34,6 +34,7 @@ KINDS: Mapping[torch.dtype, tuple[type[np.unsignedinteger], int, int]] = {
     torch.float16: (np.uint16, 0x7FFF, 0x7C00),
     torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
     torch.float8_e5m2: (np.uint8, 0x7F, 0x7C),
+    torch.float8_e8m0fnu: (np.uint8, 0xFF, 0xFF),  # exponents alone, of scales; it has one NaN
     torch.float8_e4m3fn: (np.uint8, 0x7F, 0x7F),  # it has no infinity, and one NaN
 }
 
@@ -67,6 +68,7 @@ class BaseGuard:
             found.setdefault(record.file, []).append((record.offset, name, record))
         self._tensors = {file: sorted(tensors, key=lambda one: one[0]) for file, tensors in found.items()}
         self._seen: set[tuple[Path, int, int]] = set()
+        self._casts: set[tuple[Path, int, Move | None]] = set()
 
     def new(self, file: Path, offset: int, nbytes: int) -> bool:
         """Whether these bytes of a file have not been looked at."""
@@ -91,27 +93,26 @@ class BaseGuard:
                 raise _refusal(name, record, [int(one) for one in np.unravel_index(index, record.shape)])
         self._seen.add((file, offset, memory.numel()))
 
-    def look_at_cast(self, cast: Cast, memory: Tensor) -> None:
-        """Look at a tensor, or a part of one, that was read aside and cast into `memory`, uint8.
+    def look_at_cast(self, cast: Cast, target: Tensor) -> None:
+        """Look at a tensor, or a piece of one, that was read aside and cast into `target`.
 
         Raises:
             NonFiniteError: it is not finite as it is stored, or too large for the type it was cast to.
         """
         record, dtype = cast.record, cast.placed.dtype
-        if first_non_finite(memory, dtype) is not None:
-            tensors, (offset, _) = self._tensors[record.file], next(pieces_of(record))
-            _, name, whole = tensors[bisect.bisect_right(tensors, offset, key=lambda one: one[0]) - 1]
+        if first_non_finite(target.contiguous().reshape(-1).view(torch.uint8), dtype) is not None:
+            tensors = self._tensors[record.file]
+            _, name, whole = tensors[bisect.bisect_right(tensors, record.offset, key=lambda one: one[0]) - 1]
             raise _refusal(name, whole, None, None if DTYPES[record.dtype] == dtype else dtype)
-        self._seen.add(_cast_key(cast))
+        self._casts.add(_cast_key(cast))
 
     def new_cast(self, cast: Cast) -> bool:
         """Whether a tensor that is read aside has not been looked at."""
-        return _cast_key(cast) not in self._seen
+        return _cast_key(cast) not in self._casts
 
 
-def _cast_key(cast: Cast) -> tuple[Path, int, int]:
-    offset, _ = next(pieces_of(cast.record), (0, 0))
-    return cast.record.file, offset, -cast.record.nbytes  # no run has such a key
+def _cast_key(cast: Cast) -> tuple[Path, int, Move | None]:
+    return cast.record.file, cast.record.offset, cast.move
 
 
 def _refusal(
@@ -132,5 +133,7 @@ def _stored(records: Mapping[str, Stored]) -> Iterable[tuple[str, TensorRecord]]
     for name, record in records.items():
         if isinstance(record, QuantizedRecord):
             yield from ((f"{name} ({part})", stored) for part, stored in record.parts.items())
+        elif isinstance(record, AssembledRecord):
+            yield from {(name, piece.record): None for piece in record.pieces}
         else:
             yield name, record

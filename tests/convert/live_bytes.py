@@ -1,9 +1,6 @@
 """How many bytes of tensors are alive at once while something is written."""
 
-import mmap
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +8,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lema.convert import buffers as scratch
+from lema.backend.hostmemory import anonymous
+from lema.convert import tensors
 
 
 class LiveBytes(TorchDispatchMode):
@@ -37,20 +35,21 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-class ScratchBytes:
-    """Counts the bytes that all `lema.convert.buffers.Scratch` together took from the system: now, and at most."""
+class AssembledBytes:
+    """Counts the bytes of memory alive at once that tensors are put together in: now, and at most."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.peak, self._made = 0, list[weakref.ref[mmap.mmap]]()
-        known = {**vars(mmap), "mmap": self._map}
-        monkeypatch.setattr(scratch, "mmap", SimpleNamespace(**known))
+        self.peak, self._made = 0, list[StorageWeakRef]()
+        self._bytes: list[int] = []
+        monkeypatch.setattr(tensors, "anonymous", self._take)
 
     @property
     def now(self) -> int:
-        return sum(len(memory) for reference in self._made if (memory := reference()) is not None)
+        return sum(nbytes for made, nbytes in zip(self._made, self._bytes, strict=True) if not made.expired())
 
-    def _map(self, *arguments: Any, **options: Any) -> mmap.mmap:
-        memory = mmap.mmap(*arguments, **options)
-        self._made.append(weakref.ref(memory))
+    def _take(self, nbytes: int) -> torch.Tensor:
+        memory = anonymous(nbytes)
+        self._made.append(StorageWeakRef(memory.untyped_storage()))
+        self._bytes.append(nbytes)
         self.peak = max(self.peak, self.now)
         return memory

@@ -20,7 +20,7 @@ from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
-from lema.errors import AdapterError, ConfigError, DiskError, WeightsError
+from lema.errors import AdapterError, ConfigError, DiskError
 from lema.lora.files import OLD_WEIGHTS, WEIGHTS
 from lema.model import meta_model, read_config
 from lema.model.weight_names import needs_conversion
@@ -261,13 +261,11 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(llama: tuple[Checkpoi
     assert not list(place.iterdir())
 
 
-def test_a_model_that_must_be_prepared_says_so(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint("mixtral", tmp_path)
-    adapter = trained_adapter(checkpoint.streamed, tmp_path / "adapter")
-    move_base(adapter, checkpoint.published)
-    with pytest.raises(WeightsError, match="another form") as caught:
-        merge_adapter(adapter, tmp_path / "merged")
-    assert "lema prepare" in caught.value.how
+def test_a_model_of_experts_stored_one_by_one_merges_as_it_is(tmp_path: Path) -> None:
+    published = write_checkpoint("mixtral", tmp_path).published
+    adapter = trained_adapter(published, tmp_path / "adapter")
+    merge_adapter(adapter, tmp_path / "merged")
+    assert_loads_as(tmp_path / "merged", merged_by_peft(published, adapter))
 
 
 def test_the_command_merges(llama: tuple[Checkpoint, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

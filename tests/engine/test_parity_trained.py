@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from everytype import streamable, write_model
+from everytype import write_model
 from parity import all_gradients, assert_same, relative_difference, streamed_step, trained, whole_step
 from tiny import NUM_LAYERS, Architecture, Checkpoint, micro_batches, wide_batch
 from tinyconfig import tiny_config
@@ -222,7 +222,7 @@ def test_embeddings_that_layers_are_given_beside_the_hidden_state(
 ) -> None:
     """Their gradients come from every layer that is given them, and from the way through the layers."""
     published = write_model(tiny_config(model_type), tmp_path / "published")
-    streamed = streamable(published, tmp_path / "prepared")
+    streamed = published
     architecture = Architecture(lambda: read_config(published), targets=frozenset({linear}))
     checkpoint, batches = Checkpoint(architecture, published, streamed), micro_batches(3)
     options = {"modules_to_save": ["embed_tokens"]}

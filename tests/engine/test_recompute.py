@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from everytype import realign, streamable, write_model
+from everytype import realign, write_model
 from parity import assert_same, layers_of, streamed_step, whole_step
 from tiny import NUM_LAYERS, Architecture, Checkpoint, micro_batches, write_checkpoint
 from torch import Tensor
@@ -83,7 +83,7 @@ def checkpoint(request: pytest.FixtureRequest, checkpoint_of: CheckpointOf, tmp_
     make, layers = OTHERS[name]
     published = write_model(make(), tmp_path / "published")
     architecture = Architecture(make, layers=layers, targets=frozenset())
-    return Checkpoint(architecture, published, streamable(published, tmp_path / "prepared"))
+    return Checkpoint(architecture, published, published)
 
 
 @contextmanager

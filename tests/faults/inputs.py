@@ -238,8 +238,7 @@ def _config(directory: Path) -> Subject:
         names = map_names(model, index)
         find_layers(model)
         state: Mapping[str, Tensor] = model.state_dict()
-        stored = {name: one.shape for name, one in names.direct.items()}
-        stored |= {name: tuple(shape) for one in names.conversions for name, shape in one.shapes.items()}
+        stored = {name: one.shape for name, one in names.stored.items()}
         stored |= {name: stored[source] for name, source in names.tied.items()}
         wrong = [
             name for name, tensor in state.items() if stored.get(name) != tuple(tensor.shape) and name not in names.kept

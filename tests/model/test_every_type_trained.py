@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from everytype import CLOSE, STREAMED, difference, micro_batches, realign, streamable, write_model
+from everytype import CLOSE, STREAMED, difference, micro_batches, write_model
 from parity import DRAWS, SEED, trained
 from peft import get_peft_model
 from tinyconfig import tiny_config
@@ -27,9 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
     published, batches = write_model(tiny_config(model_type), tmp_path / "published"), micro_batches()
-    streamed_from = streamable(published, tmp_path / "prepared")
     settings = {"lora_rank": 2, "lora_alpha": 4, "lora_bias": "all", "lora_use_dora": True, "seed": SEED}
-    model = LemaModel(LemaConfig(str(streamed_from), device="cpu", **settings), backend=CpuBackend(poison=True))
+    model = LemaModel(LemaConfig(str(published), device="cpu", **settings), backend=CpuBackend(poison=True))
     model.config.lora_modules_to_save = ends_of(model.skeleton)
     with unwarned():
         model.initialize_lora()
@@ -45,8 +44,6 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
 
     base = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     base.config.use_cache = False
-    if streamed_from != published:
-        realign(base)
     torch.manual_seed(SEED)
     with unwarned():
         whole = get_peft_model(base, adapter).train()

@@ -100,6 +100,8 @@ TRANSFORMS: dict[str, tuple[WeightTransform, str]] = {
         "model.norms.3.weight",
     ),
 }
+# What these give is a range of a stored tensor each, which is read like any tensor.
+RANGES = {"Chunk", "Split"}
 # Of these a model of the kind that needs them is published below.
 ELSEWHERE = {"MergeModulelist", "PrefixChange"}
 
@@ -128,7 +130,7 @@ def test_each_kind_of_operation_is_done_as_by_from_pretrained(
     assert stored_name in index and set(index) != set(done.expected)
     operations = transform.operations if isinstance(transform, WeightConverter) else []
     assert done.operations == {type(operation).__name__ for operation in operations}
-    assert bool(done.prepared.notes()) == bool(operations)
+    assert bool(done.prepared.notes()) == bool(done.operations - RANGES)
 
 
 def test_the_table_of_transformers_has_no_kind_that_is_not_tried_here() -> None:

@@ -23,6 +23,7 @@ from lema.model import meta_model, read_config
 from lema.model.weight_names import checkpoint_dtype, grouped, map_names, match_names, needs_conversion, target_dtypes
 from lema.storage import GlobalBinaryIndex
 from lema.storage.index import SINGLE_NAME
+from lema.storage.slices import AssembledRecord
 
 
 def llama(**changes: object) -> LlamaConfig:
@@ -195,22 +196,24 @@ def test_a_tensor_stored_both_fused_and_by_itself_is_refused(tmp_path: Path, mon
         map_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
 
 
-def test_experts_stored_one_by_one_need_a_conversion(tmp_path: Path) -> None:
+def test_experts_stored_one_by_one_are_assembled(tmp_path: Path) -> None:
     saved(mixtral(), tmp_path)
     index, bare = GlobalBinaryIndex(tmp_path), skeleton(tmp_path)
-    assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in index
     assert needs_conversion(bare, index)
-    with pytest.raises(WeightsError, match="stored in another form") as caught:
-        match_names(bare, index)
-    assert "lema prepare" in caught.value.how
-    fused = {name for conversion in map_names(bare, index).conversions for name in conversion.shapes}
-    assert fused == {f"model.layers.{i}.mlp.experts.{part}" for i in range(2) for part in ("gate_up_proj", "down_proj")}
+    fused = {name: one for name, one in match_names(bare, index).items() if isinstance(one, AssembledRecord)}
+    assert fused.keys() == {
+        f"model.layers.{i}.mlp.experts.{part}" for i in range(2) for part in ("gate_up_proj", "down_proj")
+    }
+    assert set(map_names(bare, index).rearranged) == fused.keys()
+    assert all(piece.move.is_contiguous for one in fused.values() for piece in one.pieces)
+    gate_up, stored = fused["model.layers.1.mlp.experts.gate_up_proj"], "model.layers.1.block_sparse_moe.experts"
+    assert gate_up.nbytes == sum(index[f"{stored}.{i}.{w}.weight"].nbytes for i in range(3) for w in ("w1", "w3"))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w3.weight": None}, r"gate_up_proj: .*\[3, 24, 8\] in the model|cannot be made"),
+        ({"w3.weight": None}, r"gate_up_proj: cannot be made of 5 tensors .*\n?.*w3\.weight, number 2 is missing"),
         ({"w2.weight": torch.ones(12, 8)}, r"experts\.down_proj: cannot be made of 3 tensors in model\.safetensors"),
     ],
 )

@@ -14,10 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lema import LemaConfig, LemaModel
-from lema.convert import prepare_directory
-from lema.model import meta_model, read_config
-from lema.model.weight_names import needs_conversion
-from lema.storage import GlobalBinaryIndex
 from lema_cpu import CpuBackend
 
 SEVERAL_STACKS = "its layers are in more than one stack"
@@ -110,14 +106,6 @@ def write_model(config: PreTrainedConfig, directory: Path) -> Path:
     return directory
 
 
-def streamable(directory: Path, out: Path) -> Path:
-    """Return the model as it streams: as it is, or prepared."""
-    config = read_config(directory)
-    if needs_conversion(meta_model(config), GlobalBinaryIndex(directory)):
-        return prepare_directory(directory, out)
-    return directory
-
-
 @contextmanager
 def opened(directory: Path) -> Iterator[LemaModel]:
     """Open a model for streaming with an adapter on every linear, in training mode."""
@@ -137,8 +125,7 @@ def compare(model_type: str, directory: Path) -> Comparison:
     """Stream one step of a tiny model of `model_type`, take it on the whole model too, and compare them."""
     published = write_model(tiny_config(model_type), directory / "published")
     batches = micro_batches()
-    streamed_from = streamable(published, directory / "prepared")
-    with opened(streamed_from) as model:
+    with opened(published) as model:
         draw_b(model.lora_manager)
         torch.manual_seed(DRAWS)
         logits: list[Tensor] = []
@@ -149,8 +136,6 @@ def compare(model_type: str, directory: Path) -> Comparison:
         layers_name, num_layers = model.split.layers_name, model.split.num_layers
     base = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     base.config.use_cache = False
-    if streamed_from != published:
-        realign(base)
     torch.manual_seed(SEED)
     whole = get_peft_model(base, adapter).train()
     draw_b(whole)

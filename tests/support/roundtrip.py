@@ -1,18 +1,25 @@
 """A model of any config, published as `transformers` saves it, prepared, and compared with what it loads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 
 from lema.convert.prepare import Prepared, prepare
+from lema.convert.tensors import records_of
 from lema.convert.weightsfile import visit_order
 from lema.model import meta_model, read_config
+from lema.model.conversions import Conversion
 from lema.model.weight_names import map_names, match_names
 from lema.storage import GlobalBinaryIndex
+from lema.storage.quantized.records import Stored
 
 __all__ = ["Roundtrip", "assert_same", "draw_weights", "published", "roundtrip"]
 
@@ -42,16 +49,28 @@ def roundtrip(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = to
     source = published(config, directory / "published", dtype)
     expected = from_pretrained(source).state_dict()
     index, skeleton = GlobalBinaryIndex(source), meta_model(read_config(source), dtype)
-    names = map_names(skeleton, index)
-    consumed = [*names.direct.values(), *(record for c in names.conversions for _, record in c.sources)]
-    assert sorted(record.name for record in (*consumed, *names.ignored, *names.unused)) == sorted(index)
-    operations = {type(operation).__name__ for c in names.conversions for operation in c.converter.operations}
+    converters: list[WeightConverter] = []
+    with patch.object(Conversion, "records", autospec=True, side_effect=_noting(converters)):
+        names = map_names(skeleton, index)
+    consumed = {one.name for record in names.stored.values() for one in records_of(record)}
+    assert consumed | {record.name for record in (*names.ignored, *names.unused)} == set(index)
+    operations = {type(operation).__name__ for converter in converters for operation in converter.operations}
     prepared = prepare(source, directory / "prepared")
     assert_same(load_file(prepared.weights), expected)
     stored = GlobalBinaryIndex(prepared.path)
     assert list(stored) == visit_order(skeleton)
     assert set(match_names(skeleton, stored)) == set(expected)  # it streams as it is
     return Roundtrip(source, prepared, expected, frozenset(operations))
+
+
+def _noting(converters: list[WeightConverter]) -> Callable[..., dict[str, Stored]]:
+    records = Conversion.records
+
+    def noted(conversion: Conversion, *arguments: Any) -> dict[str, Stored]:
+        converters.append(conversion.converter)
+        return records(conversion, *arguments)
+
+    return noted
 
 
 def published(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -1,6 +1,7 @@
 """nf4 as bitsandbytes stores it: blocks of 64 weights with a scale each, the scales quantised in blocks themselves.
 
-The format is that of QLoRA (https://arxiv.org/abs/2305.14314); the names are those of `Linear4bit.state_dict()`.
+The format is that of QLoRA (https://arxiv.org/abs/2305.14314); the names are those of `Linear4bit.state_dict()`. The
+library's int8, one scale per row (https://arxiv.org/abs/2208.07339), is expanded where a model is published in it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.storage.quantized.records import PartSpecs, flat_pieces, quiet_import
+from lema.storage.quantized.records import PartSpecs, flat_pieces, pieces, quiet_import
 
 __all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
 
@@ -24,8 +25,8 @@ STATE_BYTES = 256  # filled up with spaces: known before the weights are read, a
 
 def takes(shape: Sequence[int]) -> bool:
     """Whether a weight of this shape can be quantised: where blocks do not fill the rows, bitsandbytes 0.50 expands
-    some shapes on a processor as if they did."""
-    return len(shape) == 2 and shape[-1] % BLOCK == 0
+    some shapes on a processor as if they did. Experts in one tensor are quantised like the rows of one matrix."""
+    return len(shape) in (2, 3) and shape[-1] % BLOCK == 0
 
 
 def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:  # noqa: ARG001
@@ -69,8 +70,12 @@ def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
-    """Fill `out` with what the library dequantises the parts to, some blocks at a time."""
+    """Fill `out` with what the library dequantises the parts to, some blocks or rows at a time."""
     functional = quiet_import("bitsandbytes.functional")
+    if about["quant_type"] == "int8":
+        for rows in pieces(out):
+            out[rows].copy_(functional.int8_vectorwise_dequant(parts[""][rows], parts["SCB"][rows]))
+        return
     scales, packed, flat = parts["absmax"], parts[""].reshape(-1).view(torch.uint8), out.view(-1)
     if "nested_absmax" in parts:
         nested = functional.QuantState(

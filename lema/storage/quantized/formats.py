@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lema.storage.quantized import bitsandbytes as ofbits
+from lema.storage.quantized import published
 from lema.storage.quantized import torchao as ofao
 from lema.storage.quantized.records import PartSpecs
 
@@ -47,4 +48,5 @@ KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsand
 @torch.no_grad()
 def expand(library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
     """Fill `out` with the weight that the parts stand for, in its dtype: bitwise what the library dequantises."""
-    LIBRARIES[library].expand(parts, about, out)
+    expander = published.expand if library == published.LIBRARY else LIBRARIES[library].expand
+    expander(parts, about, out)

@@ -20,8 +20,9 @@ from lema.config.quiet import hushed
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.storage.header import TensorRecord
 from lema.storage.index import GlobalBinaryIndex
+from lema.storage.slices import AssembledRecord
 
-__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import"]
+__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import", "unit_pieces"]
 
 
 QUANT_STATE = ".quant_state.bitsandbytes__"
@@ -62,7 +63,7 @@ class QuantizedRecord:
         return sum(part.nbytes for part in self.parts.values())
 
 
-Stored = TensorRecord | QuantizedRecord
+Stored = TensorRecord | AssembledRecord | QuantizedRecord
 
 
 def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
@@ -72,7 +73,7 @@ def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
         WeightsError: tensors of a quantised parameter are missing, or what is said of it makes no sense.
         ModelError: a parameter is quantised in a form that is not expanded here.
     """
-    found = [*_torchao(index), *_bitsandbytes(index)]
+    found = [*_torchao(index), *_bitsandbytes(index), *_bitsandbytes_int8(index)]
     parts = {part.name for record in found for part in record.parts.values()}
     rest: dict[str, Stored] = {name: record for name, record in index.items() if name not in parts}
     return rest | {record.name: record for record in found}
@@ -135,6 +136,31 @@ def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
         if not _fits(parts, about):
             raise _nonsense(name, index.path)
         found.append(QuantizedRecord(name, "bitsandbytes", parts, tuple(about["shape"]), about))
+    return found
+
+
+def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
+    """Find the parameters of 8 bits that have bitsandbytes' absolute maxima of their rows beside them."""
+    found = []
+    for stored, record in index.items():
+        owner, _, leaf = stored.rpartition(".")
+        weight = index.get(f"{owner}.weight")
+        if leaf != "SCB" or weight is None or weight.dtype != "I8":
+            continue
+        if record.dtype != "F32" or len(weight.shape) != 2 or record.nbytes != 4 * weight.shape[0]:
+            raise _nonsense(weight.name, index.path)
+        parts = {"": weight, "SCB": record}
+        if (layout := index.get(f"{owner}.weight_format")) is not None:
+            with layout.file.open("rb") as stream:
+                stream.seek(layout.offset)
+                if layout.nbytes != 1 or stream.read(1) != b"\0":
+                    raise ModelError(
+                        "the parameter is laid out in tiles, as bitsandbytes did for older devices",
+                        where=f"{index.path}: {weight.name}",
+                        how="save the model again with a newer bitsandbytes, or use the unquantised one",
+                    )
+            parts["weight_format"] = layout
+        found.append(QuantizedRecord(weight.name, "bitsandbytes", parts, weight.shape, {"quant_type": "int8"}))
     return found
 
 
@@ -219,6 +245,11 @@ def pieces(tensor: Tensor) -> Iterator[slice]:
 def flat_pieces(tensor: Tensor, block: int) -> Iterator[slice]:
     """Cut a flat tensor between blocks."""
     return _cut(tensor.numel(), max(1, _piece(tensor) // block) * block)
+
+
+def unit_pieces(tensor: Tensor, units: int, elements: int) -> Iterator[slice]:
+    """Cut `units` that have so many elements of `tensor` together."""
+    return _cut(units, max(1, _piece(tensor) * units // max(elements, 1)))
 
 
 def _piece(tensor: Tensor) -> int:

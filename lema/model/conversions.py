@@ -1,0 +1,301 @@
+"""Conversions: tensors on disk which only together give tensors of the model, as `transformers` rearranges them.
+
+A conversion is run once on tensors without bytes. Where it only stacks, concatenates, splits and turns over, the result
+is assembled from the files when it is read. Where it computes, as the dequantising operations of `transformers` do, the
+stored tensors pass to the device as they are, and the operations are run again at every lease.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
+
+from lema.model.copies import CopyTrace
+from lema.storage.header import TensorRecord
+from lema.storage.quantized.published import LIBRARY, PLAN, Plan, Step, cut
+from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.slices import Move, Piece, simplest
+from lema.storage.tensorfile import read_into
+from lema.stream.placement import DTYPES
+
+__all__ = ["Conversion", "Misfit"]
+
+
+CONSTANTS = ("I64", "I32")  # whole numbers, such as the shape that a packed weight has
+MOST_CONSTANT = 64  # bytes of such a tensor
+Groups = dict[str, list[TensorRecord]]  # by the pattern of the converter that they matched
+
+
+class Misfit(ValueError):
+    """What is stored does not make what the model needs; the message says why."""
+
+
+@dataclass
+class Conversion:
+    """Tensors on disk which only together give tensors of the model.
+
+    Attributes:
+        first: the in-memory name `transformers` files the conversion under.
+        converter: its own, which is not changed.
+        sources: the tensors on disk with the pattern of the converter each matched, in the converter's order.
+    """
+
+    first: str
+    converter: WeightConverter
+    sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
+
+    @property
+    def described(self) -> str:
+        """The sources, in words."""
+        files = ", ".join(sorted({record.file.name for _, record in self.sources}))
+        return f"{len(self.sources)} tensors in {files} ({self.sources[0][1].name} ...)"
+
+    def records(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored]:
+        """Return how each tensor that comes out is stored, by its name in the model.
+
+        Args:
+            model: without adapters; its parameters may be on `meta`.
+            dtype: of the tensors that come out.
+
+        Raises:
+            Misfit: the sources do not make what the converter makes.
+        """
+        groups, operations = self._groups(), self.converter.operations
+        quantizer = getattr(operations[0], "hf_quantizer", None)
+        if quantizer is None:
+            return self._copied(groups, operations, model, dtype) or self._computed(
+                groups, operations, [], model, dtype
+            )
+        first, *rest = operations
+        if not all(_is_plain(record) for group in groups.values() for record in group):
+            return self._computed(groups, [first], rest, model, dtype)
+        # Of a quantised model, a weight that is not: the quantizer's operation would let it pass.
+        if rest and (copied := self._copied(groups, rest, model, dtype)) is not None:
+            return copied
+        if len(self.sources) > 1:
+            raise Misfit("scales are there, and no quantised weight")
+        return {self.first: self.sources[0][1]}
+
+    def _groups(self) -> Groups:
+        """Return the sources of each pattern, after making sure that no number is missing among their names."""
+        groups: Groups = {}
+        for pattern, record in self.sources:
+            groups.setdefault(pattern, []).append(record)
+        numbers = {pattern: _numbers([record.name for record in group]) for pattern, group in groups.items()}
+        most = max(max(there) for there in numbers.values())
+        for pattern, there in numbers.items():
+            if missing := sorted(set(range(most + 1)) - there):
+                shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+                raise Misfit(f"of {pattern}, number {shown} is missing")
+        return groups
+
+    def _copied(
+        self, groups: Groups, operations: Sequence[Any], model: PreTrainedModel, dtype: torch.dtype
+    ) -> dict[str, Stored] | None:
+        """Return the results as assemblies of the sources; None: the operations do more than copy."""
+        trace, records = CopyTrace(), [record for group in groups.values() for record in group]
+        sources = iter([trace.source(number, record.shape, dtype) for number, record in enumerate(records)])
+        given = {pattern: [next(sources) for _ in group] for pattern, group in groups.items()}
+        with trace:
+            made = self._run(operations, given, model)
+        found: dict[str, Stored] = {}
+        for name, tensor in made.items():
+            if (moves := trace.moves(tensor)) is None:
+                return None
+            pieces = tuple(Piece(records[number], move) for number, move in moves)
+            found[name] = simplest(name, tuple(tensor.shape), pieces)
+        return found
+
+    def _computed(
+        self, groups: Groups, first: Sequence[Any], rest: Sequence[Any], model: PreTrainedModel, dtype: torch.dtype
+    ) -> dict[str, Stored]:
+        """Return the results as what the first operations compute and the others arrange.
+
+        Where others arrange, the first are run for one expert at a time.
+        """
+        names = {pattern: [f"{pattern} {number}" for number in range(len(group))] for pattern, group in groups.items()}
+        run = _Operations(self, first, model, single=bool(rest))
+        padded, steps = _padding(groups, first[0]), []
+        trace, lists = CopyTrace(), defaultdict[str, list[Tensor]](list)
+        cast = not hasattr(first[0], "hf_quantizer")
+        keys: list[str] = []
+        for number in range(max(map(len, groups.values())) if rest else 1):
+            mine = {pattern: group[number : number + 1] if rest else group for pattern, group in groups.items()}
+            constants = {
+                pattern: [_value(one) for one in group] for pattern, group in mine.items() if _is_constant(group)
+            }
+            here = {
+                pattern: tuple(names[pattern][number : number + 1] if rest else names[pattern])
+                for pattern in mine.keys() - constants.keys()
+            }
+            steps.append(Step(here, constants, padded))
+            given = {pattern: [_empty(record) for record in mine[pattern]] for pattern in here}
+            made = Plan(run, (), cast).make(steps[-1], given, dtype)
+            keys = keys or list(made)
+            for at, key in enumerate(keys):
+                if made[key].dtype != dtype:
+                    raise Misfit(f"{(mine.get(key) or mine[next(iter(mine))])[0].name} has no scales")
+                lists[key].append(trace.source(number * len(keys) + at, made[key].shape, dtype))
+        with trace:
+            results = self._run(rest, lists, model) if rest else {key: tensors[0] for key, tensors in lists.items()}
+        run.forget_model(model, results)
+        records = {names[pattern][number]: one for pattern, group in groups.items() for number, one in enumerate(group)}
+        found: dict[str, Stored] = {}
+        for name, tensor in results.items():
+            moves = defaultdict[int, list[tuple[str, Move]]](list)
+            for source, move in trace.moves(tensor) or ():
+                moves[source // len(keys)].append((keys[source % len(keys)], move))
+            if not moves:
+                raise Misfit("what is dequantised is not only copied then")
+            used = tuple(replace(steps[number], moves=tuple(moves[number])) for number in sorted(moves))
+            used = used if cast else tuple(_divided(step, run, records, dtype) for step in used)
+            needed = [part for step in used for group in step.parts.values() for part in group]
+            parts = {part: records[part] for part in needed}
+            found[name] = QuantizedRecord(name, LIBRARY, parts, tuple(tensor.shape), {PLAN: Plan(run, used, cast)})
+        return found
+
+    def run(self, operations: Sequence[Any], given: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Any]:
+        """Run operations of the converter, and name what comes out as `transformers` does.
+
+        Raises:
+            Misfit: an operation fails.
+        """
+        converter = copy.copy(self.converter)
+        converter.operations = list(operations)
+        converter.layer_targets = defaultdict(set)
+        collected: Any = {pattern: list(tensors) for pattern, tensors in given.items()}
+        converter.collected_tensors = defaultdict(list, collected)
+        try:
+            with torch.no_grad():
+                made: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+            raise Misfit(str(error) or type(error).__name__) from error
+        return made
+
+    def _run(
+        self, operations: Sequence[Any], given: Mapping[str, Sequence[Tensor]], model: nn.Module
+    ) -> dict[str, Tensor]:
+        made = self.run(operations, given, model)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class _Operations:
+    """Operations of a converter, to be run whenever a parameter is leased.
+
+    Args:
+        conversion: whose they are.
+        operations: the operations.
+        model: which they may look at.
+        single: they are run for one of several experts, and return what they make in a row of one.
+    """
+
+    def __init__(self, conversion: Conversion, operations: Sequence[Any], model: nn.Module, *, single: bool) -> None:
+        self._conversion, self._operations, self._model = conversion, operations, model
+        self._single = single
+
+    def __call__(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        made = self._conversion.run(self._operations, given, self._model)
+        return {name: one[0] if self._single or isinstance(one, list) else one for name, one in made.items()}
+
+    def forget_model(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        """Keep of the model only what the operations may ask for, because adapters will change its modules' names."""
+        kept: Any = nn.Module()
+        kept.config = model.config
+        for name in {*names, self._conversion.first}:
+            *owners, leaf = name.split(".")
+            owner = kept
+            for part in owners:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(leaf, nn.Parameter(model.get_parameter_or_buffer(name).detach(), False))
+        self._model = kept
+
+
+def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> Step:
+    """Let a step be cut along the first dimension, where its parts and what is made of them have one in common.
+
+    All operations that are known work on each row, or block of rows, by itself; that a part of them makes the part
+    of the result is tried on tensors without bytes.
+    """
+    given = {name: [_empty(records[part]) for part in group] for name, group in step.parts.items()}
+    large = [one for group in given.values() for one in group if one.numel() > 1]
+    units = min((one.shape[0] for one in large if one.ndim), default=1)
+    lengths = [one.shape[0] for one in large] + [int(one[0]) for group in step.constants.values() for one in group]
+    ordered = len({name for name, _ in step.moves}) == len(step.moves)
+    contiguous = ordered and all(move.is_contiguous for _, move in step.moves)
+    if step.padded or not contiguous or units < 2 or any(length % units for length in lengths):
+        return step
+    divided = replace(step, units=units)
+    try:
+        whole, part = (Plan(run, (), False).make(*one, dtype) for one in ((step, given), cut(divided, given, 0, 1)))
+    except (Misfit, RuntimeError, ValueError):
+        return step
+    fits = all(tuple(part[name].shape) == (one.shape[0] // units, *one.shape[1:]) for name, one in whole.items())
+    return divided if fits else step
+
+
+def _numbers(names: Sequence[str]) -> set[int]:
+    """Return the numbers that tell names apart, of experts for one; 0 where there is one name."""
+    rows = [name.split(".") for name in names]
+    different = [parts for parts in zip(*rows, strict=False) if len(set(parts)) > 1]
+    if len(names) == 1:
+        return {0}
+    if len(different) != 1 or not all(part.isdigit() for part in different[0]):
+        raise Misfit(f"{names[0]} and {names[1]} are not told apart by a number")
+    return {int(part) for part in different[0]}
+
+
+def _is_plain(record: TensorRecord) -> bool:
+    """Whether a stored tensor is a weight that is not quantised."""
+    dtype = DTYPES.get(record.dtype)
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _is_constant(group: Sequence[TensorRecord]) -> bool:
+    return all(record.dtype in CONSTANTS and record.nbytes <= MOST_CONSTANT for record in group)
+
+
+def _value(record: TensorRecord) -> Tensor:
+    data = bytearray(record.nbytes)
+    read_into(record, memoryview(data))
+    return torch.frombuffer(data, dtype=DTYPES[record.dtype]).view(record.shape)
+
+
+def _empty(record: TensorRecord) -> Tensor:
+    if (dtype := DTYPES.get(record.dtype)) is None:
+        raise Misfit(f"{record.name} is stored as {record.dtype}")
+    return torch.empty(record.shape, dtype=dtype, device="meta")
+
+
+def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
+    """Return what to pad weights to whose last blocks of scales are not full, by pattern.
+
+    Raises:
+        Misfit: scales are not those of the blocks that the config names.
+    """
+    settings = getattr(getattr(operation, "hf_quantizer", None), "quantization_config", None)
+    block, padding = getattr(settings, "weight_block_size", None), {}
+    for pattern, group in groups.items():
+        weight, scales = group[0], groups.get(f"{pattern}_scale_inv", [])
+        if block is None or not scales or not weight.dtype.startswith("F8") or prod(scales[0].shape) == 1:
+            continue
+        for one, scale in zip(group, scales, strict=True):
+            grid = tuple(-(-size // of) for size, of in zip(one.shape[-2:], block, strict=True))
+            if scale.shape[-2:] != grid:
+                raise Misfit(
+                    f"{scale.name} is {list(scale.shape)}, and blocks of {list(block)} have {list(grid)} scales"
+                )
+        rows, columns = (number * of for number, of in zip(scales[0].shape[-2:], block, strict=True))
+        if (rows, columns) != tuple(weight.shape[-2:]):
+            padding[pattern] = (rows, columns)
+    return padding

@@ -1,0 +1,130 @@
+"""Parameters that `transformers` makes of several stored tensors by arithmetic: weights published quantised.
+
+The operations are those of its quantizers, run on the device at each lease. They make temporaries several times as
+large as what they are given, and are therefore run for one expert, or some rows of a matrix, after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lema.storage.quantized.records import unit_pieces
+from lema.storage.slices import Move
+
+__all__ = ["LIBRARY", "PLAN", "Plan", "Step", "cut", "expand", "move_elements"]
+
+
+LIBRARY = "transformers"
+PLAN = "plan"  # the key of `about` that a record's plan lies under
+
+
+Lists = Mapping[str, Sequence[Tensor]]  # tensors by what the operations call them
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is made of a few stored tensors at once.
+
+    Attributes:
+        parts: what the operations call each list of stored tensors -> the names of the parts.
+        constants: small tensors of whole numbers, shapes for one: on the host, because their values are read there.
+        padded: what the operations call a tensor that is padded with zeros first, and what is made of it cut again,
+            because its blocks of scales reach beyond it -> the rows and columns with padding.
+        moves: what the operations call what they make, and where its elements go in the parameter.
+        units: how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts.
+    """
+
+    parts: Mapping[str, tuple[str, ...]]
+    constants: Lists
+    padded: Mapping[str, tuple[int, int]]
+    moves: tuple[tuple[str, Move], ...] = ()
+    units: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a parameter is made.
+
+    Attributes:
+        run: the operations, from named lists of tensors to named tensors.
+        steps: which fill every element of the parameter once.
+        cast: the stored tensors become the parameter's type first, as in `from_pretrained` of what is not quantised.
+    """
+
+    run: Callable[[Lists], dict[str, Tensor]]
+    steps: tuple[Step, ...]
+    cast: bool
+
+    def make(self, step: Step, parts: Lists, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Run the operations of one step, on any device."""
+        given = {name: [part.to(dtype) if self.cast else part for part in group] for name, group in parts.items()}
+        for name, shape in step.padded.items():
+            given[name] = [_padded(part, shape) for part in given[name]]
+        made = self.run({**given, **step.constants})
+        for weight in step.padded:
+            rows, columns = parts[weight][0].shape[-2:]
+            name = weight if weight in made else next(iter(made))  # alone it already has the parameter's name
+            made[name] = made[name][..., :rows, :columns]
+        return made
+
+
+@torch.no_grad()
+def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
+    """Fill `out`, contiguous, with what the operations make of the parts."""
+    plan: Plan = about[PLAN]
+    for step in plan.steps:
+        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
+        if step.units > 1:
+            _expand_in_pieces(plan, step, given, out)
+            continue
+        made = plan.make(step, given, out.dtype)
+        for name, move in step.moves:
+            move_elements(made[name].contiguous(), move, out)
+
+
+def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
+    """Return a step for some of its units, and its parts for them."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        if tensor.numel() == 1:
+            return tensor  # one scale for all
+        each = tensor.shape[0] // step.units
+        return tensor[start * each : stop * each]
+
+    constants = {
+        name: [torch.tensor([int(one[0]) // step.units * (stop - start), *one[1:]]) for one in group]
+        for name, group in step.constants.items()
+    }
+    return replace(step, constants=constants), {name: [rows(one) for one in group] for name, group in parts.items()}
+
+
+def _expand_in_pieces(plan: Plan, step: Step, given: Lists, out: Tensor) -> None:
+    """Expand what one after the other fills a range of `out`."""
+    flat, places = out.view(-1), {name: move.write for name, move in step.moves}
+    elements = sum(move.count for _, move in step.moves)
+    for span in unit_pieces(out, step.units, elements):
+        made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
+        for name in places:
+            tensor = made[name]
+            flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
+            places[name] += tensor.numel()
+
+
+def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:
+    """Copy elements between two contiguous tensors, and return those that were written to, as a view."""
+    sizes = [size for size, _, _ in move.dims]
+    reads, writes = [read for _, read, _ in move.dims], [write for _, _, write in move.dims]
+    written = torch.as_strided(target, sizes, writes, target.storage_offset() + move.write)
+    return written.copy_(torch.as_strided(source, sizes, reads, source.storage_offset() + move.read))
+
+
+def _padded(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
+    rows, columns = tensor.shape[-2:]
+    room = (0, shape[1] - columns, 0, shape[0] - rows)
+    return pad(tensor.view(torch.uint8), room).view(tensor.dtype)  # torch pads no floats of 8 bits
