@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lema.config import LemaConfig
+from lema.config.units import human_bytes
 from lema.data import needs_tokenizer, prepare_data
 from lema.plan.cost import Allocation, phases, saved_elsewhere
 from lema.plan.machine import Machine
@@ -16,6 +17,8 @@ from lema.plan.simulator import Simulated
 from lema.plan.step import StepShape, of_rows
 from lema.plan.workload import MicroBatch
 from lema.storage.modelfiles import load_tokenizer
+from lema.storage.quantized.published import LIBRARY
+from lema.stream.placement import LayerBytes
 
 __all__ = ["Epoch", "Headroom", "Plan", "PlannedMemory", "make_plan", "plan_with", "step_curve"]
 
@@ -258,9 +261,24 @@ def step_curve(planner: Planner, allocation: Allocation, around: float) -> Itera
 
 def _notes(planner: Planner, memory: PlannedMemory) -> tuple[str, ...]:
     notes = [planner.machine.note] * bool(planner.machine.note)
+    notes += _of_published_weights(planner.blueprint.layers)
     if sum(memory.device.values()) > planner.machine.device_memory:
         notes.append("this does not fit the device: set device_memory, gradient_checkpointing or micro_batch_size")
     return tuple(notes)
+
+
+def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
+    """Say what preparing the checkpoint would save."""
+    moved = [(cast.move, cast.placed.dtype) for layer in layers for cast in layer.casts if cast.move is not None]
+    pieces = len(moved) + sum(not run.alone for layer in layers for run in layer.runs)
+    if pieces:
+        aside = human_bytes(sum(move.count * dtype.itemsize for move, dtype in moved))
+        yield f"layers are put together from {pieces:,} pieces, {aside} moved on the host: `lema prepare` does it once"
+    published = [one for layer in layers for one in layer.expansions if one.library == LIBRARY]
+    if published:
+        stored = human_bytes(sum(part.nbytes for one in published for part in one.parts.values()))
+        whole = human_bytes(sum(one.placed.nbytes for one in published))
+        yield f"{stored} of weights are dequantised to {whole} at each lease: `lema prepare` writes them so, once"
 
 
 def _plain(value: Any) -> Any:

@@ -7,15 +7,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import blockfp8
 import pytest
 from clirun import assert_refused, config_writer, lema
 from hollowmodel import large_config, write_hollow
 from rich.console import Console
 from smallrun import write_model
+from transformers import MixtralConfig
 
 from lema import LemaConfig
 from lema.cli.app import app
 from lema.cli.tables import rows, show_plan
+from lema.convert import prepare_directory
 from lema.errors import MemoryLimitError
 from lema.plan import Plan, make_plan
 from lema.plan.machine import PROFILES, profile
@@ -123,6 +126,23 @@ def test_limits_are_kept_and_memory_is_spent(eight: Path) -> None:
     assert tight.step.device_peak <= 7e9 and ample.step.device_peak <= 20e9
     assert ample.step.seconds < tight.step.seconds
     assert ample.allocation.saved or ample.allocation.residents
+
+
+def test_what_preparing_would_save_is_said(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, **experts)
+
+    def notes(directory: Path) -> str:
+        base: dict[str, Any] = {"device": "cpu", "batch_size": 1, "micro_batch_size": 1, "max_length": 16}
+        return " ".join(make_plan(LemaConfig(str(directory), **base), profile("4090"))[0].notes)
+
+    quantized = blockfp8.write(config, tmp_path / "fp8")
+    plain = blockfp8.write_whole(quantized, tmp_path / "plain")
+    prepared = prepare_directory(plain, tmp_path / "prepared")
+    # Of each layer and expert, gate and up projection follow each other in neither file nor tensor.
+    assert f"put together from {2 * 4 * 3} pieces, 0 B moved on the host" in notes(plain)
+    assert "dequantised" in notes(quantized) and "dequantised" not in notes(plain)
+    assert "lema prepare" not in notes(prepared)
 
 
 @pytest.mark.slow
