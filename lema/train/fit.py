@@ -15,7 +15,7 @@ from lema.backend.interrupt import Stop
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
 from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, forget_old_checkpoints
+from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, forget_old_checkpoints
 from lema.train.checkpoint.resume import agreed_checkpoint, check_same_run, past_log
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
@@ -30,13 +30,11 @@ __all__ = ["PlainRun", "save_step"]
 Say = Callable[[str], None]
 
 
-def save_step(
-    steps: Steps, extra: Mapping[str, Any] | None = None, write_more: Callable[[Path], None] | None = None
-) -> None:
+def save_step(steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()) -> None:
     """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old."""
     output = Path(steps.config.output_dir)
     directory, keep = output / f"{PREFIX}{steps.global_step}", steps.config.save_total_limit
-    steps.save_checkpoint(directory, extra, write_more)
+    steps.save_checkpoint(directory, extra, writers)
     first_alone(steps.model.backend.replicas, lambda: forget_old_checkpoints(output, directory, keep))
 
 
@@ -198,4 +196,4 @@ class PlainRun:
         """Write `checkpoint-<step>`, and forget those that are too old."""
         position, data = self._sampler.position(self.done), self._sampler.about
         extra = {"data": data, "position": position, "window": list(events.unlogged), "left": pending}
-        save_step(self.steps, extra, events.save_state)
+        save_step(self.steps, extra, [events.save_state])

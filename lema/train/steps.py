@@ -22,6 +22,7 @@ from lema.engine import StreamedModel
 from lema.engine.loss import attended_tokens, trained_tokens
 from lema.errors import NonFiniteError
 from lema.storage.diskspace import check_room
+from lema.train.checkpoint.format import Writer
 
 __all__ = ["StepResult", "Steps", "check_room_for", "count_tokens", "may_drop", "no_event", "warn_dropped"]
 
@@ -92,12 +93,9 @@ class Steps(Protocol):
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
 
     def save_checkpoint(
-        self,
-        directory: Path,
-        extra: Mapping[str, Any] | None = None,
-        write_more: Callable[[Path], None] | None = None,
+        self, directory: Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
-        """Write a checkpoint with `extra` in its state, and with the files that `write_more` adds; all or nothing."""
+        """Write a checkpoint with `extra` in its state, and with the files that `writers` add; all or nothing."""
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Go on from a checkpoint whose files were compared with its manifest; return its `extra`."""

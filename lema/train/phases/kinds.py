@@ -68,14 +68,10 @@ def _written(out: Path, write: Callable[[Path], object]) -> None:
     Raises:
         DiskError: it could not be written; nothing is left behind.
     """
-
-    def fill(part: Path) -> None:
-        write(part)
-
     for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
         shutil.rmtree(left, ignore_errors=True)
     try:
-        commit(out, fill)
+        commit(out, write)
     except OSError as error:
         raise disk_error(error, out) from error
 

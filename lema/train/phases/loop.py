@@ -155,7 +155,7 @@ class PhaseRun:
             "best": self.best,
         }
         directory = self._places.checkpoint(self._index, self.done)
-        self.steps.save_checkpoint(directory, about, None if events is None else events.save_state)
+        self.steps.save_checkpoint(directory, about, [] if events is None else [events.save_state])
         self._note()
 
     def _note(self) -> None:
