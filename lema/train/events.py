@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -154,9 +153,7 @@ class RunEvents:
         self._metrics = MetricsLog(self._directory / METRICS_NAME) if self._replicas.first else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
 

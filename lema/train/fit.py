@@ -16,7 +16,7 @@ from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
 from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, forget_old_checkpoints
-from lema.train.checkpoint.resume import agreed_checkpoint, check_same_run, past_log
+from lema.train.checkpoint.resume import agreed_checkpoint, check_same_run, past_log, say_changed
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending, RunLoop
@@ -45,12 +45,9 @@ class PlainRun:
         steps: what trains, perhaps after some steps.
         dataset: rows with `input_ids` and `labels`.
         eval_dataset: the same to evaluate on; None: there is no evaluation.
-
-    Attributes:
-        last_eval: what was measured last on `eval_dataset`.
     """
 
-    is_phase = False
+    trains: str | None = None
 
     def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any) -> None:
         self.steps, self._config = steps, steps.config
@@ -63,10 +60,10 @@ class PlainRun:
         self.num_steps = self._sampler.num_steps
         self.done = steps.global_step
         self.best: dict[str, Any] | None = None
+        self.eval_loss: float | None = None
         self.pending: Pending | None = None
         self.unlogged = (0.0, 0)
         self.saved: int | None = None
-        self.last_eval: dict[str, float] = {}
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
             check_alike(self._replicas, self._config.to_dict() | data)
@@ -124,8 +121,7 @@ class PlainRun:
         say(f"resuming from {path} (step {self.done} of {self.num_steps})")
         if weights_only:
             say("of this checkpoint the weights are taken, and not the optimizer: its moments begin empty")
-        if changed:
-            say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+        say_changed(changed, say)
 
     def _take_up(self, extra: Mapping[str, Any], path: Path, *, whole: bool) -> None:
         """Go on with what a checkpoint says of the run, `whole` with all that is in it."""
@@ -146,12 +142,13 @@ class PlainRun:
         events = RunEvents(self._config, self.num_steps, self._replicas, callbacks, **options)
         events.state.log_history = self._past.get("log_history", [])
         with events, self._prefix_kept():
-            RunLoop(self, events, at_layer=stop).run()
+            loop = RunLoop(self, events, at_layer=stop)
+            loop.run()
             if summary := events.summary():
                 events.log(summary)
             events.end()
         events.draw()
-        return summary | self.last_eval
+        return summary | loop.last_eval
 
     @contextmanager
     def _prefix_kept(self) -> Iterator[None]:
@@ -181,16 +178,9 @@ class PlainRun:
         rows = [row for batch in batches for row in batch["rows"]]
         return Drawn(self._sampler.micro_batches(batches), f", rows {rows} of the data", {"rows": rows})
 
-    def note_boundary(self, events: RunEvents, *, ends: bool) -> None:
-        """Nothing is written where a plain run begins or ends, but its summary."""
-
-    def stepped(self) -> None:
-        """The trainer's own schedule has gone on by the steps that the optimizer took."""
-
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the data set to evaluate on."""
-        self.last_eval = evaluate(self.steps.model, passes_of_rows(self._eval_dataset, self._config, self._replicas))
-        return self.last_eval
+        return evaluate(self.steps.model, passes_of_rows(self._eval_dataset, self._config, self._replicas))
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""

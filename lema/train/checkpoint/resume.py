@@ -19,7 +19,15 @@ from lema.storage.manifest import check_manifest
 from lema.train.checkpoint.changes import CLASSES, Change, Changed, changed_settings, settings_then
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
-__all__ = ["agreed_checkpoint", "check_same_run", "check_sound", "newest_sound", "past_log", "tell_warning"]
+__all__ = [
+    "agreed_checkpoint",
+    "check_same_run",
+    "check_sound",
+    "newest_sound",
+    "past_log",
+    "say_changed",
+    "tell_warning",
+]
 
 
 Say = Callable[[str], None]
@@ -163,3 +171,9 @@ def check_same_run(
             how="resume with those it began with, or begin a new run in another output_dir",
         )
     return changed_settings(then, now, Change.SAID)
+
+
+def say_changed(changed: Sequence[Changed], say: Say) -> None:
+    """Say which settings are others from here on, if any are."""
+    if changed:
+        say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")

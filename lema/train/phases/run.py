@@ -31,7 +31,7 @@ from lema.errors import Stopped
 from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
-from lema.train.checkpoint.resume import check_same_run
+from lema.train.checkpoint.resume import check_same_run, say_changed
 from lema.train.events import RunEvents
 from lema.train.full import FullTraining
 from lema.train.loop import RunLoop
@@ -277,8 +277,8 @@ class Phases:
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
             changed = check_same_run(start.checkpoint, trainer.config, None, run.data)
-            if changed and replicas.first:
-                self.say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+            if replicas.first:
+                say_changed(changed, self.say)
             run.load(start.checkpoint)
             trainer.take_settings({one.name for one in changed})  # the learning rate is the plan's
         elif isinstance(trainer, FullTraining) and places.carries_moments(index):
