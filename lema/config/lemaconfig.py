@@ -125,11 +125,11 @@ class LemaConfig(AdapterSettings, _First):
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Added to AdamW's denominator."""
     lr_scheduler_type: Scheduler = "linear"
-    """How the learning rate moves after warm-up, by `transformers`' name."""
+    """How the learning rate moves, by `transformers`' name; or wsd, wsds, cosine_rewarm (`lema.engine.schedules`)."""
     warmup_steps: NotNegative = 0
     """Optimizer steps over which the learning rate rises from 0."""
     warmup_ratio: Beta = 0.0
-    """The same as a fraction of all steps."""
+    """The same as a fraction of all steps; where both are 0, it is 0.01 for wsd, wsds and cosine_rewarm."""
     train_data: DataFiles | None = None
     """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt; or data sets by name, each its files."""
     eval_data: DataFiles | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainerState, TrainingArguments
+from transformers import SchedulerType, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
@@ -49,6 +49,7 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
     Raises:
         ConfigError: they do not go together.
     """
+    theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
         return TrainingArguments(
@@ -58,7 +59,7 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
-            lr_scheduler_type=config.lr_scheduler_type,
+            lr_scheduler_type=config.lr_scheduler_type if config.lr_scheduler_type in theirs else "constant",
             max_grad_norm=config.max_grad_norm or 0.0,
             num_train_epochs=config.num_train_epochs,
             max_steps=config.max_steps or -1,

@@ -60,6 +60,7 @@ IDLE = {
 
 # Settings of the run that a phase has, too, and takes from the run where it does not say otherwise.
 SHARED = {"learning_rate", "lr_scheduler_type", *(key for keys in LENGTHS.values() for key in keys)}
+ONLY_OF_PHASES = SHARED - LemaConfig.model_fields.keys()
 OF_ADAPTERS = frozenset(AdapterSettings.model_fields)
 
 
@@ -123,7 +124,7 @@ def _read(values: dict[str, Any]) -> PhaseFile:
         except SettingsError as error:
             problems += error.problems
     try:
-        config = LemaConfig(**{key: value for key, value in values.items() if not _only_of_phases(key, value)})
+        config = LemaConfig(**{key: value for key, value in values.items() if key not in ONLY_OF_PHASES})
     except SettingsError as error:
         problems += error.problems
     if not staged:
@@ -187,13 +188,6 @@ def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
     for key in values.keys() & same.keys():
         how = f"use {same[key]}, which is the name beside them"
         yield Problem(key, f"{key} says nothing beside the stages of pre_lora_tokens and post_lora_tokens", how)
-
-
-def _only_of_phases(key: str, value: Any) -> bool:
-    """Whether a setting of the run is one that phases alone have, and is written above them to hold for all."""
-    if key == "lr_scheduler_type":
-        return value in ("wsd", "wsds", "cosine_rewarm")
-    return key in SHARED and key not in LemaConfig.model_fields
 
 
 def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:

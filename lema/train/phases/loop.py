@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from lema.backend.collectives import first_alone
 from lema.data.mixture import Mixture
 from lema.engine.loss import split_batch
+from lema.engine.optim import follow
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending
 from lema.train.phases.places import Places
-from lema.train.phases.steps import follow
 from lema.train.steps import Steps
 
 __all__ = ["PhaseRun"]

@@ -21,13 +21,13 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.problems import Problem, SettingsError, Several, as_problem, unknown_setting
 from lema.config.settings import part
-from lema.config.types import Beta, Count, NameList, NotNegative, Positive, Tokens
+from lema.config.types import Beta, Count, NameList, NotNegative, PhaseScheduler, Positive, Tokens
 from lema.data import Sampling
 from lema.data.sampling import SamplingError, check_rates
+from lema.engine.schedules import Spans, spans_of
 from lema.errors import ConfigError
 from lema.train.phases.derived import FadeConfig, fade_problems
 from lema.train.phases.selection import may_overlap, selection_problems
-from lema.train.phases.steps import Spans, spans_of
 
 __all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases", "what_is_carried"]
 
@@ -115,10 +115,8 @@ class Phase(AdapterSettings):
     """Data sets with their rates, which sum to 1."""
     learning_rate: Positive = 1e-4
     """Peak learning rate."""
-    lr_scheduler_type: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"
-    ] = "linear"
-    """How the learning rate moves; `lema.train.phases.steps` has the formulas. It counts the steps of this phase."""
+    lr_scheduler_type: PhaseScheduler = "linear"
+    """How the learning rate moves; `lema.engine.schedules` has the formulas. It counts the steps of this phase."""
     warmup_steps: NotNegative | None = None
     """Steps over which it rises; None: as `warmup_ratio` says."""
     warmup_ratio: Beta | None = None

@@ -14,6 +14,7 @@ from lema.config.types import Count
 from lema.config.yaml import from_yaml
 from lema.data.interleave import Fade, faded_rates
 from lema.data.sampling import Start
+from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
 from lema.train.phases.derived import (
     PlanWarning,
@@ -27,7 +28,7 @@ from lema.train.phases.derived import (
     starts_of,
 )
 from lema.train.phases.phase import Phase, between_phases, what_is_carried
-from lema.train.phases.steps import GlobalBatch, TokenSteps, factor_of, solve_batch, steps_of
+from lema.train.phases.steps import GlobalBatch, TokenSteps, solve_batch, steps_of
 
 __all__ = ["Boundary", "PhasePlan", "Place"]
 
