@@ -51,7 +51,7 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = summed.view_as(parameter)
 
 
-def first_alone(replicas: Replicas, work: Callable[[], None]) -> None:
+def first_alone(replicas: Replicas, work: Callable[[], object]) -> None:
     """Have the first process do what is done once; return in all of them when it is done.
 
     Raises:

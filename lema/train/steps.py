@@ -120,15 +120,7 @@ def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
 
 
 def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas) -> None:
-    """Have the first process warn that a step was dropped.
-
-    Args:
-        error: why it was.
-        step: its number, counted from 1.
-        skipped: how many steps were dropped by now.
-        limit: how many may be.
-        replicas: the processes.
-    """
+    """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of at most `limit`."""
     if replicas.first:
         warnings.warn(
             f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})", stacklevel=4

@@ -259,7 +259,7 @@ class LemaTrainer:
         about = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
-            "scaler": self.update.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
@@ -289,7 +289,7 @@ class LemaTrainer:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
                 self.follow(self.schedule)
-            self.update.load_state_dict(state["scaler"])
+            self.scaler.load_state_dict(state["scaler"])
             restore_own(self.backend, state, self.config.seed)
             self._forget()
             self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])

@@ -38,6 +38,7 @@ __all__ = [
     "Writer",
     "about_run",
     "checkpoints",
+    "delete_checkpoint",
     "forget_old_checkpoints",
     "nbytes_of",
     "optimizer_state",
@@ -74,14 +75,20 @@ def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spa
     found = checkpoints(output_dir)
     mine = found[: found.index(newest) + 1]
     for directory in mine[: -keep if keep else 0]:
-        if directory in spared:
-            continue
-        try:
-            discard(directory)
-        except OSError as error:
-            raise DiskError(
-                f"an old checkpoint could not be deleted: {error.strerror}", where=str(directory)
-            ) from error
+        if directory not in spared:
+            delete_checkpoint(directory, "an old checkpoint")
+
+
+def delete_checkpoint(directory: Path, what: str) -> None:
+    """Delete a checkpoint; `what` it is, for the error.
+
+    Raises:
+        DiskError: it could not be deleted.
+    """
+    try:
+        discard(directory)
+    except OSError as error:
+        raise DiskError(f"{what} could not be deleted: {error.strerror}", where=str(directory)) from error
 
 
 @dataclass(frozen=True)

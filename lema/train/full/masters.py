@@ -74,9 +74,7 @@ class Masters:
         in_layers = groupby(sorted(self._own, key=lambda name: self._own[name][0]), key=lambda name: self._own[name][0])
         self.by_layer = {layer: tuple(names) for layer, names in in_layers}
         self._check(order)
-        if (
-            model.backend.replicas.local_size > 1
-        ):  # processes of one machine share what streams, and nobody writes there
+        if model.backend.replicas.local_size > 1:  # they share what streams, and nobody writes there
             model.stream.make_private(self.by_layer)
         self._weights = {name: self._weight(name) for name in order}
         self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}

@@ -89,7 +89,7 @@ class FullTraining:
         self._fault: tuple[NonFiniteError, str | None] | None = None  # of this step, and whose gradient is not finite
         self._where = ""
         self._stepped = False  # whether some weights were, in this step
-        self._hidden = HiddenGradients()
+        self._hidden = HiddenGradients()  # of this step
         self._passes = Passes(model)
         self._behind = BackgroundStep("lema-optimizer")
         self._last = True  # of the passes of a step
@@ -154,7 +154,7 @@ class FullTraining:
             num_tokens = sum(replicas.exchange(sum(trained_tokens(one) for one in passes)))
         total = torch.zeros((), dtype=torch.float32, device=self.model.backend.device)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
-        self._hidden.forget()
+        self._hidden = HiddenGradients()
         self._passes.clear()
         try:
             with self.model.seen_by(self._hidden.look):

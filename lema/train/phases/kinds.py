@@ -39,15 +39,9 @@ def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
 def leave_model(
     model: LemaModel, trainer: LemaTrainer | FullTraining, phase: Phase, end: Path, out: Path, after: Phase | None
 ) -> None:
-    """Write the model that a phase leaves: what was trained, or the base with the adapters merged into it.
+    """Write to `out` the model that a phase leaves: what was trained, or the base with the adapters merged into it.
 
-    Args:
-        model: the phase's.
-        trainer: what has trained it.
-        phase: it.
-        end: the phase's last checkpoint.
-        out: where the model is to be.
-        after: the phase that begins with it; None: there is none.
+    `end` is the phase's last checkpoint; `after` is the phase that begins with the model, if one does.
 
     Raises:
         DiskError: it could not be written; nothing is left behind.
@@ -77,11 +71,7 @@ def _written(out: Path, write: Callable[[Path], object]) -> None:
 
 
 def copy_adapter(end: Path, out: Path) -> None:
-    """Copy the adapter that a run ends with to where every run has it.
-
-    Raises:
-        DiskError: it could not be copied.
-    """
+    """Copy the adapter that a run ends with to where every run has it; `DiskError` where it cannot be copied."""
     try:
         for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
             with file.open("rb") as source, replacing(out / file.name) as copy:

@@ -10,16 +10,30 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend.collectives import first_alone
-from lema.data.mixture import Mixture
+from lema.data.mixture import Mixture, Source
 from lema.engine.loss import split_batch
 from lema.engine.optim import follow
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending
 from lema.train.phases.places import Places
+from lema.train.phases.plan import PhasePlan
 from lema.train.steps import Steps
 
-__all__ = ["PhaseRun"]
+__all__ = ["PhaseRun", "mixture_of"]
+
+
+def mixture_of(
+    plan: PhasePlan, index: int, sources: Mapping[str, Source], held_out: Mapping[str, Source] | None = None
+) -> Mixture:
+    """Return the rows of a phase; `held_out` are those to validate on.
+
+    Raises:
+        ConfigError: the data sets do not fit the phase.
+    """
+    options: dict[str, Any] = {"stage": index, "held_out": held_out}
+    options |= {"fade": plan.fade(index), "starts": plan.starts(index)}
+    return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 class PhaseRun:

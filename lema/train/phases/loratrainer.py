@@ -36,24 +36,14 @@ __all__ = ["LoRATrainState", "LoRATrainer", "Trainable", "trainable_in", "transi
 
 @dataclass(frozen=True)
 class Trainable:
-    """Numbers of parameters, tied ones counted once.
-
-    Attributes:
-        num_trained: those that train.
-        num_model: those of the model without adapters.
-    """
+    """How many parameters train, and how many the model has without adapters; tied ones are counted once."""
 
     num_trained: int
     num_model: int
 
 
 def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> Trainable:
-    """Return how many parameters train in a phase; no weights are read.
-
-    Args:
-        config: the run's settings, which name the model.
-        phase: the phase.
-        trust_remote_code: run code that comes with the model.
+    """Return how many parameters train in a phase of the model that a config names; no weights are read.
 
     Raises:
         ModelError: no module matches the targets of the adapters; names those that could be.
@@ -81,7 +71,7 @@ class LoRATrainState:
 
     Attributes:
         kind: `full`: weights train. `lora`: adapters train, and the weights are frozen.
-        phase: name of the phase.
+        phase: its name.
         stage: its number in the plan, from 0.
         step: optimizer steps of the run that were taken.
         tokens: of these steps, padding included.

@@ -18,12 +18,13 @@ from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.config.printing import print_table
 from lema.config.units import human_bytes, human_count, human_duration
-from lema.data.mixture import Mixture, Source
+from lema.data.mixture import Source
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.train.phases.kinds import chosen_by, of_kind
+from lema.train.phases.loop import mixture_of
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
@@ -64,18 +65,12 @@ class PhaseEntry:
     """One phase.
 
     Attributes:
-        name: of it.
-        trains: `full`, `lora` or `selection`.
         trainable: parameters that train.
         parameters: of the model, adapters not counted.
         first_step: its first step in the run, counted from 1.
-        last_step: its last.
         tokens: it is trained on, padding included.
         leftover: tokens asked for that are less than a step.
-        tokens_per_source: of each data set.
-        rates: the learning rate.
         moved: bytes read, uploaded and downloaded in the whole phase.
-        memory: at its peak.
         hours: it takes; None: not known.
     """
 
@@ -104,7 +99,6 @@ class PhaseReport:
     """What is known of a run of phases before it starts.
 
     Attributes:
-        phases: in order.
         warnings: what to look at.
         machine: it is planned for.
         device_memory: bytes of device memory that are allowed, or there.
@@ -166,7 +160,7 @@ def phase_report(
 
     Args:
         config: the settings of the run that no phase has of its own.
-        plan: its phases.
+        plan: the phases.
         sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
         machine: to plan for; None: this one.
         backend: the device, opened; None: it is opened here.
@@ -183,7 +177,7 @@ def phase_report(
     known: dict[str, StepNeeds] = {}
     entries = []
     for index in range(len(plan.phases)) if sources is not None else ():
-        _look_at(plan, index, sources or {})
+        mixture_of(plan, index, sources or {})  # which refuses what does not fit
     for index, phase in enumerate(plan.phases):
         kind = repr([phase.trains, phase.trainable, phase.layers, phase.adapters])
         if kind not in known:
@@ -229,12 +223,6 @@ def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, proces
         trust_remote_code=trusted,
     )
     return planner.needs()
-
-
-def _look_at(plan: PhasePlan, index: int, sources: Mapping[str, Source]) -> None:
-    """Make a phase's mixture, which refuses what does not fit."""
-    options: dict[str, Any] = {"stage": index, "fade": plan.fade(index), "starts": plan.starts(index)}
-    Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> PhaseEntry:

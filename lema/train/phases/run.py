@@ -26,7 +26,7 @@ from lema.backend.interrupt import Stop, agreed
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
-from lema.data.mixture import Mixture, Source
+from lema.data.mixture import Source
 from lema.errors import Stopped
 from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
@@ -39,7 +39,7 @@ from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources
 from lema.train.phases.kinds import copy_adapter, leave_model, of_kind, trainer_of
-from lema.train.phases.loop import PhaseRun
+from lema.train.phases.loop import PhaseRun, mixture_of
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report
@@ -175,7 +175,7 @@ class Phases:
         return self.places.is_done(index)
 
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
-        """Run every phase that has not ended, from where `begin` says; return the checkpoint the last one ends with.
+        """Run every phase that has not ended; return the checkpoint the last one ends with.
 
         Args:
             begin: where the run begins; None: with the first phase that has not ended.
@@ -206,14 +206,18 @@ class Phases:
             why = agreed(self.backend.replicas, self.at_layer()) if index > first and self.at_layer else None
             if why is not None:
                 events.end()
-                raise _stopped_between(places, index, why)
+                raise Stopped(
+                    f"stopped by {why} before phase {self.plan.phases[index].name}",
+                    where=str(places.place(index - 1)),
+                    how="go on from there with --resume",
+                )
             self._train(index, events, begin)
             gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
 
     def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
         phase, places, config = self.plan.phases[index], self.places, self._config(index)
-        mixture = self._mixture(index)
+        mixture = mixture_of(self.plan, index, self.sources, self.held_out)
         with ExitStack() as stack:
             files = None if places.based(index) else self.files  # else the model that an earlier phase has left
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
@@ -236,19 +240,6 @@ class Phases:
                 leave_model(model, trainer, phase, places.end_of(index), places.model_of(index), after)
             if index == len(self.plan.phases) - 1:
                 events.end()
-
-    def _mixture(self, index: int) -> Mixture:
-        """Return the rows of a phase."""
-        return Mixture(
-            self.plan.phases[index].mixture,
-            self.sources,
-            self.plan.seed,
-            self.plan.max_length,
-            stage=index,
-            held_out=self.held_out,
-            fade=self.plan.fade(index),
-            starts=self.plan.starts(index),
-        )
 
     def _past(self, step: int) -> list[dict[str, Any]]:
         """Return the lines of metrics that an earlier process wrote, up to a step of the run."""
@@ -295,24 +286,12 @@ class Phases:
 
     @cached_property
     def _rows(self) -> dict[str, Any]:
-        return _rows_of(self.sources)
-
-
-def _rows_of(sources: Mapping[str, Source]) -> dict[str, Any]:
-    """Return what tells the rows of two processes apart."""
-    found = {}
-    for name, source in sources.items():
-        fingerprint = getattr(source, "fingerprint", None)
-        found[f"data set {name}"] = (len(source), fingerprint() if callable(fingerprint) else None)
-    return found
-
-
-def _stopped_between(places: Places, index: int, why: str) -> Stopped:
-    return Stopped(
-        f"stopped by {why} before phase {places.plan.phases[index].name}",
-        where=str(places.place(index - 1)),
-        how="go on from there with --resume",
-    )
+        """What tells the rows of two processes, or of two runs, apart."""
+        found = {}
+        for name, source in self.sources.items():
+            fingerprint = getattr(source, "fingerprint", None)
+            found[f"data set {name}"] = (len(source), fingerprint() if callable(fingerprint) else None)
+        return found
 
 
 Say = Callable[[str], None]

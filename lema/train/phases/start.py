@@ -158,10 +158,7 @@ Say = Callable[[str], None]
 def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
     """Return where a run goes on that is in its directory; lines of metrics of what comes after go.
 
-    Args:
-        replicas: the processes, all of which call this.
-        places: where the run's phases are.
-        say: the first process says there where it goes on.
+    All processes call this; the first says where it goes on.
     """
     say = say if replicas.first else lambda _: None
     point = agreed_point(replicas, places, say)
@@ -177,10 +174,7 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
         stage, step = row.get("stage", 0), row.get("step_in_phase", 0)
         return bool(stage < point.index or (stage == point.index and point.checkpoint and step <= done))
 
-    def cut() -> None:
-        cut_metrics(places.directory / METRICS_NAME, keep)
-
-    first_alone(replicas, cut)
+    first_alone(replicas, lambda: cut_metrics(places.directory / METRICS_NAME, keep))
     return point
 
 
@@ -202,11 +196,7 @@ def agreed_point(replicas: Replicas, places: Places, say: Say) -> Start | None:
 
 
 def find_point(places: Places, say: Say) -> Start | None:
-    """Return where a run goes on; None: it has no checkpoint at all.
-
-    Args:
-        places: where its phases are.
-        say: called with a line for each checkpoint that is passed over, and for each thing that is done again.
+    """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
 
     Raises:
         AdapterError: it has checkpoints and none is sound, or a model that is gone on with is damaged.
