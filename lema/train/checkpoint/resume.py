@@ -13,10 +13,11 @@ from peft import PeftModel
 from lema.backend import Replicas
 from lema.backend.collectives import first_alone
 from lema.config import LemaConfig
+from lema.config.change import Change
 from lema.errors import AdapterError, ConfigError
 from lema.lora.files import WEIGHTS, adapter_differences
 from lema.storage.manifest import check_manifest
-from lema.train.checkpoint.changes import CLASSES, Change, Changed, changed_settings, settings_then
+from lema.train.checkpoint.changes import CLASSES, Changed, changed_settings, settings_then
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
 __all__ = [
