@@ -16,7 +16,7 @@ from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
 from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, forget_old_checkpoints
-from lema.train.checkpoint.resume import agreed_checkpoint, check_same_run, past_log, say_changed
+from lema.train.checkpoint.resume import check_same_run, newest_sound, past_log, say_changed
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending, RunLoop
@@ -113,7 +113,7 @@ class PlainRun:
                 where=str(self._output),
                 how="leave --resume out to begin a new run",
             )
-        path = agreed_checkpoint(self._replicas, found, say, weights_only=weights_only)
+        path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about)
         self._take_up(restore(path), path, whole=not weights_only)

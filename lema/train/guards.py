@@ -125,18 +125,17 @@ def place_of(split: Split, handed_down: int | None) -> str | None:
             break
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             return name
-    if handed_down is None:
-        return None
-    return "the head and the loss" if handed_down == split.num_layers else f"{split.layers_name}.{handed_down}"
+    return None if handed_down is None else _handing_down(split, handed_down)
+
+
+def _handing_down(split: Split, layer: int) -> str:
+    return "the head and the loss" if layer == split.num_layers else f"{split.layers_name}.{layer}"
 
 
 def where_began(split: Split, name: str, handed_down: int | None) -> str:
-    """Return where the gradients of a pass begin not to be finite: at a weight, or in a layer above it.
+    """Return where the gradients of a pass begin not to be finite: at the weight `name`, or in a layer above it.
 
-    Args:
-        split: the model.
-        name: of a weight whose gradient is not finite.
-        handed_down: the highest layer that hands down a gradient which is not finite; None: none does.
+    `handed_down` is the highest layer that hands down a gradient which is not finite; None: none does.
     """
     prefix = f"{split.layers_name}."
     if name.startswith(prefix):
@@ -147,7 +146,7 @@ def where_began(split: Split, name: str, handed_down: int | None) -> str:
         layer = split.num_layers if above else -1
     if handed_down is None or handed_down <= layer:
         return name
-    return "the head and the loss" if handed_down == split.num_layers else f"{prefix}{handed_down}"
+    return _handing_down(split, handed_down)
 
 
 def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -39,12 +39,9 @@ Pending = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The rows of one step.
+    """The rows of one step: this process's share, which may be none, and which they are.
 
-    Attributes:
-        micro_batches: this process's share, which may be none.
-        where: which rows these are, for an error.
-        about: the same for a line of metrics, where it is short enough.
+    `where` is for an error; `about` is the same for a line of metrics, where it is short enough.
     """
 
     micro_batches: Sequence[Mapping[str, Tensor]]
@@ -177,9 +174,7 @@ class RunLoop:
 
     def _stopped_by(self) -> str | None:
         """Take the steps; return why somebody stopped them before a layer, None: they have come to their end."""
-        with ExitStack() as stack:
-            if self._at_layer is not None:
-                stack.enter_context(self._model.interruptible(self._at_layer))
+        with nullcontext() if self._at_layer is None else self._model.interruptible(self._at_layer):
             try:
                 self._loop()
             except StopRequested as request:
@@ -260,9 +255,7 @@ class RunLoop:
     def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
         """Do what is due after a step, and after the epoch if it has ended; return whether it goes on.
 
-        Args:
-            numbers: of the step, for its line of metrics.
-            after: `step`; or `epoch`, where what is due after the step has been done.
+        `numbers` are the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done.
         """
         stage, events = self._stage, self._events
         if after == "step":

@@ -10,8 +10,6 @@ from typing import Any
 
 from peft import PeftModel
 
-from lema.backend import Replicas
-from lema.backend.collectives import first_alone
 from lema.config import LemaConfig
 from lema.config.change import Change
 from lema.errors import AdapterError, ConfigError
@@ -21,7 +19,6 @@ from lema.train.checkpoint.changes import CLASSES, Changed, changed_settings, se
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
 __all__ = [
-    "agreed_checkpoint",
     "check_same_run",
     "check_sound",
     "newest_sound",
@@ -38,11 +35,11 @@ KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest checkpoint that is sound; say of each newer one why it is passed over. None is changed.
+    """Return the newest checkpoint that is sound; say, and warn, why newer ones are passed over. None is changed.
 
     Args:
         found: checkpoints, the oldest first.
-        say: called with a line for each that is passed over; each is a warning of the log as well.
+        say: called with a line for each that is passed over.
         weights_only: whether one will do whose optimizer is missing or damaged.
 
     Raises:
@@ -65,18 +62,6 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
         how="copy one back from where it is whole, or begin a new run in another output_dir"
         + ("" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"),
     )
-
-
-def agreed_checkpoint(replicas: Replicas, found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest sound checkpoint, which the first process looks for; all processes call this.
-
-    Raises:
-        AdapterError: none is sound; in every process.
-    """
-    chosen: list[str] = []
-    first_alone(replicas, lambda: chosen.append(str(newest_sound(found, say, weights_only=weights_only))))
-    first, *_ = replicas.everyone(chosen)
-    return Path(first[0])
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:

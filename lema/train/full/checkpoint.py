@@ -6,6 +6,7 @@ One file at a time is read or written, so that a checkpoint needs only the memor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,13 +175,19 @@ def _index(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return, of every tensor in a checkpoint, its file and its shape."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(directory.glob(f"{KIND}-*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no mapping
-                    found[key] = path.name, tuple(file.get_slice(key).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise AdapterError(f"the weights cannot be read: {error}", where=str(path)) from error
+        with _opened(path) as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                found[key] = path.name, tuple(file.get_slice(key).get_shape())
     return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise AdapterError(f"the weights cannot be read: {error}", where=str(path)) from error
 
 
 @torch.no_grad()
@@ -199,10 +206,7 @@ def _fill(
         if key in wanted
     }
     for file in sorted({file for file, _ in saved.values()}):
-        try:
-            with safe_open(directory / file, "pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                    if key in targets:
-                        targets[key].copy_(opened.get_tensor(key))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise AdapterError(f"the weights cannot be read: {error}", where=str(directory / file)) from error
+        with _opened(directory / file) as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                if key in targets:
+                    targets[key].copy_(opened.get_tensor(key))

@@ -177,13 +177,7 @@ _SMALL = 0.5
 
 @dataclass(frozen=True)
 class PlanWarning:
-    """Something to look at before the run.
-
-    Args:
-        key: path of the setting.
-        what: what will happen.
-        how: what to change, where it is not meant.
-    """
+    """Something to look at before the run: the setting's path, what will happen, and what to change if not meant."""
 
     key: str
     what: str

@@ -25,7 +25,7 @@ from lema.train.checkpoint.resume import check_sound, tell_warning
 from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.phases.places import MODEL, Places
 
-__all__ = ["Start", "agreed_point", "begin_at", "find_point", "find_start", "go_on"]
+__all__ = ["Start", "begin_at", "find_point", "find_start", "go_on"]
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
     All processes call this; the first says where it goes on.
     """
     say = say if replicas.first else lambda _: None
-    point = agreed_point(replicas, places, say)
+    point = first_alone(replicas, lambda: find_point(places, say))
     if point is None:
         say(f"there is no checkpoint in {places.directory}: the run begins at its beginning")
         return None
@@ -176,23 +176,6 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
 
     first_alone(replicas, lambda: cut_metrics(places.directory / METRICS_NAME, keep))
     return point
-
-
-def agreed_point(replicas: Replicas, places: Places, say: Say) -> Start | None:
-    """Return where the run goes on, which the first process looks for; all processes call this.
-
-    Raises:
-        LemaError: as `find_point`; in every process.
-    """
-    found: list[Start | None] = []
-    first_alone(replicas, lambda: found.append(find_point(places, say)))
-    mine = found[0] if found else None
-    told = None if mine is None else (mine.index, mine.checkpoint and str(mine.checkpoint), mine.ended, mine.rebuilt)
-    first, *_ = replicas.everyone(told)
-    if first is None:
-        return None
-    index, checkpoint, ended, rebuilt = first
-    return Start(index, checkpoint and Path(checkpoint), {}, here=True, ended=ended, rebuilt=rebuilt)
 
 
 def find_point(places: Places, say: Say) -> Start | None:
