@@ -164,14 +164,7 @@ class RunEvents:
         return self._handler is not None
 
     def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: tuple[float, int] = (0.0, 0)) -> None:
-        """Begin to train something, or go on with it.
-
-        Args:
-            steps: what trains; callbacks see its module and its optimizer.
-            schedule: of the learning rate.
-            at: where the run is.
-            unlogged: what `unlogged` was when it was there before.
-        """
+        """Begin to train something, or go on with it where `unlogged` was this; callbacks see module and optimizer."""
         self._steps = steps
         self.move(at)
         optimizer = steps.ready()

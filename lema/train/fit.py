@@ -95,12 +95,9 @@ class PlainRun:
             )
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
-        """Go on from the newest sound checkpoint in `output_dir`.
+        """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
 
-        Args:
-            restore: takes up a checkpoint and returns its `extra`.
-            say: called with each line on what is gone on from.
-            weights_only: `restore` leaves the optimizer out.
+        With `weights_only` it leaves the optimizer out. What is gone on from is said.
 
         Raises:
             AdapterError: there is none; ConfigError: it is of another run.

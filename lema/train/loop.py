@@ -106,7 +106,6 @@ class Snapshot:
     """What changes between the end of a step and the end of the next, but for what only an optimizer's step changes.
 
     Attributes:
-        generators: where they were.
         fields: of the `TrainerState`, in which callbacks may write at any time.
         num_logged: how many lines its log had; it is long, and not copied.
         pending: what was still to be done after the step; None: nothing.

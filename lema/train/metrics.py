@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import FileIO
 from os import PathLike
 from pathlib import Path
@@ -256,19 +256,8 @@ class Window:
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
-    """Return what streaming cost between two looks at its counters."""
-    names = (
-        "bytes_read",
-        "bytes_uploaded",
-        "bytes_gathered",
-        "bytes_offloaded",
-        "layers_read",
-        "layers_kept",
-        "seconds_blocked_disk",
-        "seconds_blocked_upload",
-        "seconds_blocked_compute",
-        "seconds_blocked_gather",
-    )
+    """Return what streaming cost between two looks at its counters: bytes, layers, and seconds of waiting."""
+    names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_blocked_")))
     return {name: getattr(now, name) - getattr(then, name) for name in names}
 
 

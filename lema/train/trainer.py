@@ -269,9 +269,7 @@ class LemaTrainer:
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
 
-        Args:
-            directory: of the checkpoint.
-            weights_only: leave the optimizer's state out, which may be missing or damaged; the optimizer begins empty.
+        With `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty.
 
         Raises:
             AdapterError: the checkpoint is damaged, of another optimizer, or of a model whose files have changed since.

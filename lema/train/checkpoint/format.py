@@ -148,10 +148,7 @@ def write_checkpoint(
 def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
     """Return what a checkpoint's state says of the run that writes it; its settings lie beside it in full.
 
-    Args:
-        config: its settings.
-        kind: of training: "adapters", or "full" for weights.
-        base: fingerprint of the model that is trained on; None: it is not known.
+    The kind of training is "adapters", or "full" for weights; `base` is the fingerprint of the model, if it is known.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
     versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}

@@ -82,11 +82,6 @@ def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
 
     A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
     numbers, from the seed and the step.
-
-    Args:
-        backend: the device, and the processes there are now.
-        state: of the checkpoint.
-        seed: of the run.
     """
     saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
     anew = seed + rank + int(state["global_step"])

@@ -44,7 +44,7 @@ def save_trained(
     piece, from where it is stored.
 
     Args:
-        model: the model.
+        model: it.
         training: what trains it.
         out_dir: a new or empty directory; it appears under its name when it is complete.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.

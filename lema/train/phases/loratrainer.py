@@ -19,8 +19,8 @@ from lema.data.mixture import Source
 from lema.errors import AdapterError, ConfigError
 from lema.lora import count_lora_params, inject_lora_params
 from lema.lora.attach import configured_lora
-from lema.model import meta_model, read_config
-from lema.storage import resolve_model
+from lema.model import meta_model
+from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
 from lema.train.phases.file import Files, clipped, evaluate_end, read_sources
 from lema.train.phases.kinds import chosen_by, of_kind
@@ -49,9 +49,8 @@ def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = 
         ModelError: no module matches the targets of the adapters; names those that could be.
         ConfigError: no weight matches what the phase trains, or a setting does not fit the model.
     """
-    directory = resolve_model(config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code)
-    hf_config = read_config(directory, trust_remote_code=trust_remote_code)
-    model = meta_model(hf_config, torch.float32, trust_remote_code=trust_remote_code)
+    files = ModelFiles(config, trust_remote_code=trust_remote_code)
+    model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
     whole = sum(parameter.numel() for parameter in model.parameters())
     if phase.trains != "lora":
         chosen = chosen_by(phase, model)

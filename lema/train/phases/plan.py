@@ -50,7 +50,6 @@ class Boundary:
     """Where a phase begins and ends, counted in optimizer steps and tokens of the whole run.
 
     Args:
-        name: it has.
         first_step: its first step, from 0.
         stop_step: the step after its last one.
         first_token: tokens of the run before it.

@@ -175,13 +175,7 @@ class Phases:
         return self.places.is_done(index)
 
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
-        """Run every phase that has not ended; return the checkpoint the last one ends with.
-
-        Args:
-            begin: where the run begins; None: with the first phase that has not ended.
-            callbacks: `transformers.TrainerCallback`s.
-            told: called with every line of metrics.
-        """
+        """Run every phase that has not ended, from `begin` on; return the checkpoint the last one ends with."""
         places, last = self.places, len(self.plan.phases) - 1
         with self._events(callbacks, told) as events:
             try:

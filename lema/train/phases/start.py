@@ -50,11 +50,7 @@ class Start:
 
 
 def find_start(path: str | Path, places: Places) -> Start:
-    """Find out what a path is, and where that is in a plan.
-
-    Args:
-        path: a checkpoint of one of the plan's phases, or a model's directory, with which its first adapters begin.
-        places: of the run that begins.
+    """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
 
     Raises:
         ConfigError: it is neither, of another plan, or the model below it is not to be found.

@@ -13,11 +13,7 @@ __all__ = ["GlobalBatch", "TokenSteps", "solve_batch", "steps_of"]
 class GlobalBatch:
     """The rows of one optimizer step: `rows == micro_batch_size * accumulation * num_processes`, always.
 
-    Args:
-        rows: of all processes together.
-        micro_batch_size: rows that a process computes at once.
-        accumulation: micro-batches of a process per step.
-        num_processes: how many processes there are.
+    `accumulation` is micro-batches of a process per step.
     """
 
     rows: int
@@ -32,7 +28,7 @@ def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1
     Args:
         rows: per optimizer step, of all processes together.
         per_device: most rows that a process may compute at once; None: as many as it gets.
-        num_processes: how many processes there are.
+        num_processes: that share them.
 
     Raises:
         ConfigError: a number is below 1, or the rows cannot be divided among the processes; names the nearest that can.
@@ -55,13 +51,7 @@ def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1
 
 @dataclass(frozen=True)
 class TokenSteps:
-    """The optimizer steps that tokens make.
-
-    Args:
-        steps: whole ones.
-        tokens: that they take, padding included: rows x block each.
-        leftover: tokens asked for beyond that; fewer than one step has.
-    """
+    """The whole optimizer steps that tokens make, the tokens they take (padding included), and those left over."""
 
     steps: int
     tokens: int
@@ -69,17 +59,12 @@ class TokenSteps:
 
 
 def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
-    """Return the whole steps in a number of tokens: `steps == tokens // (rows * block)`, never one more.
+    """Return the whole steps in tokens, each of so many rows of `block`: `tokens // (rows * block)`, never one more.
 
     Numbers of tokens are round, and a step's seldom divides them: 10**9 are 3814.7 steps of 512 rows of 512. To refuse
     those would refuse nearly every plan, and to round up would train on more than was asked for. So what is less than a
     step is left out, and is told. It is not added to the next phase: the steps of a phase follow from its own settings,
     and a change in one leaves the others as they are.
-
-    Args:
-        tokens: of the phase.
-        rows: of a global batch.
-        block: tokens of a row.
 
     Raises:
         ConfigError: they do not make one step.
