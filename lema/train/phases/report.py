@@ -106,6 +106,8 @@ class PhaseReport:
         speeds: where hours come from: the machine's `profile`, `measured` on this machine, or `unknown`.
         shared: whether the device computes in host memory.
         price: of an hour; None: none was given.
+        hours: of all phases, but for validation and what lies between phases; None: not known.
+        cost: of these hours; None: not known.
     """
 
     phases: tuple[PhaseEntry, ...]
@@ -115,33 +117,15 @@ class PhaseReport:
     host_memory: int
     speeds: Literal["profile", "measured", "unknown"]
     shared: bool
-    price: float | None = None
-
-    @property
-    def steps(self) -> int:
-        """Of all phases."""
-        return sum(phase.steps for phase in self.phases)
-
-    @property
-    def tokens(self) -> int:
-        """Of all phases."""
-        return sum(phase.tokens for phase in self.phases)
-
-    @property
-    def hours(self) -> float | None:
-        """Of all phases, but for validation and what lies between phases; None: not known."""
-        known = [phase.hours for phase in self.phases]
-        return None if None in known else math.fsum(hours for hours in known if hours is not None)
-
-    @property
-    def cost(self) -> float | None:
-        """Of these hours; None: not known."""
-        return None if self.hours is None or self.price is None else self.hours * self.price
+    price: float | None
+    steps: int
+    tokens: int
+    hours: float | None
+    cost: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
-        whole = {"steps": self.steps, "tokens": self.tokens, "hours": self.hours, "cost": self.cost}
-        return {**asdict(self), **whole}
+        return asdict(self)
 
 
 def phase_report(
@@ -188,6 +172,8 @@ def phase_report(
                 raise
         entries.append(_entry(config, plan, index, known[kind]))
     on_device, in_host = site.limits(config.device_memory, config.host_memory)
+    known_hours = [one.hours for one in entries if one.hours is not None]
+    hours = math.fsum(known_hours) if len(known_hours) == len(entries) else None
     notes = {one.planner.note for one in known.values()} - {""}
     return PhaseReport(
         phases=tuple(entries),
@@ -198,6 +184,10 @@ def phase_report(
         speeds=site.speeds,
         shared=site.machine.shared,
         price=price,
+        steps=sum(one.steps for one in entries),
+        tokens=sum(one.tokens for one in entries),
+        hours=hours,
+        cost=None if hours is None or price is None else hours * price,
     )
 
 
