@@ -18,14 +18,7 @@ from lema.storage.manifest import check_manifest
 from lema.train.checkpoint.changes import CLASSES, Changed, changed_settings, settings_then
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
-__all__ = [
-    "check_same_run",
-    "check_sound",
-    "newest_sound",
-    "past_log",
-    "say_changed",
-    "tell_warning",
-]
+__all__ = ["check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
 
 
 Say = Callable[[str], None]

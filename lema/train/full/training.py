@@ -187,11 +187,7 @@ class FullTraining:
                 untouched.
             NonFiniteError: a weight or a moment is not finite; likewise.
         """
-        about = {
-            "global_step": self.global_step,
-            "skipped_steps": self.skipped_steps,
-            "extra": dict(extra or {}),
-        }
+        about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
         write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, writers)
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lema.backend.collectives import first_alone
-from lema.config import MemoryStrategy
+from lema.config import LemaConfig, MemoryStrategy
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.errors import ConfigError, DiskError
@@ -21,10 +21,11 @@ from lema.storage.diskspace import disk_error
 from lema.train.full import FullTraining, save_delta, save_trained
 from lema.train.model import LemaModel
 from lema.train.phases.phase import Phase
+from lema.train.phases.plan import PhasePlan
 from lema.train.phases.selection import layer_selection
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["chosen_by", "copy_adapter", "leave_model", "of_kind", "trainer_of"]
+__all__ = ["chosen_by", "copy_adapter", "leave_model", "of_kind", "settings_of_phase", "trainer_of"]
 
 
 def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
@@ -128,6 +129,12 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
             where="layers",
             how="leave layers out, and name modules with `trainable`",
         ) from error
+
+
+def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:
+    """Return the settings of a phase: the run's, but for what the plan and the phase say, and for `more`."""
+    said = {"seed": plan.seed, "learning_rate": phase.learning_rate, **phase.overrides, **of_kind(phase)}
+    return LemaConfig(**{**config.to_dict(), **said, **more})
 
 
 def of_kind(phase: Phase) -> dict[str, Any]:

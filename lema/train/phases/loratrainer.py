@@ -183,13 +183,7 @@ class LoRATrainer:
         resume = resume or self._begun
         self._begun, self._here = True, None
         end = run_phases(
-            self.model,
-            plan,
-            self._sources,
-            held_out=self._held_out,
-            resume=resume,
-            start=self._start,
-            **self._options,
+            self.model, plan, self._sources, held_out=self._held_out, resume=resume, start=self._start, **self._options
         )
         if self._measured and until is None:
             self.evaluated = evaluate_end(self.model, plan, end, self._measured, trust_remote_code=self._trust)

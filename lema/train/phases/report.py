@@ -23,7 +23,7 @@ from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
-from lema.train.phases.kinds import chosen_by, of_kind
+from lema.train.phases.kinds import chosen_by, settings_of_phase
 from lema.train.phases.loop import mixture_of
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -192,19 +192,9 @@ def phase_report(
 
 
 def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, processes: int, trusted: bool) -> StepNeeds:
-    settings = {
-        **config.to_dict(),
-        **phase.overrides,
-        **of_kind(phase),
-        "seed": plan.seed,
-        "learning_rate": phase.learning_rate,
-        "batch_size": plan.batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "max_length": plan.max_length,
-        "gradient_accumulation_steps": 1,
-    }
+    rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length")}
     planner = planner_of(
-        LemaConfig(**settings),
+        settings_of_phase(config, plan, phase, **rows, gradient_accumulation_steps=1),
         site=site,
         chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
         device_memory=phase.overrides.get("device_memory", config.device_memory),

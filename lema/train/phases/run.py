@@ -38,7 +38,7 @@ from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources
-from lema.train.phases.kinds import copy_adapter, leave_model, of_kind, trainer_of
+from lema.train.phases.kinds import copy_adapter, leave_model, settings_of_phase, trainer_of
 from lema.train.phases.loop import PhaseRun, mixture_of
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
@@ -242,19 +242,12 @@ class Phases:
         return [row for row in past if row.get("step", 0) <= step]
 
     def _config(self, index: int) -> LemaConfig:
-        """Return the settings of a phase: the run's, but for what the plan says and where the phase begins."""
-        phase = self.plan.phases[index]
-        settings: dict[str, Any] = {
-            "output_dir": str(self.places.place(index)),
-            "seed": self.plan.seed,
-            "learning_rate": phase.learning_rate,
-            **phase.overrides,
-            **of_kind(phase),
-        }
+        """Return the settings of a phase, which begins with a model and writes to a place of its own."""
+        own: dict[str, Any] = {"output_dir": str(self.places.place(index))}
         if under := self.places.based(index):
             base = str(self.places.model_of(under - 1))
-            settings |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
-        return LemaConfig(**{**self.config.to_dict(), **settings})
+            own |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
+        return settings_of_phase(self.config, self.plan, self.plan.phases[index], **own)
 
     def _begin(self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None) -> None:
         """Put a phase where it stopped, or where the one before has left it."""
