@@ -266,9 +266,8 @@ class BackgroundStep:
 
     def wait(self) -> None:
         """Block until nothing is under way; raise, once, what it raised."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        if (error := self.failure()) is not None:
+            raise error
 
     def failure(self) -> BaseException | None:
         """Block until nothing is under way; return what it raised, which `wait` then does not raise again."""

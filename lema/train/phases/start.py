@@ -92,17 +92,12 @@ def _from_model(model: Path, places: Places) -> Start:
     phases = places.plan.phases
     index = next((number for number, phase in enumerate(phases) if phase.trains == "lora"), None)
     if index is None:
-        raise ConfigError(
-            "this is a model, and no phase of the plan trains adapters on one",
-            where=str(model),
-            how="name a checkpoint to go on from, or set model_name_or_path to the model",
-        )
+        what = "this is a model, and no phase of the plan trains adapters on one"
+        how = "name a checkpoint to go on from, or set model_name_or_path to the model"
+        raise ConfigError(what, where=str(model), how=how)
     if index == 0:
-        raise ConfigError(
-            "this is a model, and the plan's first phase is the one to begin with it",
-            where=str(model),
-            how="set model_name_or_path to it instead",
-        )
+        what = "this is a model, and the plan's first phase is the one to begin with it"
+        raise ConfigError(what, where=str(model), how="set model_name_or_path to it instead")
     return Start(index, None, {index - 1: model})
 
 
