@@ -206,7 +206,7 @@ class Phases:
                     how="go on from there with --resume",
                 )
             self._train(index, events, begin)
-            gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
+            gc.collect()  # what a phase trained must be gone before the next begins, whatever of it refers to itself
 
     def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
