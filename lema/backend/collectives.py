@@ -8,7 +8,7 @@ gradients is the gradient of one process with the whole batch, except for the or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lema.backend.protocols import Replicas
 from lema.errors import ConfigError, LemaError
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["check_alike", "first_alone", "sum_gradients"]
+
+Found = TypeVar("Found")
 
 
 def sum_gradients(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
@@ -51,24 +53,28 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = summed.view_as(parameter)
 
 
-def first_alone(replicas: Replicas, work: Callable[[], None]) -> None:
-    """Have the first process do `work`; return in all processes when it is done.
+def first_alone(replicas: Replicas, work: Callable[[], Found]) -> Found:
+    """Have the first process do `work`; return in all processes, when it is done, what it has found.
 
     Raises:
         LemaError: the work failed; in every process.
     """
     failure: LemaError | None = None
+    mine: Any = None
     if replicas.first:
         try:
-            work()
+            mine = work()
         except LemaError as error:
             failure = error
-    failed, *_ = replicas.everyone(failure and (type(failure), failure.what, failure.where, failure.how))
+    why = failure and (type(failure), failure.what, failure.where, failure.how)
+    (failed, found), *_ = replicas.everyone((why, mine))
     if failure is not None:
         raise failure
     if failed is not None:
         kind, what, where, how = failed
         raise kind(what, where=where, how=how)
+    first: Found = found
+    return first
 
 
 def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
+from lema.config.change import OfAdapter, OfData, Refused, Said, Silent
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.settings import Settings
 from lema.config.types import (
@@ -49,25 +50,25 @@ _AT = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 class _First(Settings):
     """What stands first, in the order in which it is given by position; two settings of adapters are among it."""
 
-    model_name_or_path: Location
+    model_name_or_path: Silent[Location]
     """Model directory, one .safetensors file in such a directory, or hub id."""
-    model_type: Name | None = None
+    model_type: Silent[Name | None] = None
     """The `model_type` of the model's config.json, to check against; None takes what is there."""
-    gbi_path: Location | None = None
+    gbi_path: Silent[Location | None] = None
     """Weights to stream instead of the model directory's own: a .safetensors file or an index."""
-    device: Name = "cuda"
+    device: Silent[Name] = "cuda"
     """Backend to run on; `lema backends` lists them."""
-    strategy: Strategy = MemoryStrategy.STREAMING
+    strategy: Silent[Strategy] = MemoryStrategy.STREAMING
     """`streaming`: weights stay on disk. `resident`: weights stay in host memory."""
-    save_steps: NotNegative = 500
+    save_steps: Silent[NotNegative] = 500
     """Optimizer steps between checkpoints; 0: never."""
-    output_dir: Location = "output"
+    output_dir: Silent[Location] = "output"
     """Directory for the adapter, checkpoints and metrics."""
-    lora_rank: Count = 16
-    lora_alpha: Scale = 32
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    lora_rank: OfAdapter[Count] = 16
+    lora_alpha: OfAdapter[Scale] = 32
+    learning_rate: Said[Annotated[float, Field(ge=0)]] = 1e-4
     """Peak learning rate."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Silent[bool] = False
     """Recompute each layer in the backward pass, so that only its input is kept."""
 
 
@@ -82,105 +83,105 @@ class LemaConfig(AdapterSettings, _First):
 
     model_config = ConfigDict(validate_assignment=True)
 
-    dtype: Dtype | None = None
+    dtype: Refused[Dtype | None] = None
     """Type of the frozen weights; None: the checkpoint's."""
-    attn_implementation: Name | None = None
+    attn_implementation: Said[Name | None] = None
     """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: Silent[Count | None] = None
     """Rows computed at once; None: the whole batch. Fewer need less memory and change no number."""
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: Refused[Count] = 1
     """Batches per optimizer step."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
     """Gradients longer than this are scaled down to it; None: no clipping."""
-    prefetch_depth: Count = 2
+    prefetch_depth: Silent[Count] = 2
     """Layers read ahead of the one being computed."""
-    device_memory: Memory | None = None
+    device_memory: Silent[Memory | None] = None
     """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: what streaming needs, or what `device`
     has for it."""
-    host_memory: Memory | None = None
+    host_memory: Silent[Memory | None] = None
     """Limit of host memory for weights and activations, written in the same ways."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    seed: Refused[Annotated[int, Field(ge=0, lt=2**32)]] = 42
     """Seed of adapters, shuffling and dropout."""
-    loss_chunk_tokens: Count = 1024
+    loss_chunk_tokens: Said[Count] = 1024
     """Tokens whose logits exist at once."""
-    batch_size: Count = 8
+    batch_size: Refused[Count] = 8
     """Rows per batch; of all processes together where there are several."""
-    max_length: Count | None = None
+    max_length: OfData[Count | None] = None
     """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    overlong: OfData[Literal["truncate", "drop", "error"]] = "truncate"
     """What becomes of longer rows."""
-    shuffle: bool = True
+    shuffle: Refused[bool] = True
     """Draw the rows of each epoch in an order made from the seed."""
-    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    num_train_epochs: Said[Annotated[float, Field(gt=0)]] = 1.0
     """Passes over the data; `max_steps` overrides it."""
-    max_steps: Count | None = None
+    max_steps: Said[Count | None] = None
     """Optimizer steps to train for; None: as `num_train_epochs` says."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Said[Annotated[float, Field(ge=0)]] = 0.0
     """AdamW's decoupled weight decay (arXiv:1711.05101)."""
-    adam_beta1: Beta = 0.9
+    adam_beta1: Said[Beta] = 0.9
     """Decay of AdamW's first moment."""
-    adam_beta2: Beta = 0.999
+    adam_beta2: Said[Beta] = 0.999
     """Decay of AdamW's second moment."""
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    adam_epsilon: Said[Annotated[float, Field(gt=0)]] = 1e-8
     """Added to AdamW's denominator."""
-    lr_scheduler_type: Scheduler = "linear"
-    """How the learning rate moves after warm-up, by `transformers`' name."""
-    warmup_steps: NotNegative = 0
+    lr_scheduler_type: Said[Scheduler] = "linear"
+    """How the learning rate moves, by `transformers`' name; or wsd, wsds, cosine_rewarm (`lema.engine.schedules`)."""
+    warmup_steps: Said[NotNegative] = 0
     """Optimizer steps over which the learning rate rises from 0."""
-    warmup_ratio: Beta = 0.0
-    """The same as a fraction of all steps."""
-    train_data: DataFiles | None = None
+    warmup_ratio: Said[Beta] = 0.0
+    """The same as a fraction of all steps; where both are 0, it is 0.01 for wsd, wsds and cosine_rewarm."""
+    train_data: OfData[DataFiles | None] = None
     """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt; or data sets by name, each its files."""
-    eval_data: DataFiles | None = None
+    eval_data: Said[DataFiles | None] = None
     """Data to evaluate on, given in the same ways."""
-    eval_split: RowSplit | None = None
+    eval_split: OfData[RowSplit | None] = None
     """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
-    eval_steps: Count | None = None
+    eval_steps: Silent[Count | None] = None
     """Optimizer steps between evaluations; None: at the end of each epoch."""
-    logging_steps: Count = 1
+    logging_steps: Silent[Count] = 1
     """Optimizer steps between lines of metrics.jsonl."""
-    save_total_limit: Kept | None = None
+    save_total_limit: Silent[Kept | None] = None
     """Checkpoints to keep, the newest, 2 or more; None: all."""
-    report_to: Reports = Field(default_factory=list)
+    report_to: Silent[Reports] = Field(default_factory=list)
     """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names."""
-    run_name: Name | None = None
+    run_name: Silent[Name | None] = None
     """Name of the run in those reports."""
-    revision: Name | None = None
+    revision: Silent[Name | None] = None
     """Branch, tag or commit of a hub id; None: its main branch. A directory has none."""
-    boundary_activations: Literal["auto", "device", "host", "disk"] = "auto"
+    boundary_activations: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
     """Where each layer's inputs wait from the forward to the backward; auto: the first of the others they fit."""
-    offload_dir: Location | None = None
+    offload_dir: Silent[Location | None] = None
     """Directory for what is written to disk for lack of memory, such as those inputs; None: `output_dir`."""
-    cache_frozen_prefix: bool = False
+    cache_frozen_prefix: Silent[bool] = False
     """Keep what the layers below the lowest adapter make of each batch on disk: later epochs leave those layers out."""
-    tf32: bool = False
+    tf32: Said[bool] = False
     """Let fp32 matrix products use TF32, which keeps 10 bits of their inputs, on devices that have it."""
-    torch_compile: bool = False
+    torch_compile: Said[bool] = False
     """Compile a decoder layer with `torch.compile`, once for all layers that are alike. Changes the last bits."""
-    page_locked: bool | None = None
+    page_locked: Silent[bool | None] = None
     """Lock host memory that the device copies from; None: as much as the system allows."""
-    host_embeddings: bool = False
+    host_embeddings: Silent[bool] = False
     """Keep the input embeddings in host memory, and give the device the rows of the tokens that are there."""
-    shard_weights: bool = False
+    shard_weights: Silent[bool] = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
-    activation_offloading: Offloading = False
+    activation_offloading: Silent[Offloading] = False
     """Have what waits for the backward wait off the device, which costs copying it there and back: the layers' inputs
     with `gradient_checkpointing`; without it all that layers keep, so that nothing is computed twice. true: in host
     memory; "disk": in `offload_dir`; "hidden_states": inputs of layers alone; "legacy": true, waiting for each copy."""
-    tensor_parallel_size: Count | None = None
+    tensor_parallel_size: Said[Count | None] = None
     """Processes that share each layer, every one with its part of it; None: all on a backend made for that, else 1."""
-    sequence_parallel: bool = False
+    sequence_parallel: Said[bool] = False
     """With those: between attention and MLP each process holds its part of the sequence only."""
-    pad_to_multiple_of: Count | None = None
+    pad_to_multiple_of: Said[Count | None] = None
     """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
     `max_length`. None: no longer than the longest of their micro-batch, or what `sequence_parallel` needs."""
-    max_skipped_steps: NotNegative = 0
+    max_skipped_steps: Silent[NotNegative] = 0
     """Steps of a run that may be dropped for a loss or gradient that is NaN or infinite; at the next one it ends."""
-    check_base_weights: bool = True
+    check_base_weights: Silent[bool] = True
     """Refuse a model with a weight that is NaN or infinite; each is looked at when it is first read."""
-    hang_timeout: Annotated[float, Field(gt=0)] | None = None
+    hang_timeout: Silent[Annotated[float, Field(gt=0)] | None] = None
     """Seconds without a move after which the process ends; None: the stacks of its threads are written, no more."""
-    backend_settings: dict[str, Any] = Field(default_factory=dict)
+    backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """What only one backend has, by name. It may be given as any other setting."""
 
     def __init__(self, *positional: Any, **settings: Any) -> None:

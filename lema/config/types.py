@@ -30,6 +30,7 @@ __all__ = [
     "Offloading",
     "Pattern",
     "Patterns",
+    "PhaseScheduler",
     "Positive",
     "Reports",
     "RowSplit",
@@ -146,7 +147,7 @@ Scale = Annotated[int | float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 
-# The values of transformers.SchedulerType, which costs seconds to import; a test holds the two together.
+# The values of transformers.SchedulerType, which costs seconds to import (a test holds the two together), and our own.
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -160,7 +161,11 @@ Scheduler = Literal[
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
     "greedy",
+    "wsd",
+    "wsds",
+    "cosine_rewarm",
 ]
+PhaseScheduler = Literal["constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"]
 
 Positive = Annotated[float, Field(gt=0)]
 

@@ -1,22 +1,23 @@
-"""The optimizer and the learning-rate schedule: torch's AdamW, transformers' schedules."""
+"""The optimizer and what its learning rate follows: torch's AdamW, transformers' schedules and our own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from lema.backend.registry import has_addresses
 from lema.config import LemaConfig
+from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError
 
-__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
+__all__ = ["check_optimizer", "follow", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Optimizer:
@@ -115,30 +116,67 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step
     """Return the schedule the config names, over `num_steps` optimizer steps, of which `step` have been taken.
 
     Raises:
-        ConfigError: the schedule needs settings that the config does not have.
+        ConfigError: the schedule needs settings that the config does not have, or its parts are longer than the run.
     """
+    name = config.lr_scheduler_type
+    if name not in {one.value for one in SchedulerType}:
+        try:
+            spans = spans_of(name, num_steps, warmup=config.warmup_steps or config.warmup_ratio or None)
+        except ConfigError as error:
+            where = "warmup_steps" if config.warmup_steps else "warmup_ratio"
+            raise ConfigError(error.what, where=where, how=f"lower {where}, or train for more steps") from error
+        return follow(optimizer, factor_of(name, num_steps, spans), step=step)
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
-    if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+    if name in ("reduce_lr_on_plateau", "greedy"):
         what = "a schedule that follows the loss is not supported"
         how = "use one that is a function of the step, such as cosine"
-        raise ConfigError(what, where=f"lr_scheduler_type: {config.lr_scheduler_type}", how=how)
+        raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how)
     try:
-        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)
+        schedule = get_scheduler(name, optimizer, warmup, num_steps)
     except (ValueError, TypeError) as error:
         what = f"this schedule needs settings that cannot be given here: {error}"
         how = "use linear, cosine, constant, constant_with_warmup, polynomial or inverse_sqrt"
-        raise ConfigError(what, where=f"lr_scheduler_type: {config.lr_scheduler_type}", how=how) from error
+        raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how) from error
     assert isinstance(schedule, LambdaLR)
+    return _at_step(schedule, step)
+
+
+def follow(
+    optimizer: Optimizer, factor: Callable[[int], float], learning_rate: float | None = None, step: int = 0
+) -> LambdaLR:
+    """Have an optimizer follow a schedule, of which `step` steps have been taken.
+
+    A parameter group remembers the first learning rate it was ever scheduled with, and torch's schedules go by it. An
+    optimizer that is carried into a phase would keep that of the phase before; so it is forgotten here.
+
+    Args:
+        optimizer: whose parameter groups all follow.
+        factor: of the step, counted from 0.
+        learning_rate: what the factor is of; None: what each group has.
+        step: the next one, counted likewise.
+    """
+    for group in optimizer.param_groups:
+        group.pop("initial_lr", None)
+    if learning_rate is not None:
+        set_rates(optimizer, [learning_rate] * len(optimizer.param_groups))
+    return _at_step(LambdaLR(optimizer, factor), step)
+
+
+def _at_step(schedule: LambdaLR, step: int) -> LambdaLR:
+    """Have a schedule stand where so many steps lead it."""
     if step:
         # As a state that is loaded, because stepping it so often would warn that the optimizer was not stepped first.
-        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        rates = [base * factor(step) for base, factor in pairs]
-        schedule.load_state_dict({"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None]})
-        set_rates(optimizer, rates)
+        rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        state = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
+        schedule.load_state_dict(state)
+        set_rates(schedule.optimizer, rates)
     return schedule
 
 
 def set_rates(optimizer: Optimizer, rates: Sequence[float | Tensor]) -> None:
     """Set the learning rate of each parameter group."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if hasattr(group["lr"], "fill_"):
+            group["lr"].fill_(rate)  # read on the device by captured or compiled steps: it must stay the same tensor
+        else:
+            group["lr"] = rate

@@ -50,7 +50,7 @@ PART, OLD, GONE = "part", "old", "gone"
 LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
 
 
-def commit(directory: Path, fill: Callable[[Path], None]) -> None:
+def commit(directory: Path, fill: Callable[[Path], object]) -> None:
     """Have a directory appear under its name, complete; one that is there already is replaced.
 
     Args:

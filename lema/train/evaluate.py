@@ -76,14 +76,9 @@ def passes_of_rows(dataset: Any, config: LemaConfig, replicas: Replicas) -> Iter
 def passes_of_mixture(
     mixture: Mixture, rows: int, replicas: Replicas, *, at_once: int, micro_batch_size: int | None
 ) -> list[EvalPass]:
-    """Return this process's share of the rows that a mixture holds out.
+    """Return this process's share of so many `rows` that a mixture holds out; all processes call this.
 
-    Args:
-        mixture: of the phase, with rows held out.
-        rows: of all processes together.
-        replicas: the processes, all of which call this.
-        at_once: rows of one pass over the layers, over all processes: memory is that of a step of so many rows.
-        micro_batch_size: rows that a process computes at once.
+    A pass over the layers has `at_once` of them, over all processes: memory is that of a step of so many rows.
     """
     together = micro_batch_size or -(-at_once // replicas.size)
     batch = mixture.validation(rows, replicas.rank, replicas.size, together)

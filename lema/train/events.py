@@ -10,11 +10,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainerState, TrainingArguments
+from transformers import SchedulerType, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
@@ -50,6 +49,7 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
     Raises:
         ConfigError: they do not go together.
     """
+    theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
         return TrainingArguments(
@@ -59,7 +59,7 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
-            lr_scheduler_type=config.lr_scheduler_type,
+            lr_scheduler_type=config.lr_scheduler_type if config.lr_scheduler_type in theirs else "constant",
             max_grad_norm=config.max_grad_norm or 0.0,
             num_train_epochs=config.num_train_epochs,
             max_steps=config.max_steps or -1,
@@ -154,9 +154,7 @@ class RunEvents:
         self._metrics = MetricsLog(self._directory / METRICS_NAME) if self._replicas.first else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
 
@@ -166,14 +164,7 @@ class RunEvents:
         return self._handler is not None
 
     def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: tuple[float, int] = (0.0, 0)) -> None:
-        """Begin to train something, or go on with it.
-
-        Args:
-            steps: what trains; callbacks see its module and its optimizer.
-            schedule: of the learning rate.
-            at: where the run is.
-            unlogged: what `unlogged` was when it was there before.
-        """
+        """Begin to train something, or go on with it where `unlogged` was this; callbacks see module and optimizer."""
         self._steps = steps
         self.move(at)
         optimizer = steps.ready()

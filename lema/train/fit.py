@@ -15,8 +15,8 @@ from lema.backend.interrupt import Stop
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
 from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, forget_old_checkpoints
-from lema.train.checkpoint.resume import agreed_checkpoint, check_same_run, past_log
+from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, forget_old_checkpoints
+from lema.train.checkpoint.resume import check_same_run, newest_sound, past_log, say_changed
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending, RunLoop
@@ -30,13 +30,11 @@ __all__ = ["PlainRun", "save_step"]
 Say = Callable[[str], None]
 
 
-def save_step(
-    steps: Steps, extra: Mapping[str, Any] | None = None, write_more: Callable[[Path], None] | None = None
-) -> None:
+def save_step(steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()) -> None:
     """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old."""
     output = Path(steps.config.output_dir)
     directory, keep = output / f"{PREFIX}{steps.global_step}", steps.config.save_total_limit
-    steps.save_checkpoint(directory, extra, write_more)
+    steps.save_checkpoint(directory, extra, writers)
     first_alone(steps.model.backend.replicas, lambda: forget_old_checkpoints(output, directory, keep))
 
 
@@ -47,12 +45,9 @@ class PlainRun:
         steps: what trains, perhaps after some steps.
         dataset: rows with `input_ids` and `labels`.
         eval_dataset: the same to evaluate on; None: there is no evaluation.
-
-    Attributes:
-        last_eval: what was measured last on `eval_dataset`.
     """
 
-    is_phase = False
+    trains: str | None = None
 
     def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any) -> None:
         self.steps, self._config = steps, steps.config
@@ -65,10 +60,10 @@ class PlainRun:
         self.num_steps = self._sampler.num_steps
         self.done = steps.global_step
         self.best: dict[str, Any] | None = None
+        self.eval_loss: float | None = None
         self.pending: Pending | None = None
         self.unlogged = (0.0, 0)
         self.saved: int | None = None
-        self.last_eval: dict[str, float] = {}
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
             check_alike(self._replicas, self._config.to_dict() | data)
@@ -100,12 +95,9 @@ class PlainRun:
             )
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
-        """Go on from the newest sound checkpoint in `output_dir`.
+        """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
 
-        Args:
-            restore: takes up a checkpoint and returns its `extra`.
-            say: called with each line on what is gone on from.
-            weights_only: `restore` leaves the optimizer out.
+        With `weights_only` it leaves the optimizer out. What is gone on from is said.
 
         Raises:
             AdapterError: there is none; ConfigError: it is of another run.
@@ -118,7 +110,7 @@ class PlainRun:
                 where=str(self._output),
                 how="leave --resume out to begin a new run",
             )
-        path = agreed_checkpoint(self._replicas, found, say, weights_only=weights_only)
+        path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about)
         self._take_up(restore(path), path, whole=not weights_only)
@@ -126,8 +118,7 @@ class PlainRun:
         say(f"resuming from {path} (step {self.done} of {self.num_steps})")
         if weights_only:
             say("of this checkpoint the weights are taken, and not the optimizer: its moments begin empty")
-        if changed:
-            say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+        say_changed(changed, say)
 
     def _take_up(self, extra: Mapping[str, Any], path: Path, *, whole: bool) -> None:
         """Go on with what a checkpoint says of the run, `whole` with all that is in it."""
@@ -148,12 +139,13 @@ class PlainRun:
         events = RunEvents(self._config, self.num_steps, self._replicas, callbacks, **options)
         events.state.log_history = self._past.get("log_history", [])
         with events, self._prefix_kept():
-            RunLoop(self, events, at_layer=stop).run()
+            loop = RunLoop(self, events, at_layer=stop)
+            loop.run()
             if summary := events.summary():
                 events.log(summary)
             events.end()
         events.draw()
-        return summary | self.last_eval
+        return summary | loop.last_eval
 
     @contextmanager
     def _prefix_kept(self) -> Iterator[None]:
@@ -183,19 +175,12 @@ class PlainRun:
         rows = [row for batch in batches for row in batch["rows"]]
         return Drawn(self._sampler.micro_batches(batches), f", rows {rows} of the data", {"rows": rows})
 
-    def note_boundary(self, events: RunEvents, *, ends: bool) -> None:
-        """Nothing is written where a plain run begins or ends, but its summary."""
-
-    def stepped(self) -> None:
-        """The trainer's own schedule has gone on by the steps that the optimizer took."""
-
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the data set to evaluate on."""
-        self.last_eval = evaluate(self.steps.model, passes_of_rows(self._eval_dataset, self._config, self._replicas))
-        return self.last_eval
+        return evaluate(self.steps.model, passes_of_rows(self._eval_dataset, self._config, self._replicas))
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""
         position, data = self._sampler.position(self.done), self._sampler.about
         extra = {"data": data, "position": position, "window": list(events.unlogged), "left": pending}
-        save_step(self.steps, extra, events.save_state)
+        save_step(self.steps, extra, [events.save_state])

@@ -59,10 +59,6 @@ class HiddenGradients:
                 return layer
         return None
 
-    def forget(self) -> None:
-        """Begin with nothing seen."""
-        self._peaks.clear()
-
 
 def worst(replicas: Replicas, loss: float) -> float:
     """Return a loss that all processes which hold one copy together have formed; one that is not finite, if any has.
@@ -129,18 +125,17 @@ def place_of(split: Split, handed_down: int | None) -> str | None:
             break
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             return name
-    if handed_down is None:
-        return None
-    return "the head and the loss" if handed_down == split.num_layers else f"{split.layers_name}.{handed_down}"
+    return None if handed_down is None else _handing_down(split, handed_down)
+
+
+def _handing_down(split: Split, layer: int) -> str:
+    return "the head and the loss" if layer == split.num_layers else f"{split.layers_name}.{layer}"
 
 
 def where_began(split: Split, name: str, handed_down: int | None) -> str:
-    """Return where the gradients of a pass begin not to be finite: at a weight, or in a layer above it.
+    """Return where the gradients of a pass begin not to be finite: at the weight `name`, or in a layer above it.
 
-    Args:
-        split: the model.
-        name: of a weight whose gradient is not finite.
-        handed_down: the highest layer that hands down a gradient which is not finite; None: none does.
+    `handed_down` is the highest layer that hands down a gradient which is not finite; None: none does.
     """
     prefix = f"{split.layers_name}."
     if name.startswith(prefix):
@@ -151,7 +146,7 @@ def where_began(split: Split, name: str, handed_down: int | None) -> str:
         layer = split.num_layers if above else -1
     if handed_down is None or handed_down <= layer:
         return name
-    return "the head and the loss" if handed_down == split.num_layers else f"{prefix}{handed_down}"
+    return _handing_down(split, handed_down)
 
 
 def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -171,7 +166,6 @@ class Pass:
     """A pass of the step under way, as it can be run again.
 
     Attributes:
-        micro_batches: of this process.
         divisor: trained tokens that its loss is divided by.
         state: of the generator, before it.
     """
@@ -182,11 +176,7 @@ class Pass:
 
 
 class Passes:
-    """Those of the step under way.
-
-    Args:
-        model: that they go through.
-    """
+    """The passes of the step under way through a model."""
 
     def __init__(self, model: StreamedModel) -> None:
         self._model, self._begun = model, list[Pass]()
@@ -200,12 +190,9 @@ class Passes:
         self._begun.clear()
 
     def non_finite_loss(self, value: float, mine: float, place: str) -> NonFiniteError:
-        """Return the error of the last pass, whose loss is not finite; all processes call this.
+        """Return the error of the last pass, whose loss is not finite: `value`, of which `mine` is this process's part.
 
-        Args:
-            value: the loss of all processes.
-            mine: this one's part of it.
-            place: for the error.
+        All processes call this.
         """
         if math.isfinite(mine):
             self._model.accompany(training=False)  # while the other looks for the layer
@@ -223,12 +210,8 @@ class Passes:
     ) -> NonFiniteError:
         """Return the error of gradients that are not finite; the passes are run again to find where.
 
-        The generator is then where it was, and the gradients are of no further use. All processes call this.
-
-        Args:
-            place: for the error.
-            again: runs a pass forward and backward.
-            drop_gradients: of what trains.
+        The generator is then where it was, and the gradients are of no further use. All processes call this. `again`
+        runs a pass forward and backward; `drop_gradients` lets those of what trains go.
         """
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None
@@ -250,12 +233,7 @@ class Passes:
 
 @contextmanager
 def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
-    """Have a watchdog look on while a `with` block runs, unless one does already.
-
-    Args:
-        model: whose layers move.
-        config: `output_dir`, where stacks are written, and `hang_timeout`.
-    """
+    """Have a watchdog look on while a `with` block runs, unless one does already; stacks go to `output_dir`."""
     if model.watchdog is not None:
         yield
         return
@@ -270,17 +248,9 @@ def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
 
 def moves(model: StreamedModel) -> Moves:
     """Return what has been done in passes through a model so far."""
-    counters = model.counters
-    return Moves(
-        counters.leases,
-        (
-            counters.bytes_read,
-            counters.bytes_uploaded,
-            counters.bytes_gathered,
-            counters.bytes_offloaded,
-            model.retry.place,
-        ),
-    )
+    now = model.counters
+    nbytes = now.bytes_read, now.bytes_uploaded, now.bytes_gathered, now.bytes_offloaded
+    return Moves(now.leases, (*nbytes, model.retry.place))
 
 
 def awaited(model: StreamedModel) -> str:

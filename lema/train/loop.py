@@ -7,8 +7,9 @@ written here, once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -38,12 +39,9 @@ Pending = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The rows of one step.
+    """The rows of one step: this process's share, which may be none, and which they are.
 
-    Attributes:
-        micro_batches: this process's share, which may be none.
-        where: which rows these are, for an error.
-        about: the same for a line of metrics, where it is short enough.
+    `where` is for an error; `about` is the same for a line of metrics, where it is short enough.
     """
 
     micro_batches: Sequence[Mapping[str, Tensor]]
@@ -57,13 +55,15 @@ class Stage(Protocol):
     Attributes:
         steps: what trains.
         num_steps: how many steps the stage has.
-        is_phase: a phase ends with a line of metrics, an evaluation and a checkpoint, whatever the intervals say;
-            the checkpoint with the lowest loss is kept besides; and a callback that ends training stops it as a signal
-            does. A plain run does what callbacks ask, as `transformers.Trainer` would, and has epochs.
+        trains: what a phase trains, such as `lora`; None: the stage is a plain run. A phase begins and ends with a line
+            of metrics, and ends with an evaluation and a checkpoint, whatever the intervals say; the checkpoint with
+            the lowest loss is kept besides; and a callback that ends training stops it as a signal does. A plain run
+            does what callbacks ask, as `transformers.Trainer` would, and has epochs.
         evaluates: whether there is anything to evaluate on.
         done: steps that were taken or dropped; the loop counts them here.
         best: `step` and `eval_loss` of the lowest loss so far, and whether nothing but that (`only`) asked for its
             checkpoint; None: nothing was evaluated yet. The loop keeps it up.
+        eval_loss: after the step just taken; None: nothing was evaluated after it. The loop keeps it up.
         pending: what a checkpoint that is gone on from says was not done any more; None: nothing.
         unlogged: what `RunEvents.unlogged` was when that was written.
         saved: the last step whose checkpoint is on disk as it would be written now; None: there is none.
@@ -71,10 +71,11 @@ class Stage(Protocol):
 
     steps: Steps
     num_steps: int
-    is_phase: bool
+    trains: str | None
     evaluates: bool
     done: int
     best: dict[str, Any] | None
+    eval_loss: float | None
     pending: Pending | None
     unlogged: tuple[float, int]
     saved: int | None
@@ -89,21 +90,11 @@ class Stage(Protocol):
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
 
-    def note_boundary(self, events: RunEvents, *, ends: bool) -> None:
-        """The stage begins, or goes on; or it `ends`: its last step was taken and evaluated."""
-
-    def stepped(self) -> None:
-        """A step was taken, or dropped: the schedule goes on, where it goes by steps of either kind."""
-
     def evaluate(self) -> dict[str, float]:
         """Return `eval_loss` and what else is measured on rows that are not trained on."""
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken, and forget those that are too old.
-
-        Args:
-            events: what callbacks know of the run.
-            pending: what was not done after the step; None: nothing.
+        """Write a checkpoint of the step just taken, and of what was not done after it; forget those that are too old.
 
         Raises:
             DiskFull: there was no room for it; nothing has changed.
@@ -115,7 +106,6 @@ class Snapshot:
     """What changes between the end of a step and the end of the next, but for what only an optimizer's step changes.
 
     Attributes:
-        generators: where they were.
         fields: of the `TrainerState`, in which callbacks may write at any time.
         num_logged: how many lines its log had; it is long, and not copied.
         pending: what was still to be done after the step; None: nothing.
@@ -147,16 +137,21 @@ class RunLoop:
         at_layer: asked before each layer whether the run is to stop; None: nobody is. The step or evaluation under way
             is given up then.
         after_step: asked after each step of a phase; None: nobody is.
+
+    Attributes:
+        last_eval: what was measured last.
     """
 
     def __init__(
         self, stage: Stage, events: RunEvents, *, at_layer: Stop | None = None, after_step: Stop | None = None
     ) -> None:
         self._stage, self._events = stage, events
+        self._is_phase = stage.trains is not None
         self._at_layer, self._after = at_layer, after_step
         self._model = stage.steps.model
         self._backend = self._model.backend
         self._snapshot: Snapshot | None = None  # what a stop goes back to
+        self.last_eval: dict[str, float] = {}
 
     def run(self) -> None:
         """Take the steps.
@@ -171,15 +166,14 @@ class RunLoop:
             stack.callback(self._model.stream.cancel)  # what was announced for a step that never came
             stack.enter_context(watched(self._model, stage.steps.config))
             self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.unlogged)
-            stage.note_boundary(self._events, ends=False)
+            if self._is_phase:
+                self._events.event("phase_resumed" if stage.done else "phase_begin", trains=stage.trains)
             if (why := self._stopped_by()) is not None:
                 raise self._cut_short(why)
 
     def _stopped_by(self) -> str | None:
         """Take the steps; return why somebody stopped them before a layer, None: they have come to their end."""
-        with ExitStack() as stack:
-            if self._at_layer is not None:
-                stack.enter_context(self._model.interruptible(self._at_layer))
+        with nullcontext() if self._at_layer is None else self._model.interruptible(self._at_layer):
             try:
                 self._loop()
             except StopRequested as request:
@@ -216,7 +210,7 @@ class RunLoop:
             self._after_step(pending["numbers"], pending["after"])
         while stage.done < stage.num_steps and not self._leaves():
             self._snapshot = Snapshot.of(self._backend, events.state)
-            if not in_epoch and not stage.is_phase:
+            if not in_epoch and not self._is_phase:
                 events.fire("on_epoch_begin")
             in_epoch = True
             events.fire("on_step_begin")
@@ -227,7 +221,7 @@ class RunLoop:
 
     def _leaves(self) -> bool:
         """Whether callbacks have ended a plain run before its last step."""
-        return bool(self._events.control.should_training_stop) and not self._stage.is_phase
+        return bool(self._events.control.should_training_stop) and not self._is_phase
 
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step, all its rows in one layer-major pass; return its learning rate and norm."""
@@ -242,8 +236,9 @@ class RunLoop:
             where=drawn.where,
             on_event=events.fire,
         )
-        stage.stepped()
-        stage.done += 1
+        if self._is_phase:  # the schedule of a plain run is of steps that the optimizer took, and its trainer steps it
+            _step_anyway(stage.schedule)
+        stage.done, stage.eval_loss = stage.done + 1, None
         events.move(stage.position(stage.done))
         self._count(result, drawn)
         return {"learning_rate": rate, "grad_norm": result.grad_norm}
@@ -259,14 +254,12 @@ class RunLoop:
     def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
         """Do what is due after a step, and after the epoch if it has ended; return whether it goes on.
 
-        Args:
-            numbers: of the step, for its line of metrics.
-            after: `step`; or `epoch`, where what is due after the step has been done.
+        `numbers` are the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done.
         """
         stage, events = self._stage, self._events
         if after == "step":
             self._act(numbers, after)
-            if stage.is_phase:
+            if self._is_phase:
                 return True
             if events.control.should_epoch_stop:
                 raise ConfigError(
@@ -285,7 +278,7 @@ class RunLoop:
     def _act(self, numbers: Mapping[str, Any], after: str) -> None:
         """Log, evaluate and save, where callbacks have asked for it or a phase ends; stop a phase if that is asked."""
         stage, events = self._stage, self._events
-        ends, before = stage.is_phase and stage.done == stage.num_steps, stage.best
+        ends, before = self._is_phase and stage.done == stage.num_steps, stage.best
         if events.control.should_log or ends:
             events.measured(numbers)
         if stage.evaluates and (events.control.should_evaluate or ends):
@@ -293,12 +286,12 @@ class RunLoop:
             self._snapshot = Snapshot.of(self._backend, events.state, pending)
             self._evaluate()
         if ends:
-            stage.note_boundary(events, ends=True)
-        why = self._why() if stage.is_phase else None
+            events.event("phase_end", final_eval_loss=stage.eval_loss, best=stage.best)
+        why = self._why() if self._is_phase else None
         due, better = bool(ends or events.control.should_save or why), stage.best is not before
         if better and stage.best is not None:
             stage.best["only"] = not due
-        if (due or (better and stage.is_phase)) and self._saves_now(why, before):
+        if (due or (better and self._is_phase)) and self._saves_now(why, before):
             events.fire("on_save")
         if why:
             events.end()
@@ -307,12 +300,13 @@ class RunLoop:
     def _evaluate(self) -> None:
         """Evaluate, and keep the lowest loss so far."""
         stage, events = self._stage, self._events
-        found = stage.evaluate()
+        self.last_eval = found = stage.evaluate()
+        stage.eval_loss = loss = found["eval_loss"]
         events.log(found)
         events.fire("on_evaluate", dict(found))
         events.agree()
-        if stage.best is None or found["eval_loss"] < stage.best["eval_loss"]:
-            stage.best = {"step": stage.done, "eval_loss": found["eval_loss"]}
+        if stage.best is None or loss < stage.best["eval_loss"]:
+            stage.best = {"step": stage.done, "eval_loss": loss}
         self._tell_best()
 
     def _tell_best(self) -> None:
@@ -332,12 +326,7 @@ class RunLoop:
     def _saves_now(self, why: str | None, best: dict[str, Any] | None) -> bool:
         """Write a checkpoint; return whether it is there. On a full disk the run goes on without, unless it ends.
 
-        Args:
-            why: the run is stopped; None: it is not.
-            best: as it was before this step: the best of a phase is one that is on disk.
-
-        Raises:
-            DiskFull: there is no room for the checkpoint that the run or the phase ends with.
+        `why` says that it is stopped; `best` is as it was before this step, since that of a phase is one on disk.
         """
         stage, events = self._stage, self._events
         try:
@@ -351,7 +340,7 @@ class RunLoop:
             if self._backend.replicas.first:
                 say_passed_over(error, stage.position(stage.done).name)
             events.control.should_save = False  # the next interval asks again
-            if stage.is_phase:
+            if self._is_phase:
                 stage.best = best
             return False
         return True
@@ -360,3 +349,10 @@ class RunLoop:
         with self._model.patient("saving a checkpoint"):
             self._stage.save(self._events, pending)
         self._stage.saved = self._stage.done
+
+
+def _step_anyway(schedule: LRScheduler) -> None:
+    """Let the learning rate of a phase go on, which is that of the plan's step, whether or not that was taken."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # torch warns if the first was not
+        schedule.step()

@@ -9,21 +9,18 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import FileIO
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from lema.errors import DataError, DiskError, DiskFull
+from lema.storage.atomic import replacing
 from lema.storage.diskspace import not_written
 from lema.stream import StreamCounters
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "METRICS_NAME",
@@ -38,7 +35,7 @@ __all__ = [
 ]
 
 
-METRICS_NAME = "metrics.jsonl"
+METRICS_NAME, PICTURE = "metrics.jsonl", "loss.png"
 
 # JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -92,9 +89,7 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -109,22 +104,16 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
         DiskError: the file cannot be read or written; it is as it was.
     """
     file = Path(path)
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         if not file.is_file():
             return 0
         lines = file.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _stays(line, keep)]
         if len(kept) < len(lines):
-            with part.open("wb") as out:
+            with replacing(file) as out:
                 out.writelines(kept)
-                out.flush()
-                os.fsync(out.fileno())
-            part.replace(file)
         return len(lines) - len(kept)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
 
 
@@ -188,16 +177,11 @@ def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bo
             axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
     axes.legend()
     axes.grid(alpha=0.3)
-    target = Path(png)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        figure.savefig(part, format="png", dpi=120)
-        part.replace(target)
+        with replacing(Path(png)) as out:
+            figure.savefig(out, format="png", dpi=120)
     except OSError as error:
-        # Cleaning up fails where writing did; the first failure is the one to tell.
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise DiskError(f"cannot write the loss curve: {error.strerror}", where=str(target)) from error
+        raise DiskError(f"cannot write the loss curve: {error.strerror}", where=str(png)) from error
     return True
 
 
@@ -224,18 +208,13 @@ def _forget_repeated(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> None
         return
     while rows and rows[-1].get("step", step) > step:
         rows.pop()
-    same = _trailing(rows, step)
-    for index in same:
-        if _kinds(rows[index]) & _kinds(row):
-            del rows[index:]
-            return
-
-
-def _trailing(rows: list[dict[str, Any]], step: float) -> Iterable[int]:
     first = len(rows)
     while first and rows[first - 1].get("step") == step:
         first -= 1
-    return range(first, len(rows))
+    for index in range(first, len(rows)):
+        if _kinds(rows[index]) & _kinds(row):
+            del rows[index:]
+            return
 
 
 def _cut_torn_line(file: FileIO) -> None:
@@ -277,33 +256,13 @@ class Window:
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
-    """Return what streaming cost between two looks at its counters."""
-    names = (
-        "bytes_read",
-        "bytes_uploaded",
-        "bytes_gathered",
-        "bytes_offloaded",
-        "layers_read",
-        "layers_kept",
-        "seconds_blocked_disk",
-        "seconds_blocked_upload",
-        "seconds_blocked_compute",
-        "seconds_blocked_gather",
-    )
+    """Return what streaming cost between two looks at its counters: bytes, layers, and seconds of waiting."""
+    names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_blocked_")))
     return {name: getattr(now, name) - getattr(then, name) for name in names}
 
 
-PICTURE = "loss.png"
-
-
 def cut_back(metrics: Path, log_history: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Drop what was measured after the checkpoint that a run goes on from: it is measured again.
-
-    Args:
-        metrics: the file of metrics.
-        log_history: what the checkpoint knows.
-        step: the checkpoint's.
-    """
+    """Drop what was measured after the checkpoint of `step`, which knows `log_history`: it is measured again."""
     known = [row for row in log_history if row.get("step") == step]
 
     def keep(row: Mapping[str, Any]) -> bool:

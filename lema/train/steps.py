@@ -22,6 +22,7 @@ from lema.engine import StreamedModel
 from lema.engine.loss import attended_tokens, trained_tokens
 from lema.errors import NonFiniteError
 from lema.storage.diskspace import check_room
+from lema.train.checkpoint.format import Writer
 
 __all__ = ["StepResult", "Steps", "check_room_for", "count_tokens", "may_drop", "no_event", "warn_dropped"]
 
@@ -92,12 +93,9 @@ class Steps(Protocol):
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
 
     def save_checkpoint(
-        self,
-        directory: Path,
-        extra: Mapping[str, Any] | None = None,
-        write_more: Callable[[Path], None] | None = None,
+        self, directory: Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
-        """Write a checkpoint with `extra` in its state, and with the files that `write_more` adds; all or nothing."""
+        """Write a checkpoint with `extra` in its state, and with the files that `writers` add; all or nothing."""
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Go on from a checkpoint whose files were compared with its manifest; return its `extra`."""
@@ -122,15 +120,7 @@ def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
 
 
 def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas) -> None:
-    """Have the first process warn that a step was dropped.
-
-    Args:
-        error: why it was.
-        step: its number, counted from 1.
-        skipped: how many steps were dropped by now.
-        limit: how many may be.
-        replicas: the processes.
-    """
+    """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of at most `limit`."""
     if replicas.first:
         warnings.warn(
             f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})", stacklevel=4

@@ -28,6 +28,7 @@ from lema.train.batch import as_batch
 from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
+from lema.train.checkpoint.format import Writer
 from lema.train.checkpoint.resume import check_sound
 from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -239,10 +240,7 @@ class LemaTrainer:
             return evaluate(self.model, passes_of_rows(dataset, self.config, self.backend.replicas))
 
     def save_checkpoint(
-        self,
-        directory: str | Path,
-        extra: Mapping[str, Any] | None = None,
-        write_more: Callable[[Path], None] | None = None,
+        self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
         """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
 
@@ -252,7 +250,7 @@ class LemaTrainer:
         Args:
             directory: its name; replaced if it is there. Where writing fails, what was there is untouched.
             extra: further JSON state, for the caller's own use.
-            write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+            writers: of further files.
 
         Raises:
             DiskFull, DiskError: it could not be written, or does not read back as it was written.
@@ -261,19 +259,17 @@ class LemaTrainer:
         about = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
-            "scaler": self.update.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
         trained = self._adapters(), self.ready()
-        write_adapters(Path(directory), self.backend, *trained, about, self.config, self._base, write_more)
+        write_adapters(Path(directory), self.backend, *trained, about, self.config, self._base, writers)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
 
-        Args:
-            directory: of the checkpoint.
-            weights_only: leave the optimizer's state out, which may be missing or damaged; the optimizer begins empty.
+        With `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty.
 
         Raises:
             AdapterError: the checkpoint is damaged, of another optimizer, or of a model whose files have changed since.
@@ -291,7 +287,7 @@ class LemaTrainer:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
                 self.follow(self.schedule)
-            self.update.load_state_dict(state["scaler"])
+            self.scaler.load_state_dict(state["scaler"])
             restore_own(self.backend, state, self.config.seed)
             self._forget()
             self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,6 @@ class Update:
         self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
         self._unscaled = False  # since the scaler was last updated
         self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=model.split.model.dtype == torch.float16)
-
-    def scale(self) -> float | Tensor:
-        """Return the number by which gradients are scaled: on the device, where it is not asked for."""
-        return self.scaler.scale(torch.ones((), device=self._backend.device)) if self.scaler.is_enabled() else 1.0
 
     def accumulate(
         self,
@@ -74,7 +69,9 @@ class Update:
         logits: list[Tensor] | None,
     ) -> Tensor:
         """Run one attempt at a pass, in a function of its own because its tensors go when it fails, before the next."""
-        scale = self.scale()  # also where nothing is scaled, because the scaler begins with it
+        # The scale stays on the device. It is asked for also where nothing trains, because the scaler begins with it.
+        one = torch.ones((), device=self._backend.device)
+        scale = self.scaler.scale(one) if self.scaler.is_enabled() else 1.0
         if not micro_batches and num_tokens:  # the other processes have some
             self._model.accompany()
             loss = torch.zeros((), device=self._backend.device)
@@ -89,10 +86,7 @@ class Update:
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
         """Make the gradients those of the whole step, in every process; return their norm, on the device.
 
-        Args:
-            optimizer: it.
-            parameters: that train; some may have no gradient.
-            factor: by which gradients are multiplied.
+        Gradients, which some of the parameters may not have, are multiplied by `factor`.
         """
         sum_gradients(self._backend.replicas, parameters)
         self.scaler.unscale_(optimizer)
@@ -128,12 +122,8 @@ class Update:
     ) -> bool:
         """Clip the gradients and step the optimizer; return whether it stepped.
 
-        Args:
-            optimizer: it.
-            parameters: that train.
-            norm: of their gradients, on the device.
-            length: the same, on the host; one that `fails` is not to come here.
-            on_event: called before and after the step.
+        Their `norm` is on the device and, as `length`, on the host, where it is not to be one that `fails`; `on_event`
+        is called before and after the step.
         """
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]
@@ -143,14 +133,6 @@ class Update:
         self.drop()
         on_event("on_optimizer_step")
         return math.isfinite(length)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the scaler."""
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
-        self.scaler.load_state_dict(state)
 
 
 def read_numbers(loss: Tensor, norm: Tensor | None) -> tuple[float, float | None]:

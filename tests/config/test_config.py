@@ -300,12 +300,12 @@ def test_a_torch_dtype_means_its_name() -> None:
         LemaConfig("model", dtype=torch.int8)
 
 
-def test_schedules_are_those_of_transformers() -> None:
+def test_schedules_are_those_of_transformers_and_three_of_our_own() -> None:
     from typing import get_args
 
     from transformers import SchedulerType
 
-    assert set(get_args(Scheduler)) == {kind.value for kind in SchedulerType}
+    assert set(get_args(Scheduler)) == {kind.value for kind in SchedulerType} | {"wsd", "wsds", "cosine_rewarm"}
 
 
 # What a YAML file may hold

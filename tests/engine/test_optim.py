@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,12 +12,14 @@ from transformers import TrainingArguments, get_scheduler
 from lema.config import LemaConfig
 from lema.config.types import Scheduler
 from lema.engine.optim import make_optimizer, make_schedule
+from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError
-from lema.train.checkpoint.format import restore_optimizer, write_checkpoint
+from lema.train.checkpoint.format import optimizer_state, restore_optimizer, write_checkpoint
 
 STEPS = 12
 WITHOUT_SETTINGS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 SUPPORTED = [*WITHOUT_SETTINGS, "inverse_sqrt"]
+OWN = ["wsd", "wsds", "cosine_rewarm"]
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -45,7 +47,25 @@ def test_rates_are_transformers_own_from_any_step_on(name: str, warmup: dict[str
         assert rates(make_schedule(optimizer(), config, STEPS, done), STEPS - done) == expected[done:]
 
 
-@pytest.mark.parametrize("name", sorted(set(get_args(Scheduler)) - set(SUPPORTED)))
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("given", [{"warmup_steps": 3}, {"warmup_ratio": 0.2}, {}])
+def test_rates_of_our_own_schedules_are_their_formulas_from_any_step_on(name: str, given: dict[str, Any]) -> None:
+    config = LemaConfig("m", lr_scheduler_type=name, **given)
+    factor = factor_of(name, STEPS, spans_of(name, STEPS, warmup=next(iter(given.values()), None)))
+    expected = [0.5 * factor(step) for step in range(STEPS)]
+    assert rates(make_schedule(optimizer(), config, STEPS), STEPS) == expected
+    for done in (1, 3, 7):
+        assert rates(make_schedule(optimizer(), config, STEPS, done), STEPS - done) == expected[done:]
+
+
+def test_parts_of_our_own_schedule_that_are_longer_than_the_run_are_refused() -> None:
+    config = LemaConfig("m", lr_scheduler_type="wsds", warmup_ratio=0.9)
+    with pytest.raises(ConfigError, match="are more than the schedule's") as caught:
+        make_schedule(optimizer(), config, STEPS)
+    assert (caught.value.where, caught.value.how) == ("warmup_ratio", "lower warmup_ratio, or train for more steps")
+
+
+@pytest.mark.parametrize("name", sorted(set(get_args(Scheduler)) - {*SUPPORTED, *OWN}))
 def test_a_schedule_that_needs_more_than_the_step_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_schedule(optimizer(), LemaConfig("m", lr_scheduler_type=name), STEPS)
@@ -119,7 +139,7 @@ def test_a_checkpoint_goes_on_with_the_optimizer_of_the_machine_it_comes_to(save
     """Saved by one that updates in one kernel, restored into one that does not, and the other way about."""
     parameters, first = trained(fused=saved_fused, weight_decay=0.2)
     take_steps(parameters, first, 2)
-    write_checkpoint(tmp_path / "saved", first, {"global_step": 3}, lambda _: None)
+    write_checkpoint(tmp_path / "saved", optimizer_state(first), {"global_step": 3})
     state = json.loads((tmp_path / "saved" / "state.json").read_text())
     others, second = trained(fused=not saved_fused)
     restore_optimizer(second, tmp_path / "saved", state["optimizer"])

@@ -53,7 +53,7 @@ def test_the_core_names_no_device_but_the_default() -> None:
         for line in file.read_text().splitlines()
         if DEVICES.search(line)
     ]
-    assert named == [("lema/config/lemaconfig.py", 'device: Name = "cuda"')]
+    assert named == [("lema/config/lemaconfig.py", 'device: Silent[Name] = "cuda"')]
 
 
 def test_there_are_files_to_look_at() -> None:

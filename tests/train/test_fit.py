@@ -27,6 +27,7 @@ from transformers import (
 
 from lema import LemaConfig
 from lema.data import Batches
+from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError, DataError, NonFiniteError
 from lema.stream.schedule import fetched, training_order
 
@@ -261,3 +262,10 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer_and_keeps_what_was_
 def test_no_data_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the data set is empty"):
         run_fit(settings(llama, tmp_path / "out"), [])
+
+
+def test_a_plain_run_follows_a_schedule_that_transformers_does_not_have(llama: Path, tmp_path: Path) -> None:
+    config = settings(llama, tmp_path, lr_scheduler_type="wsds", warmup_steps=1, max_steps=4, report_to=["tensorboard"])
+    run_fit(config, token_rows(8))
+    factor = factor_of("wsds", 4, spans_of("wsds", 4, warmup=1))
+    assert list(logged(config, "learning_rate").values()) == [config.learning_rate * factor(step) for step in range(4)]

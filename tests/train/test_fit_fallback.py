@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lema import LemaConfig
 from lema.backend import Alone
+from lema.backend.collectives import first_alone
 from lema.data import Batches
 from lema.errors import AdapterError, ConfigError
-from lema.train.checkpoint.resume import agreed_checkpoint
+from lema.train.checkpoint.resume import newest_sound
 
 ROWS = token_rows(24)
 
@@ -200,7 +201,7 @@ def test_all_processes_go_on_from_what_the_first_has_found(copied: Path) -> None
     def look(one: Any, steps: list[int]) -> None:
         paths = [copied / f"checkpoint-{step}" for step in steps]
         try:
-            found[one.rank] = agreed_checkpoint(one, paths, lambda _: None)
+            found[one.rank] = first_alone(one, lambda: newest_sound(paths, lambda _: None))
         except AdapterError as error:
             found[one.rank] = error.what.splitlines()[0]
 

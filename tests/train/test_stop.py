@@ -193,11 +193,11 @@ def test_a_checkpoint_is_written_whole(command: Callable[[str], LemaConfig], mon
     config = command("saving")
     killed: list[str] = []
 
-    def save(*arguments: Any) -> None:
+    def save(*arguments: Any, **options: Any) -> None:
         if not killed:
             killed.append("once")
             os.kill(os.getpid(), signal.SIGTERM)
-        save_adapter(*arguments)
+        save_adapter(*arguments, **options)
 
     monkeypatch.setattr("lema.train.checkpoint.adapters.save_adapter", save)
     stopped_and_resumed(LemaConfig(**{**config.to_dict(), "save_steps": 2}), "checkpoint-2")

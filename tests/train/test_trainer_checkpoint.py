@@ -203,7 +203,7 @@ def test_a_failed_save_leaves_what_was_there(model: LemaModel, tmp_path: Path) -
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(DiskError, match="No space left on device") as caught:
-        trainer.save_checkpoint(tmp_path / "saved", write_more=fail)
+        trainer.save_checkpoint(tmp_path / "saved", writers=[fail])
     assert caught.value.where == str(tmp_path / "saved")
     assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

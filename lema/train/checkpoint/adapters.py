@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lema.lora.files import check_same_adapter, load_weights
 from lema.model.partition import whole_adapter
 from lema.storage import GlobalBinaryIndex
 from lema.train.checkpoint.format import (
+    Writer,
     about_run,
     nbytes_of,
     optimizer_state,
@@ -48,7 +50,7 @@ def write_adapters(
     about: Mapping[str, Any],
     config: LemaConfig,
     base: str,
-    write_more: Callable[[Path], None] | None = None,
+    writers: Iterable[Writer] = (),
 ) -> None:
     """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
 
@@ -60,28 +62,19 @@ def write_adapters(
         about: `global_step`, `schedule`, `scaler` and `extra`, as JSON types.
         config: of the run, saved with it.
         base: fingerprint of the model below the adapters.
-        write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+        writers: of further files.
 
     Raises:
         DiskFull, DiskError: it could not be written; in every process.
         NonFiniteError: something of it is not finite; in every process.
     """
     kept, whole = optimizer_state(optimizer, backend.parallel), whole_adapter(adapters, backend.parallel)
-    state = {**states_of_all(backend), **about}
+    state = {**about_run(config, "adapters", base), **states_of_all(backend), **about}
     trained = [parameter for parameter in adapters.parameters() if parameter.requires_grad]
     nbytes = nbytes_of(trained if whole is None else whole.values())
-
-    def write_files(part: Path) -> None:
-        save_adapter(adapters, part, config.model_name_or_path, config.revision, whole)
-        config.save_pretrained(part)
-        write_base(part, base)
-        if write_more is not None:
-            write_more(part)
-
-    def write() -> None:
-        write_checkpoint(directory, kept, {**about_run(config, "adapters", base), **state}, write_files, nbytes)
-
-    first_alone(backend.replicas, write)
+    adapter = partial(save_adapter, adapters, base=config.model_name_or_path, revision=config.revision, whole=whole)
+    every: list[Writer] = [adapter, config.save_pretrained, partial(write_base, fingerprint=base), *writers]
+    first_alone(backend.replicas, partial(write_checkpoint, directory, kept, state, every, nbytes))
 
 
 def read_adapters(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -35,8 +35,10 @@ __all__ = [
     "STATE",
     "TRAINER_STATE",
     "OptimizerState",
+    "Writer",
     "about_run",
     "checkpoints",
+    "delete_checkpoint",
     "forget_old_checkpoints",
     "nbytes_of",
     "optimizer_state",
@@ -52,6 +54,9 @@ TRAINER_STATE = "trainer_state.json"
 PREFIX = "checkpoint-"
 IMPLEMENTATION = {"fused", "foreach"}  # how an optimizer computes here, whatever it did where it was saved
 
+Writer = Callable[[Path], object]
+"""Writes some files of a checkpoint into the directory it is given."""
+
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, the oldest first."""
@@ -62,11 +67,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
     """Delete all but `keep` checkpoints of a run, up to `newest`; None: keep all. What is of a later step is another's.
 
-    Args:
-        output_dir: where they are.
-        newest: the last of this run.
-        keep: how many stay.
-        spared: stay besides, such as the best.
+    Those that are `spared`, such as the best, stay besides.
 
     Raises:
         DiskError: one could not be deleted.
@@ -74,14 +75,20 @@ def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spa
     found = checkpoints(output_dir)
     mine = found[: found.index(newest) + 1]
     for directory in mine[: -keep if keep else 0]:
-        if directory in spared:
-            continue
-        try:
-            discard(directory)
-        except OSError as error:
-            raise DiskError(
-                f"an old checkpoint could not be deleted: {error.strerror}", where=str(directory)
-            ) from error
+        if directory not in spared:
+            delete_checkpoint(directory, "an old checkpoint")
+
+
+def delete_checkpoint(directory: Path, what: str) -> None:
+    """Delete a checkpoint; `what` it is, for the error.
+
+    Raises:
+        DiskError: it could not be deleted.
+    """
+    try:
+        discard(directory)
+    except OSError as error:
+        raise DiskError(f"{what} could not be deleted: {error.strerror}", where=str(directory)) from error
 
 
 @dataclass(frozen=True)
@@ -94,9 +101,9 @@ class OptimizerState:
 
 def write_checkpoint(
     directory: Path,
-    optimizer: Optimizer | OptimizerState,
+    optimizer: OptimizerState,
     state: Mapping[str, Any],
-    write_files: Callable[[Path], None],
+    writers: Sequence[Writer] = (),
     nbytes: int = 0,
 ) -> None:
     """Write a checkpoint; a directory of that name that was there before is replaced.
@@ -105,28 +112,27 @@ def write_checkpoint(
 
     Args:
         directory: the checkpoint's final name.
-        optimizer: its tensors go to safetensors, the rest of its state to JSON. Of one whose parameters are divided
-            among processes: what `optimizer_state` has put together.
+        optimizer: its tensors go to safetensors, the rest of its state to JSON.
         state: JSON types: step, position, schedule, scaler, generator states.
-        write_files: writes the adapter's files (and what belongs beside them) into a directory. Where it writes no
-            `trainer_state.json`, one with the step alone is written.
-        nbytes: about as much as `write_files` will write; there must be room for it.
+        writers: of what trains, and of what belongs beside it. Where none writes a `trainer_state.json`, one with the
+            step alone is written.
+        nbytes: about as much as these will write; there must be room for it.
 
     Raises:
         DiskFull: there is no room for it; what was there before is untouched.
         DiskError: it could not be written, or reads back otherwise; likewise.
-        NonFiniteError: the optimizer's state is not finite, or what `write_files` would write; likewise.
+        NonFiniteError: the optimizer's state is not finite, or what would be written; likewise.
         ConfigError: the optimizer's state is more than tensors and JSON types.
     """
-    kept = optimizer if isinstance(optimizer, OptimizerState) else optimizer_state(optimizer)
-    text = _json({**state, "optimizer": dict(kept.plain)})
-    check_finite({f"the optimizer's {name}": one for name, one in kept.tensors.items()}, directory / OPTIMIZER)
-    check_room(directory, nbytes + nbytes_of(kept.tensors.values()), "this checkpoint")
+    text = _json({**state, "optimizer": dict(optimizer.plain)})
+    check_finite({f"the optimizer's {name}": one for name, one in optimizer.tensors.items()}, directory / OPTIMIZER)
+    check_room(directory, nbytes + nbytes_of(optimizer.tensors.values()), "this checkpoint")
 
     def fill(part: Path) -> None:
-        write_files(part)
-        save_file(dict(kept.tensors), part / OPTIMIZER)
-        check_written(part / OPTIMIZER, kept.tensors)
+        for write in writers:
+            write(part)
+        save_file(dict(optimizer.tensors), part / OPTIMIZER)
+        check_written(part / OPTIMIZER, optimizer.tensors)
         if not (part / TRAINER_STATE).exists():
             steps = int(state.get("global_step", 0))
             TrainerState(global_step=steps, max_steps=steps).save_to_json(str(part / TRAINER_STATE))
@@ -140,12 +146,9 @@ def write_checkpoint(
 
 
 def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """Return what a checkpoint's state says of the run that writes it.
+    """Return what a checkpoint's state says of the run that writes it; its settings lie beside it in full.
 
-    Args:
-        config: its settings; their hash is `config`, and they lie beside it in `lema_config.json`.
-        kind: of training: "adapters", or "full" for weights.
-        base: fingerprint of the model that is trained on; None: it is not known.
+    The kind of training is "adapters", or "full" for weights; `base` is the fingerprint of the model, if it is known.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
     versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
@@ -219,12 +222,7 @@ def restore_optimizer(
 
 
 def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
-    """Return what a checkpoint keeps of an optimizer.
-
-    Args:
-        optimizer: it.
-        parallel: the processes that hold its parameters together; each calls this. None: there is one.
-    """
+    """Return what a checkpoint keeps of an optimizer; each of the processes that hold its parameters calls this."""
     whole = optimizer.state_dict()
     layouts = _layouts(optimizer)
     tensors: dict[str, Tensor] = {}

@@ -10,16 +10,15 @@ from typing import Any
 
 from peft import PeftModel
 
-from lema.backend import Replicas
-from lema.backend.collectives import first_alone
 from lema.config import LemaConfig
+from lema.config.change import Change
 from lema.errors import AdapterError, ConfigError
 from lema.lora.files import WEIGHTS, adapter_differences
 from lema.storage.manifest import check_manifest
-from lema.train.checkpoint.changes import CLASSES, Change, Changed, changed_settings, settings_then
+from lema.train.checkpoint.changes import CLASSES, Changed, changed_settings, settings_then
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
-__all__ = ["agreed_checkpoint", "check_same_run", "check_sound", "newest_sound", "past_log", "tell_warning"]
+__all__ = ["check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
 
 
 Say = Callable[[str], None]
@@ -29,11 +28,11 @@ KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest checkpoint that is sound; say of each newer one why it is passed over. None is changed.
+    """Return the newest checkpoint that is sound; say, and warn, why newer ones are passed over. None is changed.
 
     Args:
         found: checkpoints, the oldest first.
-        say: called with a line for each that is passed over; each is a warning of the log as well.
+        say: called with a line for each that is passed over.
         weights_only: whether one will do whose optimizer is missing or damaged.
 
     Raises:
@@ -56,18 +55,6 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
         how="copy one back from where it is whole, or begin a new run in another output_dir"
         + ("" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"),
     )
-
-
-def agreed_checkpoint(replicas: Replicas, found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest sound checkpoint, which the first process looks for; all processes call this.
-
-    Raises:
-        AdapterError: none is sound; in every process.
-    """
-    chosen: list[str] = []
-    first_alone(replicas, lambda: chosen.append(str(newest_sound(found, say, weights_only=weights_only))))
-    first, *_ = replicas.everyone(chosen)
-    return Path(first[0])
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -163,3 +150,9 @@ def check_same_run(
             how="resume with those it began with, or begin a new run in another output_dir",
         )
     return changed_settings(then, now, Change.SAID)
+
+
+def say_changed(changed: Sequence[Changed], say: Say) -> None:
+    """Say which settings are others from here on, if any are."""
+    if changed:
+        say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -17,59 +17,7 @@ from torch import Tensor
 
 from lema.backend import Backend
 
-__all__ = ["Generators", "generator_states", "restore_generators", "restore_own", "states_of_all"]
-
-
-def generator_states(device: Tensor) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, torch's and the device's generators as JSON types."""
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=False)
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
-        "torch": _encode(torch.get_rng_state()),
-        "device": _encode(device),
-    }
-
-
-def states_of_all(backend: Backend) -> dict[str, Any]:
-    """Return the states of every process's generators, as the keys of a checkpoint's state."""
-    mine = {**generator_states(backend.rng_state()), "kind": backend.name}
-    first, *others = backend.replicas.exchange(mine)
-    return {"generators": first, "generators_of_others": others}
-
-
-def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
-    """Put this process's generators back where a checkpoint found them.
-
-    A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
-    numbers, from the seed and the step.
-
-    Args:
-        backend: the device, and the processes there are now.
-        state: of the checkpoint.
-        seed: of the run.
-    """
-    saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
-    anew = seed + rank + int(state["global_step"])
-    if rank >= len(saved):
-        torch.manual_seed(anew)
-    elif saved[rank].get("kind", backend.name) == backend.name:
-        restore_generators(saved[rank], backend.set_rng_state)
-    else:
-        torch.manual_seed(anew)  # every device's
-        restore_generators(saved[rank], lambda _: None)
-
-
-def restore_generators(states: Mapping[str, Any], set_device: Callable[[Tensor], None]) -> None:
-    """Put the generators back where `generator_states` found them."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    numpy_state = states["numpy"]
-    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
-    torch.set_rng_state(_decode(states["torch"]))
-    set_device(_decode(states["device"]))
+__all__ = ["Generators", "restore_own", "states_of_all"]
 
 
 def _encode(state: Tensor) -> str:
@@ -101,3 +49,46 @@ class Generators:
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
         backend.set_rng_state(self.device)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the states as JSON types."""
+        version, words, gauss = self.python
+        inner = self.numpy["state"]
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": {**self.numpy, "state": {**inner, "key": inner["key"].tolist()}},
+            "torch": _encode(self.torch),
+            "device": _encode(self.device),
+        }
+
+    @classmethod
+    def from_json(cls, states: Mapping[str, Any]) -> Self:
+        """Return what `to_json` was made of."""
+        version, words, gauss = states["python"]
+        inner = states["numpy"]["state"]
+        numpy_state = {**states["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}}
+        return cls((version, tuple(words), gauss), numpy_state, _decode(states["torch"]), _decode(states["device"]))
+
+
+def states_of_all(backend: Backend) -> dict[str, Any]:
+    """Return the states of every process's generators, as the keys of a checkpoint's state."""
+    mine = {**Generators.now(backend).to_json(), "kind": backend.name}
+    first, *others = backend.replicas.exchange(mine)
+    return {"generators": first, "generators_of_others": others}
+
+
+def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
+    """Put this process's generators back where a checkpoint found them.
+
+    A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
+    numbers, from the seed and the step.
+    """
+    saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
+    anew = seed + rank + int(state["global_step"])
+    if rank >= len(saved):
+        torch.manual_seed(anew)
+    elif saved[rank].get("kind", backend.name) == backend.name:
+        Generators.from_json(saved[rank]).put_back(backend)
+    else:
+        torch.manual_seed(anew)  # every device's
+        replace(Generators.from_json(saved[rank]), device=backend.rng_state()).put_back(backend)

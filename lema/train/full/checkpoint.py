@@ -5,7 +5,9 @@ One file at a time is read or written, so that a checkpoint needs only the memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,15 @@ from lema.config import LemaConfig
 from lema.errors import AdapterError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import check_finite
-from lema.train.checkpoint.format import about_run, nbytes_of, read_state, restore_optimizer, write_checkpoint
+from lema.train.checkpoint.format import (
+    Writer,
+    about_run,
+    nbytes_of,
+    optimizer_state,
+    read_state,
+    restore_optimizer,
+    write_checkpoint,
+)
 from lema.train.checkpoint.rng import restore_own, states_of_all
 from lema.train.full.masters import MOMENTS, Masters, settings_of
 
@@ -40,7 +50,7 @@ def write_full(
     about: Mapping[str, Any],
     config: LemaConfig,
     base: str | None = None,
-    write_more: Callable[[Path], None] | None = None,
+    writers: Iterable[Writer] = (),
 ) -> None:
     """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
 
@@ -52,30 +62,25 @@ def write_full(
         about: `global_step` and `extra`.
         config: of the run, saved with it.
         base: fingerprint of the model that the weights were of at first; None: it is not known.
-        write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+        writers: of further files.
 
     Raises:
         DiskError: it could not be written; in every process.
         NonFiniteError: something of it is not finite; likewise.
     """
+    state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states_of_all(backend), **about}
+    nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
+    every: list[Writer] = [partial(_write_weights, directory, masters, optimizer), config.save_pretrained, *writers]
+    settings = optimizer_state(settings_of(optimizer))
+    first_alone(backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes))
 
-    def write_files(part: Path) -> None:
-        for file, names in _files(masters):
-            tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
-            check_finite(tensors, directory / file)
-            save_file(tensors, part / file)
-        config.save_pretrained(part)
-        if write_more is not None:
-            write_more(part)
 
-    state = {"schedule": None, "scaler": {}, **states_of_all(backend), **about}
-
-    def write() -> None:
-        nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
-        run = about_run(config, KIND, base)
-        write_checkpoint(directory, settings_of(optimizer), {**run, **state}, write_files, nbytes)
-
-    first_alone(backend.replicas, write)
+def _write_weights(directory: Path, masters: Masters, optimizer: Optimizer, part: Path) -> None:
+    """Write what trains into `part`, which is to become `directory`, with the memory of one more layer."""
+    for file, names in _files(masters):
+        tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
+        check_finite(tensors, directory / file)
+        save_file(tensors, part / file)
 
 
 def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None) -> None:
@@ -170,13 +175,19 @@ def _index(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return, of every tensor in a checkpoint, its file and its shape."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(directory.glob(f"{KIND}-*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no mapping
-                    found[key] = path.name, tuple(file.get_slice(key).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise AdapterError(f"the weights cannot be read: {error}", where=str(path)) from error
+        with _opened(path) as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                found[key] = path.name, tuple(file.get_slice(key).get_shape())
     return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise AdapterError(f"the weights cannot be read: {error}", where=str(path)) from error
 
 
 @torch.no_grad()
@@ -195,10 +206,7 @@ def _fill(
         if key in wanted
     }
     for file in sorted({file for file, _ in saved.values()}):
-        try:
-            with safe_open(directory / file, "pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                    if key in targets:
-                        targets[key].copy_(opened.get_tensor(key))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise AdapterError(f"the weights cannot be read: {error}", where=str(directory / file)) from error
+        with _opened(directory / file) as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                if key in targets:
+                    targets[key].copy_(opened.get_tensor(key))

@@ -22,6 +22,19 @@ from lema.train.model import LemaModel
 __all__ = ["save_delta", "save_trained"]
 
 
+class _Trained:
+    """Where the bytes of weights come from: of those that train from their masters, of others from where they lie."""
+
+    def __init__(self, model: LemaModel, training: FullTraining) -> None:
+        self._records, self._dtypes, self._masters = model.records, model.dtypes, training.masters
+
+    def pieces(self, name: str) -> Iterable[memoryview]:
+        dtype, master = self._dtypes[name], self._masters.get(name)
+        if master is None:
+            return cast_pieces(self._records[name], dtype)
+        return [bytes_of(master.detach().to("cpu", dtype))]
+
+
 def save_trained(
     model: LemaModel, training: FullTraining, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
 ) -> Path:
@@ -31,7 +44,7 @@ def save_trained(
     piece, from where it is stored.
 
     Args:
-        model: the model.
+        model: it.
         training: what trains it.
         out_dir: a new or empty directory; it appears under its name when it is complete.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
@@ -41,18 +54,12 @@ def save_trained(
         DiskError: a file could not be written; nothing is left behind.
     """
     out = free_directory(out_dir, max_shard_size)
-    skeleton, records, dtypes = model.skeleton, model.records, model.dtypes
-    tied = skeleton.all_tied_weights_keys
-    specs = [spec for spec in tensor_specs(skeleton, records, dtypes) if spec[0] not in tied]
-
-    def pieces(name: str) -> Iterable[memoryview]:
-        master = training.masters.get(name)
-        if master is None:
-            return cast_pieces(records[name], dtypes[name])
-        return [bytes_of(master.detach().to("cpu", dtypes[name]))]
+    skeleton = model.skeleton
+    specs = tensor_specs(skeleton, model.records, model.dtypes)
+    specs = [spec for spec in specs if spec[0] not in skeleton.all_tied_weights_keys]
 
     with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), pieces)
+        write_shards(partial, shards_of(specs, max_shard_size), _Trained(model, training).pieces)
         copy_companions(model.directory, partial, code=model.trusted)
         write_config(model.directory / "config.json", partial, rewritten_config(model.config.dtype))
     return out
@@ -63,20 +70,11 @@ def save_delta(
 ) -> Path:
     """Write the weights that were trained, and no others, rounded from their masters to the type of the weights.
 
-    `apply_delta` makes of it and of the base, bit for bit, what `lema.train.full.save_trained` writes.
-
-    Args:
-        model: the model.
-        training: what trains it.
-        out_dir: a new or empty directory; it appears under its name when it is complete.
-        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
-
-    Raises:
-        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
-        DiskError: a file could not be written; nothing is left behind.
+    `apply_delta` makes of it and of the base, bit for bit, what `lema.train.full.save_trained` writes, whose arguments
+    and errors these are.
     """
-    out, dtypes = free_directory(out_dir, max_shard_size), model.dtypes
-    specs = [spec for spec in tensor_specs(model.skeleton, model.records, dtypes) if spec[0] in training.masters]
+    out = free_directory(out_dir, max_shard_size)
+    specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in training.masters]
     assert len(specs) == len(training.masters), "what trains is stored under one name"
     config = model.config
     about = DeltaFile(
@@ -89,10 +87,7 @@ def save_delta(
         [name for name, _, _ in specs],
     )
 
-    def pieces(name: str) -> Iterable[memoryview]:
-        return [bytes_of(training.masters[name].detach().to("cpu", dtypes[name]))]
-
     with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), pieces, STEM)
+        write_shards(partial, shards_of(specs, max_shard_size), _Trained(model, training).pieces, STEM)
         replace_file(partial / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
     return out

@@ -34,10 +34,7 @@ class GradientOffload:
     ) -> tuple[dict[str, Tensor], Sequence[Download]]:
         """Return where gradients of a layer are in host memory, by name, once the downloads have landed.
 
-        Args:
-            layer: its number; the one before has been stepped.
-            found: the gradients, on the device.
-            kept: have them wait where they have their place; else they are gone when the next layer comes.
+        They are `kept` where they have their place, or gone when the next layer comes; the one before has been stepped.
         """
         self.let_go()
         if self._in_host and not kept:

@@ -74,9 +74,7 @@ class Masters:
         in_layers = groupby(sorted(self._own, key=lambda name: self._own[name][0]), key=lambda name: self._own[name][0])
         self.by_layer = {layer: tuple(names) for layer, names in in_layers}
         self._check(order)
-        if (
-            model.backend.replicas.local_size > 1
-        ):  # processes of one machine share what streams, and nobody writes there
+        if model.backend.replicas.local_size > 1:  # they share what streams, and nobody writes there
             model.stream.make_private(self.by_layer)
         self._weights = {name: self._weight(name) for name in order}
         self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}
@@ -268,9 +266,8 @@ class BackgroundStep:
 
     def wait(self) -> None:
         """Block until nothing is under way; raise, once, what it raised."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        if (error := self.failure()) is not None:
+            raise error
 
     def failure(self) -> BaseException | None:
         """Block until nothing is under way; return what it raised, which `wait` then does not raise again."""

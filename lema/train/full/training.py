@@ -34,6 +34,7 @@ from lema.errors import NonFiniteError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
 from lema.train.checkpoint.changes import UPDATE
+from lema.train.checkpoint.format import Writer
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
 from lema.train.full.gradients import GradientOffload
 from lema.train.full.masters import BackgroundStep, Masters, step_part
@@ -88,7 +89,7 @@ class FullTraining:
         self._fault: tuple[NonFiniteError, str | None] | None = None  # of this step, and whose gradient is not finite
         self._where = ""
         self._stepped = False  # whether some weights were, in this step
-        self._hidden = HiddenGradients()
+        self._hidden = HiddenGradients()  # of this step
         self._passes = Passes(model)
         self._behind = BackgroundStep("lema-optimizer")
         self._last = True  # of the passes of a step
@@ -153,7 +154,7 @@ class FullTraining:
             num_tokens = sum(replicas.exchange(sum(trained_tokens(one) for one in passes)))
         total = torch.zeros((), dtype=torch.float32, device=self.model.backend.device)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
-        self._hidden.forget()
+        self._hidden = HiddenGradients()
         self._passes.clear()
         try:
             with self.model.seen_by(self._hidden.look):
@@ -172,30 +173,23 @@ class FullTraining:
         return total
 
     def save_checkpoint(
-        self,
-        directory: str | Path,
-        extra: Mapping[str, Any] | None = None,
-        write_more: Callable[[Path], None] | None = None,
+        self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
         """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
         Args:
             directory: its name; replaced if it is there.
             extra: further JSON state, for the caller's own use.
-            write_more: writes further files into the directory it is given, before the checkpoint gets its name.
+            writers: of further files.
 
         Raises:
             DiskError: it could not be written, or does not read back as it was written; what was there before is
                 untouched.
             NonFiniteError: a weight or a moment is not finite; likewise.
         """
-        about = {
-            "global_step": self.global_step,
-            "skipped_steps": self.skipped_steps,
-            "extra": dict(extra or {}),
-        }
+        about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
-        write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, write_more)
+        write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, writers)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Go on from what `save_checkpoint` wrote; return its `extra`.

@@ -7,7 +7,6 @@ its writer may not have meant, before anything is trained.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ from pydantic import BeforeValidator, ConfigDict
 from lema.config.problems import Problem
 from lema.config.settings import Settings
 from lema.config.types import Count, Tokens
-from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 
 if TYPE_CHECKING:
@@ -28,19 +26,16 @@ if TYPE_CHECKING:
 __all__ = [
     "FadeConfig",
     "PlanWarning",
-    "counts_of",
     "differences_between",
-    "fade_of",
     "fade_problems",
     "fade_too_long",
-    "fingerprint_of",
     "numbers_of",
     "plan_warnings",
     "starts_of",
 ]
 
 
-def _shape(value: Any) -> Any:
+def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
@@ -57,7 +52,7 @@ class FadeConfig(Settings):
     """Optimizer steps that it takes."""
     tokens: Tokens | None = None
     """Or tokens, padding included; what is less than a row at the end is left out."""
-    shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_shape)] = "linear"
+    shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_lower)] = "linear"
     """How the weight of the mixture before falls from 1 to 0; `lema.data.interleave` has the formulas."""
 
     def disagreements(self) -> Iterator[Problem]:
@@ -101,28 +96,12 @@ def fade_too_long(phase: Phase, steps: int, batch_size: int, max_length: int, pa
         yield Problem(key, f"{key}: the fade is less than one row of {max_length} tokens", "make it longer")
 
 
-def fade_of(plan: PhasePlan, index: int) -> Fade | None:
-    """Return the fade that a phase begins with; None: its mixture holds from its first sample on."""
-    fade = plan.phases[index].fade
-    if fade is None:
-        return None
-    samples = fade.samples(plan.batch_size, plan.max_length)
-    return Fade(tuple(plan.phases[index - 1].mixture), samples, fade.shape)
-
-
-def counts_of(plan: PhasePlan, index: int) -> dict[str, int]:
-    """Return how many samples of a phase each data set gives, by name."""
-    phase = plan.phases[index]
-    turns = Interleaving(rates_of(phase.mixture), "turns", plan.seed, index, fade=fade_of(plan, index))
-    return turns.counts(plan.steps(index).steps * plan.batch_size)
-
-
 def starts_of(plan: PhasePlan) -> Sequence[dict[str, Start]]:
     """Return of each phase where it begins with each of its data sets, by name."""
     found: list[dict[str, Start]] = []
     reached: dict[str, Start] = {}
     for index, phase in enumerate(plan.phases):
-        counts, anew = counts_of(plan, index), phase.data == "restart"
+        counts, anew = plan.counts(index), phase.data == "restart"
         begins = {name: Start(index, 0) if anew else reached.get(name, Start(index, 0)) for name in counts}
         reached |= {name: Start(start.stage, start.taken + counts[name]) for name, start in begins.items()}
         found.append(begins)
@@ -134,14 +113,10 @@ _NOTHING = "nothing"
 
 
 def numbers_of(plan: PhasePlan, num_phases: int | None = None) -> dict[str, Any]:
-    """Return what decides the numbers of a run: as plain JSON types, with every default and fraction worked out.
+    """Return what decides the numbers of a run's first so many phases: plain JSON types, with every default worked out.
 
     Names, the micro-batch size, what the last phase saves and tokens that are less than a step change none, and are not
     in it.
-
-    Args:
-        plan: the plan.
-        num_phases: of the first so many phases; None: of all.
     """
     starts = starts_of(plan)
     phases = [_of_phase(plan, index, starts[index]) for index in range(len(plan.phases))][:num_phases]
@@ -170,12 +145,6 @@ def _of_phase(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[
         "fade": None if fade is None else {"samples": fade.samples, "shape": fade.shape},
         "data": {name: start._asdict() for name, start in starts.items()},
     }
-
-
-def fingerprint_of(numbers: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of `numbers` as canonical JSON, in hexadecimal."""
-    text = json.dumps(numbers, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def differences_between(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
@@ -208,13 +177,7 @@ _SMALL = 0.5
 
 @dataclass(frozen=True)
 class PlanWarning:
-    """Something to look at before the run.
-
-    Args:
-        key: path of the setting.
-        what: what will happen.
-        how: what to change, where it is not meant.
-    """
+    """Something to look at before the run: the setting's path, what will happen, and what to change if not meant."""
 
     key: str
     what: str

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -60,6 +59,7 @@ IDLE = {
 
 # Settings of the run that a phase has, too, and takes from the run where it does not say otherwise.
 SHARED = {"learning_rate", "lr_scheduler_type", *(key for keys in LENGTHS.values() for key in keys)}
+ONLY_OF_PHASES = SHARED - LemaConfig.model_fields.keys()
 OF_ADAPTERS = frozenset(AdapterSettings.model_fields)
 
 
@@ -123,7 +123,7 @@ def _read(values: dict[str, Any]) -> PhaseFile:
         except SettingsError as error:
             problems += error.problems
     try:
-        config = LemaConfig(**{key: value for key, value in values.items() if not _only_of_phases(key, value)})
+        config = LemaConfig(**{key: value for key, value in values.items() if key not in ONLY_OF_PHASES})
     except SettingsError as error:
         problems += error.problems
     if not staged:
@@ -189,20 +189,10 @@ def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
         yield Problem(key, f"{key} says nothing beside the stages of pre_lora_tokens and post_lora_tokens", how)
 
 
-def _only_of_phases(key: str, value: Any) -> bool:
-    """Whether a setting of the run is one that phases alone have, and is written above them to hold for all."""
-    if key == "lr_scheduler_type":
-        return value in ("wsd", "wsds", "cosine_rewarm")
-    return key in SHARED and key not in LemaConfig.model_fields
-
-
 def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
-    """Return the plan of phases that override the settings of a run.
+    """Return the plan of phases, of which each of the `given` entries overrides `values`, the settings of the run.
 
-    Args:
-        given: the entries.
-        values: the settings of the run, as they are written.
-        config: those of them that `LemaConfig` has; None: they are wrong.
+    `config` is those of them that `LemaConfig` has; None: they are wrong.
     """
     # Because rows that are wrong are not those that are meant, no phase is then refused for having too few tokens.
     run = LemaConfig("model", batch_size=1, max_length=1) if config is None else config
@@ -219,12 +209,9 @@ def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> P
 
 
 def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
-    """Return an entry of `phases` with the settings of the run that it does not override.
+    """Return an entry of `phases` with the settings of the run that it does not override, all as they are written.
 
-    Args:
-        entry: as it is written.
-        values: the settings of the run, as they are written.
-        alone: the name of the run's data set, where there is one; None: there are several.
+    `alone` is the name of the run's data set, where there is one; None: there are several.
     """
     if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
         return entry
@@ -340,14 +327,9 @@ def _is_files(given: Any) -> bool:
 def evaluate_end(
     config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Measure each of some data sets whole on what the last phase has left; write it to `evaluations.json`.
+    """Measure each of some data sets, by name, whole on what the last phase has left in `end`.
 
-    Args:
-        config: of the run.
-        plan: the phases that were gone through.
-        end: the directory that the last one ended with.
-        rows: of each data set, by name.
-        trust_remote_code: run code that comes with the model.
+    The numbers are written to `evaluations.json`, too.
     """
     if not rows:
         return {}
@@ -364,10 +346,6 @@ def evaluate_end(
         model = LemaModel(LemaConfig(**{**config.to_dict(), **base}), **options)
     with closing(model):
         found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
-        file = Path(config.output_dir) / EVALUATIONS_NAME
-        first_alone(model.backend.replicas, partial(_write, file, found))
+        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
+        first_alone(model.backend.replicas, lambda: file.write_text(text, encoding="utf-8"))
     return found
-
-
-def _write(file: Path, found: Mapping[str, Mapping[str, float]]) -> None:
-    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

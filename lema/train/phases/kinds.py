@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lema.backend.collectives import first_alone
-from lema.config import MemoryStrategy
+from lema.config import LemaConfig, MemoryStrategy
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.errors import ConfigError, DiskError
@@ -21,10 +21,11 @@ from lema.storage.diskspace import disk_error
 from lema.train.full import FullTraining, save_delta, save_trained
 from lema.train.model import LemaModel
 from lema.train.phases.phase import Phase
+from lema.train.phases.plan import PhasePlan
 from lema.train.phases.selection import layer_selection
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["chosen_by", "copy_adapter", "leave_model", "of_kind", "trainer_of"]
+__all__ = ["chosen_by", "copy_adapter", "leave_model", "of_kind", "settings_of_phase", "trainer_of"]
 
 
 def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
@@ -39,15 +40,9 @@ def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
 def leave_model(
     model: LemaModel, trainer: LemaTrainer | FullTraining, phase: Phase, end: Path, out: Path, after: Phase | None
 ) -> None:
-    """Write the model that a phase leaves: what was trained, or the base with the adapters merged into it.
+    """Write to `out` the model that a phase leaves: what was trained, or the base with the adapters merged into it.
 
-    Args:
-        model: the phase's.
-        trainer: what has trained it.
-        phase: it.
-        end: the phase's last checkpoint.
-        out: where the model is to be.
-        after: the phase that begins with it; None: there is none.
+    `end` is the phase's last checkpoint; `after` is the phase that begins with the model, if one does.
 
     Raises:
         DiskError: it could not be written; nothing is left behind.
@@ -68,24 +63,16 @@ def _written(out: Path, write: Callable[[Path], object]) -> None:
     Raises:
         DiskError: it could not be written; nothing is left behind.
     """
-
-    def fill(part: Path) -> None:
-        write(part)
-
     for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
         shutil.rmtree(left, ignore_errors=True)
     try:
-        commit(out, fill)
+        commit(out, write)
     except OSError as error:
         raise disk_error(error, out) from error
 
 
 def copy_adapter(end: Path, out: Path) -> None:
-    """Copy the adapter that a run ends with to where every run has it.
-
-    Raises:
-        DiskError: it could not be copied.
-    """
+    """Copy the adapter that a run ends with to where every run has it; `DiskError` where it cannot be copied."""
     try:
         for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
             with file.open("rb") as source, replacing(out / file.name) as copy:
@@ -142,6 +129,12 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
             where="layers",
             how="leave layers out, and name modules with `trainable`",
         ) from error
+
+
+def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:
+    """Return the settings of a phase: the run's, but for what the plan and the phase say, and for `more`."""
+    said = {"seed": plan.seed, "learning_rate": phase.learning_rate, **phase.overrides, **of_kind(phase)}
+    return LemaConfig(**{**config.to_dict(), **said, **more})
 
 
 def of_kind(phase: Phase) -> dict[str, Any]:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend.collectives import first_alone
-from lema.data.mixture import Mixture
+from lema.data.mixture import Mixture, Source
 from lema.engine.loss import split_batch
+from lema.engine.optim import follow
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending
 from lema.train.phases.places import Places
-from lema.train.phases.steps import follow
+from lema.train.phases.plan import PhasePlan
 from lema.train.steps import Steps
 
-__all__ = ["PhaseRun"]
+__all__ = ["PhaseRun", "mixture_of"]
+
+
+def mixture_of(
+    plan: PhasePlan, index: int, sources: Mapping[str, Source], held_out: Mapping[str, Source] | None = None
+) -> Mixture:
+    """Return the rows of a phase; `held_out` are those to validate on.
+
+    Raises:
+        ConfigError: the data sets do not fit the phase.
+    """
+    options: dict[str, Any] = {"stage": index, "held_out": held_out}
+    options |= {"fade": plan.fade(index), "starts": plan.starts(index)}
+    return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 class PhaseRun:
@@ -32,12 +46,7 @@ class PhaseRun:
         mixture: its rows.
         eval_rows: rows to validate on; None: there is no validation.
         data: what tells its rows apart from others, as JSON types.
-
-    Attributes:
-        eval_loss: after the step just taken, if it was followed by validation.
     """
-
-    is_phase = True
 
     def __init__(
         self,
@@ -53,8 +62,8 @@ class PhaseRun:
         self.steps, self._mixture, self._eval_rows = steps, mixture, eval_rows
         self.evaluates = eval_rows is not None
         self.data = dict(data or {})
+        self.trains: str | None = self._phase.trains
         self._replicas = steps.model.backend.replicas
-        self._schedule: LRScheduler | None = None
         self.num_steps = self._plan.steps(index).steps
         self.done = 0
         self.best: dict[str, Any] | None = None
@@ -63,13 +72,10 @@ class PhaseRun:
         self.saved: int | None = None
         self.eval_loss: float | None = None
 
-    @property
+    @cached_property
     def schedule(self) -> LRScheduler:
-        """Of the learning rate: a step further with each of the plan's, whether or not the optimizer took it."""
-        if self._schedule is None:
-            factor, rate = self._plan.factor(self._index), self._phase.learning_rate
-            self._schedule = follow(self.steps.ready(), factor, rate, self.done)
-        return self._schedule
+        """Of the learning rate, as far as the phase has come when it is first asked for."""
+        return follow(self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done)
 
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of this phase.
@@ -104,48 +110,24 @@ class PhaseRun:
         where = f", rows {', '.join(f'{one.row} of {one.source}' for one in drawn)}"
         return Drawn([] if batch is None else split_batch(batch, size), where, {})
 
-    def note_boundary(self, events: RunEvents, *, ends: bool) -> None:
-        """Write that the phase begins or goes on; or that it `ends`, and what its losses were."""
-        if ends:
-            events.event("phase_end", final_eval_loss=self.eval_loss, best=self.best)
-        else:
-            events.event("phase_resumed" if self.done else "phase_begin", trains=self._phase.trains)
-
-    def stepped(self) -> None:
-        """Let the learning rate go on, also by a step that was dropped."""
-        self.eval_loss = None
-        with warnings.catch_warnings():
-            # The rate is that of the plan's step, whether or not that was taken; torch warns if the first was not.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
-            self.schedule.step()
-
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the rows to validate on."""
         assert self._eval_rows is not None, "there is no validation"
         plan = self._plan
         sizes: dict[str, Any] = {"at_once": plan.batch_size, "micro_batch_size": plan.micro_batch_size}
-        passes = passes_of_mixture(self._mixture, self._eval_rows, self._replicas, **sizes)
-        found = evaluate(self.steps.model, passes)
-        self.eval_loss = found["eval_loss"]
-        return found
+        return evaluate(self.steps.model, passes_of_mixture(self._mixture, self._eval_rows, self._replicas, **sizes))
 
     def save(self, events: RunEvents | None, pending: Pending | None) -> None:
         """Write a checkpoint of the step just taken, say that it is the latest, and forget those that are too old.
 
-        Args:
-            events: what callbacks know of the run, to be saved with it; None: of this run there is nothing yet.
-            pending: what was not done after the step; None: nothing.
-
-        Raises:
-            DiskFull: there was no room for it.
-            DiskError: it could not be written.
+        Where there are no `events`, nothing of this run is there yet that callbacks could know.
         """
         base = Path(self.steps.config.model_name_or_path)
         about = {
             "plan": self._plan.numbers(self._index + 1),
             "data": self.data,
             "phase": self._phase.name,
-            "kind": self._phase.trains,
+            "kind": self.trains,
             "step": self.done,
             "ended": self.done == self.num_steps and pending is None,
             "left": pending,
@@ -155,7 +137,7 @@ class PhaseRun:
             "best": self.best,
         }
         directory = self._places.checkpoint(self._index, self.done)
-        self.steps.save_checkpoint(directory, about, None if events is None else events.save_state)
+        self.steps.save_checkpoint(directory, about, [] if events is None else [events.save_state])
         self._note()
 
     def _note(self) -> None:

@@ -19,8 +19,8 @@ from lema.data.mixture import Source
 from lema.errors import AdapterError, ConfigError
 from lema.lora import count_lora_params, inject_lora_params
 from lema.lora.attach import configured_lora
-from lema.model import meta_model, read_config
-from lema.storage import resolve_model
+from lema.model import meta_model
+from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
 from lema.train.phases.file import Files, clipped, evaluate_end, read_sources
 from lema.train.phases.kinds import chosen_by, of_kind
@@ -36,32 +36,21 @@ __all__ = ["LoRATrainState", "LoRATrainer", "Trainable", "trainable_in", "transi
 
 @dataclass(frozen=True)
 class Trainable:
-    """Numbers of parameters, tied ones counted once.
-
-    Attributes:
-        num_trained: those that train.
-        num_model: those of the model without adapters.
-    """
+    """How many parameters train, and how many the model has without adapters; tied ones are counted once."""
 
     num_trained: int
     num_model: int
 
 
 def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> Trainable:
-    """Return how many parameters train in a phase; no weights are read.
-
-    Args:
-        config: the run's settings, which name the model.
-        phase: the phase.
-        trust_remote_code: run code that comes with the model.
+    """Return how many parameters train in a phase of the model that a config names; no weights are read.
 
     Raises:
         ModelError: no module matches the targets of the adapters; names those that could be.
         ConfigError: no weight matches what the phase trains, or a setting does not fit the model.
     """
-    directory = resolve_model(config.model_name_or_path, revision=config.revision, trust_remote_code=trust_remote_code)
-    hf_config = read_config(directory, trust_remote_code=trust_remote_code)
-    model = meta_model(hf_config, torch.float32, trust_remote_code=trust_remote_code)
+    files = ModelFiles(config, trust_remote_code=trust_remote_code)
+    model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
     whole = sum(parameter.numel() for parameter in model.parameters())
     if phase.trains != "lora":
         chosen = chosen_by(phase, model)
@@ -81,7 +70,7 @@ class LoRATrainState:
 
     Attributes:
         kind: `full`: weights train. `lora`: adapters train, and the weights are frozen.
-        phase: name of the phase.
+        phase: its name.
         stage: its number in the plan, from 0.
         step: optimizer steps of the run that were taken.
         tokens: of these steps, padding included.
@@ -194,13 +183,7 @@ class LoRATrainer:
         resume = resume or self._begun
         self._begun, self._here = True, None
         end = run_phases(
-            self.model,
-            plan,
-            self._sources,
-            held_out=self._held_out,
-            resume=resume,
-            start=self._start,
-            **self._options,
+            self.model, plan, self._sources, held_out=self._held_out, resume=resume, start=self._start, **self._options
         )
         if self._measured and until is None:
             self.evaluated = evaluate_end(self.model, plan, end, self._measured, trust_remote_code=self._trust)

@@ -21,15 +21,15 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.problems import Problem, SettingsError, Several, as_problem, unknown_setting
 from lema.config.settings import part
-from lema.config.types import Beta, Count, NameList, NotNegative, Positive, Tokens
+from lema.config.types import Beta, Count, NameList, NotNegative, PhaseScheduler, Positive, Tokens
 from lema.data import Sampling
 from lema.data.sampling import SamplingError, check_rates
+from lema.engine.schedules import Spans, spans_of
 from lema.errors import ConfigError
 from lema.train.phases.derived import FadeConfig, fade_problems
 from lema.train.phases.selection import may_overlap, selection_problems
-from lema.train.phases.steps import Spans, spans_of
 
-__all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases", "what_is_carried"]
+__all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases"]
 
 
 # Each part of a schedule by the settings that say how long it is: in steps, or as a fraction of all steps.
@@ -115,10 +115,8 @@ class Phase(AdapterSettings):
     """Data sets with their rates, which sum to 1."""
     learning_rate: Positive = 1e-4
     """Peak learning rate."""
-    lr_scheduler_type: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"
-    ] = "linear"
-    """How the learning rate moves; `lema.train.phases.steps` has the formulas. It counts the steps of this phase."""
+    lr_scheduler_type: PhaseScheduler = "linear"
+    """How the learning rate moves; `lema.engine.schedules` has the formulas. It counts the steps of this phase."""
     warmup_steps: NotNegative | None = None
     """Steps over which it rises; None: as `warmup_ratio` says."""
     warmup_ratio: Beta | None = None
@@ -298,27 +296,10 @@ def _nothing_carried(before: Phase | None, phase: Phase) -> str:
         return "the adapters of this phase are new"
     if "lora" in (before.trains, phase.trains) and before.trains != phase.trains:
         return f"the phase before trains {before.trains}, so that nothing of this one has moments"
-    if phase.trains != "lora" and not _both_train_some(before, phase):
+    selections = (before.layers, before.trainable), (phase.layers, phase.trainable)
+    if not {"full", "lora"} & {before.trains, phase.trains} and not may_overlap(*selections):
         return f"the phase before trains {_selected(before)}, so that nothing of this one has moments"
     return ""
-
-
-def _both_train_some(before: Phase, phase: Phase) -> bool:
-    """Whether two phases of weights may train one of them both."""
-    if "full" in (before.trains, phase.trains):
-        return True
-    return may_overlap((before.layers, before.trainable), (phase.layers, phase.trainable))
-
-
-def what_is_carried(before: Phase | None, phase: Phase) -> str:
-    """Return in words which moments of the optimizer a phase begins with, for a report."""
-    if phase.optimizer == "reset" or before is None:
-        return "none: the optimizer begins anew"
-    if phase.trains == "lora":
-        return "those of the adapters"
-    if (before.trains, before.layers, before.trainable) == (phase.trains, phase.layers, phase.trainable):
-        return f"those of {_selected(phase)}"
-    return f"those of what both phases train: of {_selected(phase)}, as far as {_selected(before)} trained before"
 
 
 def _selected(phase: Phase) -> str:

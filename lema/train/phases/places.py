@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lema.errors import AdapterError, ConfigError, DiskError
-from lema.storage.atomic import discard, replace_file
+from lema.errors import AdapterError, ConfigError
+from lema.storage.atomic import replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.format import forget_old_checkpoints, read_state
+from lema.train.checkpoint.format import delete_checkpoint, forget_old_checkpoints, read_state
 from lema.train.phases.phase import Phase
 from lema.train.phases.plan import PhasePlan
 
@@ -167,9 +167,7 @@ class Places:
     def note_best(self, index: int, best: Mapping[str, Any] | None) -> None:
         """Say which checkpoint of a phase has the lowest validation loss, and forget the one that was kept for that.
 
-        Args:
-            index: of the phase.
-            best: its `step` and `eval_loss`, and whether it was written `only` for this; None: there is none yet.
+        `best` is its `step` and `eval_loss`, and whether it was written `only` for this; None: there is none yet.
 
         Raises:
             DiskError: the note could not be written, or the checkpoint before not be deleted.
@@ -182,7 +180,7 @@ class Places:
             return
         _write(self.place(index) / BEST, {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}})
         if before is not None and before["only"] and (old := self.place(index) / str(before["checkpoint"])).is_dir():
-            _delete(old)
+            delete_checkpoint(old, "a checkpoint that is not the best any more")
 
     def best(self, index: int) -> dict[str, Any] | None:
         """What `note_best` has written of a phase; None: nothing.
@@ -201,11 +199,7 @@ class Places:
             raise AdapterError(f"this does not name a checkpoint: {error!r}", where=str(file), how=how) from error
 
     def forget_old(self, index: int, step: int, keep: int | None) -> None:
-        """Delete checkpoints of a phase up to `step`, but for the newest `keep` and the best.
-
-        Raises:
-            DiskError: one could not be deleted.
-        """
+        """Delete checkpoints of a phase up to `step`, but for the newest `keep` and the best, or raise `DiskError`."""
         best = self.best(index)
         spared = () if best is None else (self.place(index) / str(best["checkpoint"]),)
         forget_old_checkpoints(self.place(index), self.checkpoint(index, step), keep, spared)
@@ -217,12 +211,3 @@ def _selection(phase: Phase) -> tuple[Any, ...]:
 
 def _write(file: Path, note: Mapping[str, Any]) -> None:
     replace_file(file, (json.dumps(note, indent=2) + "\n").encode())
-
-
-def _delete(checkpoint: Path) -> None:
-    try:
-        discard(checkpoint)
-    except OSError as error:
-        raise DiskError(
-            f"a checkpoint that is not the best any more could not be deleted: {error.strerror}", where=str(checkpoint)
-        ) from error

@@ -1,5 +1,6 @@
 """The phases of a run, one after the other, as data: where each begins, which one a step is in."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,32 +9,29 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from lema.config.problems import Problem, SettingsError, as_problem
+from lema.config.problems import Problem, as_problem
 from lema.config.settings import Settings, part
 from lema.config.types import Count
 from lema.config.yaml import from_yaml
-from lema.data.interleave import Fade, faded_rates
-from lema.data.sampling import Start
+from lema.data.interleave import Fade, Interleaving, faded_rates
+from lema.data.sampling import Start, rates_of
+from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
 from lema.train.phases.derived import (
     PlanWarning,
-    counts_of,
     differences_between,
-    fade_of,
     fade_too_long,
-    fingerprint_of,
     numbers_of,
     plan_warnings,
     starts_of,
 )
-from lema.train.phases.phase import Phase, between_phases, what_is_carried
-from lema.train.phases.steps import GlobalBatch, TokenSteps, factor_of, solve_batch, steps_of
+from lema.train.phases.phase import Phase, between_phases
+from lema.train.phases.steps import GlobalBatch, TokenSteps, solve_batch, steps_of
 
 __all__ = ["Boundary", "PhasePlan", "Place"]
 
 
 def _named(phases: Any) -> Any:
-    """Phases with a name each."""
     if not isinstance(phases, list | tuple):
         return phases
     if not phases:
@@ -52,7 +50,6 @@ class Boundary:
     """Where a phase begins and ends, counted in optimizer steps and tokens of the whole run.
 
     Args:
-        name: of the phase.
         first_step: its first step, from 0.
         stop_step: the step after its last one.
         first_token: tokens of the run before it.
@@ -70,13 +67,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step of the run is.
-
-    Args:
-        index: of the phase, from 0.
-        phase: the phase.
-        step: the step, counted from 0 in its phase.
-    """
+    """Where a step of the run is: the phase, its index, and the step counted from 0 in it."""
 
     index: int
     phase: Phase
@@ -138,22 +129,6 @@ class PhasePlan(Settings):
         return from_yaml(cls, path, overrides)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Self:
-        """Make a plan of plain values, such as `to_dict` returns.
-
-        Args:
-            values: the settings.
-            places: where each stands, by its path, for errors.
-
-        Raises:
-            SettingsError: a setting is wrong.
-        """
-        try:
-            return cls(**values)
-        except SettingsError as error:
-            raise error.located(places or {}) from error.__cause__
-
-    @classmethod
     def from_json(cls, text: str) -> Self:
         """Make a plan of what `to_json` wrote.
 
@@ -166,7 +141,7 @@ class PhasePlan(Settings):
             raise ConfigError(f"a phase plan is not JSON: {error}", where="phase plan") from error
         if not isinstance(values, dict):
             raise ConfigError("a phase plan is a JSON object", where="phase plan")
-        return cls.from_dict(values)
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
@@ -231,11 +206,14 @@ class PhasePlan(Settings):
 
     def rates(self, index: int, step: int) -> dict[str, float]:
         """Return the rate of each data set, by name, at the first sample of a step counted from 0 in its phase."""
-        return faded_rates(self.phases[index].mixture, fade_of(self, index), step * self.batch_size)
+        return faded_rates(self.phases[index].mixture, self.fade(index), step * self.batch_size)
 
     def fade(self, index: int) -> Fade | None:
-        """Return the fade that a phase begins with, as `lema.data.mixture.Mixture` takes it."""
-        return fade_of(self, index)
+        """Return the fade that a phase begins with; None: its mixture holds from its first sample on."""
+        if (fade := self.phases[index].fade) is None:
+            return None
+        samples = fade.samples(self.batch_size, self.max_length)
+        return Fade(tuple(self.phases[index - 1].mixture), samples, fade.shape)
 
     def starts(self, index: int) -> dict[str, Start]:
         """Return where a phase begins with each data set, as `lema.data.mixture.Mixture` takes it."""
@@ -243,11 +221,9 @@ class PhasePlan(Settings):
 
     def counts(self, index: int) -> dict[str, int]:
         """Return how many rows of a phase each data set gives, by name."""
-        return counts_of(self, index)
-
-    def carried(self, index: int) -> str:
-        """Return in words which moments of the optimizer a phase begins with."""
-        return what_is_carried(self.phases[index - 1] if index else None, self.phases[index])
+        rates = rates_of(self.phases[index].mixture)
+        turns = Interleaving(rates, "turns", self.seed, index, fade=self.fade(index))
+        return turns.counts(self.steps(index).steps * self.batch_size)
 
     def warnings(self, num_processes: int = 1) -> tuple[PlanWarning, ...]:
         """Return what to look at before the run: `lema.train.phases.derived.plan_warnings`."""
@@ -262,19 +238,15 @@ class PhasePlan(Settings):
 
         A checkpoint of phase k needs only the first k phases to be the same; phases may be added after them.
         """
-        return fingerprint_of(self.numbers(num_phases))
+        text = json.dumps(self.numbers(num_phases), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, then: Mapping[str, Any], num_phases: int | None = None) -> list[str]:
         """Return what differs from the `numbers` of another plan: a line for each key, with what it was."""
         return differences_between(self.numbers(num_phases), then)
 
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
-        """Refuse to go on with what another plan began.
-
-        Args:
-            then: the `numbers` of the plan that began.
-            where: they were found.
-            num_phases: how many phases must be the same; None: all.
+        """Refuse to go on with what another plan began, whose `numbers` of so many phases were found at `where`.
 
         Raises:
             ConfigError: they are another plan's; names each key, with what it is and was.

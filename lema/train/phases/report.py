@@ -18,12 +18,13 @@ from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.config.printing import print_table
 from lema.config.units import human_bytes, human_count, human_duration
-from lema.data.mixture import Mixture, Source
+from lema.data.mixture import Source
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
-from lema.train.phases.kinds import chosen_by, of_kind
+from lema.train.phases.kinds import chosen_by, settings_of_phase
+from lema.train.phases.loop import mixture_of
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
@@ -64,18 +65,12 @@ class PhaseEntry:
     """One phase.
 
     Attributes:
-        name: of it.
-        trains: `full`, `lora` or `selection`.
         trainable: parameters that train.
         parameters: of the model, adapters not counted.
         first_step: its first step in the run, counted from 1.
-        last_step: its last.
         tokens: it is trained on, padding included.
         leftover: tokens asked for that are less than a step.
-        tokens_per_source: of each data set.
-        rates: the learning rate.
         moved: bytes read, uploaded and downloaded in the whole phase.
-        memory: at its peak.
         hours: it takes; None: not known.
     """
 
@@ -104,7 +99,6 @@ class PhaseReport:
     """What is known of a run of phases before it starts.
 
     Attributes:
-        phases: in order.
         warnings: what to look at.
         machine: it is planned for.
         device_memory: bytes of device memory that are allowed, or there.
@@ -112,6 +106,8 @@ class PhaseReport:
         speeds: where hours come from: the machine's `profile`, `measured` on this machine, or `unknown`.
         shared: whether the device computes in host memory.
         price: of an hour; None: none was given.
+        hours: of all phases, but for validation and what lies between phases; None: not known.
+        cost: of these hours; None: not known.
     """
 
     phases: tuple[PhaseEntry, ...]
@@ -121,33 +117,15 @@ class PhaseReport:
     host_memory: int
     speeds: Literal["profile", "measured", "unknown"]
     shared: bool
-    price: float | None = None
-
-    @property
-    def steps(self) -> int:
-        """Of all phases."""
-        return sum(phase.steps for phase in self.phases)
-
-    @property
-    def tokens(self) -> int:
-        """Of all phases."""
-        return sum(phase.tokens for phase in self.phases)
-
-    @property
-    def hours(self) -> float | None:
-        """Of all phases, but for validation and what lies between phases; None: not known."""
-        known = [phase.hours for phase in self.phases]
-        return None if None in known else math.fsum(hours for hours in known if hours is not None)
-
-    @property
-    def cost(self) -> float | None:
-        """Of these hours; None: not known."""
-        return None if self.hours is None or self.price is None else self.hours * self.price
+    price: float | None
+    steps: int
+    tokens: int
+    hours: float | None
+    cost: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
-        whole = {"steps": self.steps, "tokens": self.tokens, "hours": self.hours, "cost": self.cost}
-        return {**asdict(self), **whole}
+        return asdict(self)
 
 
 def phase_report(
@@ -166,7 +144,7 @@ def phase_report(
 
     Args:
         config: the settings of the run that no phase has of its own.
-        plan: its phases.
+        plan: the phases.
         sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
         machine: to plan for; None: this one.
         backend: the device, opened; None: it is opened here.
@@ -183,7 +161,7 @@ def phase_report(
     known: dict[str, StepNeeds] = {}
     entries = []
     for index in range(len(plan.phases)) if sources is not None else ():
-        _look_at(plan, index, sources or {})
+        mixture_of(plan, index, sources or {})  # which refuses what does not fit
     for index, phase in enumerate(plan.phases):
         kind = repr([phase.trains, phase.trainable, phase.layers, phase.adapters])
         if kind not in known:
@@ -194,6 +172,8 @@ def phase_report(
                 raise
         entries.append(_entry(config, plan, index, known[kind]))
     on_device, in_host = site.limits(config.device_memory, config.host_memory)
+    known_hours = [one.hours for one in entries if one.hours is not None]
+    hours = math.fsum(known_hours) if len(known_hours) == len(entries) else None
     notes = {one.planner.note for one in known.values()} - {""}
     return PhaseReport(
         phases=tuple(entries),
@@ -204,23 +184,17 @@ def phase_report(
         speeds=site.speeds,
         shared=site.machine.shared,
         price=price,
+        steps=sum(one.steps for one in entries),
+        tokens=sum(one.tokens for one in entries),
+        hours=hours,
+        cost=None if hours is None or price is None else hours * price,
     )
 
 
 def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, processes: int, trusted: bool) -> StepNeeds:
-    settings = {
-        **config.to_dict(),
-        **phase.overrides,
-        **of_kind(phase),
-        "seed": plan.seed,
-        "learning_rate": phase.learning_rate,
-        "batch_size": plan.batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "max_length": plan.max_length,
-        "gradient_accumulation_steps": 1,
-    }
+    rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length")}
     planner = planner_of(
-        LemaConfig(**settings),
+        settings_of_phase(config, plan, phase, **rows, gradient_accumulation_steps=1),
         site=site,
         chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
         device_memory=phase.overrides.get("device_memory", config.device_memory),
@@ -229,12 +203,6 @@ def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, proces
         trust_remote_code=trusted,
     )
     return planner.needs()
-
-
-def _look_at(plan: PhasePlan, index: int, sources: Mapping[str, Source]) -> None:
-    """Make a phase's mixture, which refuses what does not fit."""
-    options: dict[str, Any] = {"stage": index, "fade": plan.fade(index), "starts": plan.starts(index)}
-    Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> PhaseEntry:

@@ -26,20 +26,20 @@ from lema.backend.interrupt import Stop, agreed
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
-from lema.data.mixture import Mixture, Source
+from lema.data.mixture import Source
 from lema.errors import Stopped
 from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
-from lema.train.checkpoint.resume import check_same_run
+from lema.train.checkpoint.resume import check_same_run, say_changed
 from lema.train.events import RunEvents
 from lema.train.full import FullTraining
 from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources
-from lema.train.phases.kinds import copy_adapter, leave_model, of_kind, trainer_of
-from lema.train.phases.loop import PhaseRun
+from lema.train.phases.kinds import copy_adapter, leave_model, settings_of_phase, trainer_of
+from lema.train.phases.loop import PhaseRun, mixture_of
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report
@@ -175,13 +175,7 @@ class Phases:
         return self.places.is_done(index)
 
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
-        """Run every phase that has not ended, from where `begin` says; return the checkpoint the last one ends with.
-
-        Args:
-            begin: where the run begins; None: with the first phase that has not ended.
-            callbacks: `transformers.TrainerCallback`s.
-            told: called with every line of metrics.
-        """
+        """Run every phase that has not ended, from `begin` on; return the checkpoint the last one ends with."""
         places, last = self.places, len(self.plan.phases) - 1
         with self._events(callbacks, told) as events:
             try:
@@ -206,14 +200,18 @@ class Phases:
             why = agreed(self.backend.replicas, self.at_layer()) if index > first and self.at_layer else None
             if why is not None:
                 events.end()
-                raise _stopped_between(places, index, why)
+                raise Stopped(
+                    f"stopped by {why} before phase {self.plan.phases[index].name}",
+                    where=str(places.place(index - 1)),
+                    how="go on from there with --resume",
+                )
             self._train(index, events, begin)
-            gc.collect()  # what a phase trained refers to itself, and must be gone before the next begins
+            gc.collect()  # what a phase trained must be gone before the next begins, whatever of it refers to itself
 
     def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
         """Run a phase from where it stopped, or from its beginning, to its end."""
         phase, places, config = self.plan.phases[index], self.places, self._config(index)
-        mixture = self._mixture(index)
+        mixture = mixture_of(self.plan, index, self.sources, self.held_out)
         with ExitStack() as stack:
             files = None if places.based(index) else self.files  # else the model that an earlier phase has left
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
@@ -237,19 +235,6 @@ class Phases:
             if index == len(self.plan.phases) - 1:
                 events.end()
 
-    def _mixture(self, index: int) -> Mixture:
-        """Return the rows of a phase."""
-        return Mixture(
-            self.plan.phases[index].mixture,
-            self.sources,
-            self.plan.seed,
-            self.plan.max_length,
-            stage=index,
-            held_out=self.held_out,
-            fade=self.plan.fade(index),
-            starts=self.plan.starts(index),
-        )
-
     def _past(self, step: int) -> list[dict[str, Any]]:
         """Return the lines of metrics that an earlier process wrote, up to a step of the run."""
         file = self.places.directory / METRICS_NAME
@@ -257,19 +242,12 @@ class Phases:
         return [row for row in past if row.get("step", 0) <= step]
 
     def _config(self, index: int) -> LemaConfig:
-        """Return the settings of a phase: the run's, but for what the plan says and where the phase begins."""
-        phase = self.plan.phases[index]
-        settings: dict[str, Any] = {
-            "output_dir": str(self.places.place(index)),
-            "seed": self.plan.seed,
-            "learning_rate": phase.learning_rate,
-            **phase.overrides,
-            **of_kind(phase),
-        }
+        """Return the settings of a phase, which begins with a model and writes to a place of its own."""
+        own: dict[str, Any] = {"output_dir": str(self.places.place(index))}
         if under := self.places.based(index):
             base = str(self.places.model_of(under - 1))
-            settings |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
-        return LemaConfig(**{**self.config.to_dict(), **settings})
+            own |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
+        return settings_of_phase(self.config, self.plan, self.plan.phases[index], **own)
 
     def _begin(self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None) -> None:
         """Put a phase where it stopped, or where the one before has left it."""
@@ -277,8 +255,8 @@ class Phases:
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
             changed = check_same_run(start.checkpoint, trainer.config, None, run.data)
-            if changed and replicas.first:
-                self.say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+            if replicas.first:
+                say_changed(changed, self.say)
             run.load(start.checkpoint)
             trainer.take_settings({one.name for one in changed})  # the learning rate is the plan's
         elif isinstance(trainer, FullTraining) and places.carries_moments(index):
@@ -295,24 +273,12 @@ class Phases:
 
     @cached_property
     def _rows(self) -> dict[str, Any]:
-        return _rows_of(self.sources)
-
-
-def _rows_of(sources: Mapping[str, Source]) -> dict[str, Any]:
-    """Return what tells the rows of two processes apart."""
-    found = {}
-    for name, source in sources.items():
-        fingerprint = getattr(source, "fingerprint", None)
-        found[f"data set {name}"] = (len(source), fingerprint() if callable(fingerprint) else None)
-    return found
-
-
-def _stopped_between(places: Places, index: int, why: str) -> Stopped:
-    return Stopped(
-        f"stopped by {why} before phase {places.plan.phases[index].name}",
-        where=str(places.place(index - 1)),
-        how="go on from there with --resume",
-    )
+        """What tells the rows of two processes, or of two runs, apart."""
+        found = {}
+        for name, source in self.sources.items():
+            fingerprint = getattr(source, "fingerprint", None)
+            found[f"data set {name}"] = (len(source), fingerprint() if callable(fingerprint) else None)
+        return found
 
 
 Say = Callable[[str], None]

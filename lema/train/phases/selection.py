@@ -1,7 +1,7 @@
 """Which decoder layers a phase trains, and whether the embeddings and the head do: `["last:4", 3, "embeddings"]`."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lema.config.problems import Problem, SettingsError, nearest
@@ -15,13 +15,7 @@ _FORMS = 'use a layer\'s number from 0 on, "first:2", "last:4", "embeddings" or 
 
 @dataclass(frozen=True)
 class Selection:
-    """What was selected.
-
-    Args:
-        layers: decoder layers, counted from 0.
-        embeddings: whether the input embeddings are.
-        head: whether the output head is, with the norm before it.
-    """
+    """The decoder layers selected, counted from 0; whether the input embeddings are, and the head with its norm."""
 
     layers: frozenset[int]
     embeddings: bool = False
@@ -36,16 +30,13 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
         num_layers: decoder layers of the model; None: not known yet.
         key: of the setting.
     """
+    if not items:
+        return [Problem(key, f"{key} selects nothing".strip(), f"{_FORMS}; leave it out for every layer")]
     return [
         Problem(f"{key}[{place}]", f"{key}[{place}] {problem[0]}", problem[1])
         for place, item in enumerate(items)
         if (problem := _problem(item, num_layers)) is not None
-    ] or list(_empty(items, key))
-
-
-def _empty(items: Sequence[object], key: str) -> Iterator[Problem]:
-    if not items:
-        yield Problem(key, f"{key} selects nothing".strip(), f"{_FORMS}; leave it out for every layer")
+    ]
 
 
 def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
@@ -103,12 +94,7 @@ Choice = tuple[Sequence[int | str] | None, Sequence[str] | None]
 
 
 def may_overlap(one: Choice, other: Choice) -> bool:
-    """Whether two phases may train the same weight; false where they cannot, whatever the model.
-
-    Args:
-        one: `layers` and `trainable` of one phase.
-        other: of the other.
-    """
+    """Whether two phases, each by its `layers` and `trainable`, may train one weight; false: in no model they can."""
     (layers, ends), (others, other_ends) = one, other
     if set(_ENDS) & set(layers or ()) & set(others or ()):
         return True
@@ -121,7 +107,6 @@ def may_overlap(one: Choice, other: Choice) -> bool:
 
 
 def _same_module(end: str, other: str) -> bool:
-    """Whether a module's name may end with both."""
     return f".{end}".endswith(f".{other}") or f".{other}".endswith(f".{end}")
 
 

@@ -25,7 +25,7 @@ from lema.train.checkpoint.resume import check_sound, tell_warning
 from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.phases.places import MODEL, Places
 
-__all__ = ["Start", "agreed_point", "begin_at", "find_point", "find_start", "go_on"]
+__all__ = ["Start", "begin_at", "find_point", "find_start", "go_on"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,7 @@ class Start:
 
 
 def find_start(path: str | Path, places: Places) -> Start:
-    """Find out what a path is, and where that is in a plan.
-
-    Args:
-        path: a checkpoint of one of the plan's phases, or a model's directory, with which its first adapters begin.
-        places: of the run that begins.
+    """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
 
     Raises:
         ConfigError: it is neither, of another plan, or the model below it is not to be found.
@@ -96,17 +92,12 @@ def _from_model(model: Path, places: Places) -> Start:
     phases = places.plan.phases
     index = next((number for number, phase in enumerate(phases) if phase.trains == "lora"), None)
     if index is None:
-        raise ConfigError(
-            "this is a model, and no phase of the plan trains adapters on one",
-            where=str(model),
-            how="name a checkpoint to go on from, or set model_name_or_path to the model",
-        )
+        what = "this is a model, and no phase of the plan trains adapters on one"
+        how = "name a checkpoint to go on from, or set model_name_or_path to the model"
+        raise ConfigError(what, where=str(model), how=how)
     if index == 0:
-        raise ConfigError(
-            "this is a model, and the plan's first phase is the one to begin with it",
-            where=str(model),
-            how="set model_name_or_path to it instead",
-        )
+        what = "this is a model, and the plan's first phase is the one to begin with it"
+        raise ConfigError(what, where=str(model), how="set model_name_or_path to it instead")
     return Start(index, None, {index - 1: model})
 
 
@@ -158,13 +149,10 @@ Say = Callable[[str], None]
 def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
     """Return where a run goes on that is in its directory; lines of metrics of what comes after go.
 
-    Args:
-        replicas: the processes, all of which call this.
-        places: where the run's phases are.
-        say: the first process says there where it goes on.
+    All processes call this; the first says where it goes on.
     """
     say = say if replicas.first else lambda _: None
-    point = agreed_point(replicas, places, say)
+    point = first_alone(replicas, lambda: find_point(places, say))
     if point is None:
         say(f"there is no checkpoint in {places.directory}: the run begins at its beginning")
         return None
@@ -177,36 +165,12 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
         stage, step = row.get("stage", 0), row.get("step_in_phase", 0)
         return bool(stage < point.index or (stage == point.index and point.checkpoint and step <= done))
 
-    def cut() -> None:
-        cut_metrics(places.directory / METRICS_NAME, keep)
-
-    first_alone(replicas, cut)
+    first_alone(replicas, lambda: cut_metrics(places.directory / METRICS_NAME, keep))
     return point
 
 
-def agreed_point(replicas: Replicas, places: Places, say: Say) -> Start | None:
-    """Return where the run goes on, which the first process looks for; all processes call this.
-
-    Raises:
-        LemaError: as `find_point`; in every process.
-    """
-    found: list[Start | None] = []
-    first_alone(replicas, lambda: found.append(find_point(places, say)))
-    mine = found[0] if found else None
-    told = None if mine is None else (mine.index, mine.checkpoint and str(mine.checkpoint), mine.ended, mine.rebuilt)
-    first, *_ = replicas.everyone(told)
-    if first is None:
-        return None
-    index, checkpoint, ended, rebuilt = first
-    return Start(index, checkpoint and Path(checkpoint), {}, here=True, ended=ended, rebuilt=rebuilt)
-
-
 def find_point(places: Places, say: Say) -> Start | None:
-    """Return where a run goes on; None: it has no checkpoint at all.
-
-    Args:
-        places: where its phases are.
-        say: called with a line for each checkpoint that is passed over, and for each thing that is done again.
+    """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
 
     Raises:
         AdapterError: it has checkpoints and none is sound, or a model that is gone on with is damaged.

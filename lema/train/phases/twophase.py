@@ -14,14 +14,15 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.problems import Problem, SettingsError, as_problem
 from lema.config.settings import Settings, part
-from lema.config.types import Beta, Count, Name, NotNegative, Positive, Scale, Targets, Tokens
+from lema.config.types import Beta, Count, Name, NotNegative, PhaseScheduler, Positive, Scale, Targets, Tokens
 from lema.config.yaml import from_yaml
 from lema.data import Sampling
 from lema.data.sampling import check_rates
+from lema.engine.schedules import SCHEDULES, takes
 from lema.errors import ConfigError
 from lema.train.phases.phase import LENGTHS, Mixture, Phase
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.steps import SCHEDULES, steps_of, takes
+from lema.train.phases.steps import steps_of
 
 __all__ = ["LoRAConfig", "LoRATrainerConfig"]
 
@@ -132,10 +133,8 @@ class LoRATrainerConfig(Settings):
     lora: Annotated[LoRAConfig, part(LoRAConfig)] = LoRAConfig()
     """The adapters."""
 
-    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"] = (
-        "constant"
-    )
-    """How the learning rate moves; `lema.train.phases.steps` has the formulas. cosine_rewarm begins again in each
+    schedule: PhaseScheduler = "constant"
+    """How the learning rate moves; `lema.engine.schedules` has the formulas. cosine_rewarm begins again in each
     stage. Where it is not given, and `warmup_pct` or `decay_pct` is, it is wsd, which has both."""
     constant_pct: Beta | None = None
     """Fraction at the end over which wsds stays low; None: 0.5."""

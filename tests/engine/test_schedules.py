@@ -1,4 +1,4 @@
-"""Learning rates of one phase: each formula at every place where it changes, what is refused, and torch following."""
+"""Learning rates: each formula at every place where it changes, what is refused, and torch following."""
 
 import math
 import subprocess
@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from transformers import get_scheduler
 
+from lema.engine.optim import follow
+from lema.engine.schedules import SCHEDULES, Spans, factor_of, spans_of, takes
 from lema.errors import ConfigError
-from lema.train.phases.steps import SCHEDULES, Spans, factor_of, follow, spans_of, takes
 
 names = st.sampled_from(sorted(SCHEDULES))
 
@@ -167,5 +168,5 @@ def test_a_schedule_goes_on_from_its_state() -> None:
 
 
 def test_formulas_need_no_torch() -> None:
-    code = "import sys, lema.train.phases.steps as s; s.spans_of('wsd', 9); print('torch' in sys.modules)"
+    code = "import sys, lema.engine.schedules as s; s.spans_of('wsd', 9); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
