@@ -86,23 +86,14 @@ def _names(config: LemaConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is after a step.
+    """Where a run is after a step."""
 
-    Attributes:
-        step: optimizer steps of the whole run.
-        epoch: passes over the data; None: the run does not count them.
-        row: what a line of metrics begins with.
-        name: what messages call the step.
-        checkpoint: where the checkpoint of the step is, or would be.
-        ends_epoch: whether the step took the last batch of an epoch.
-    """
-
-    step: int
-    epoch: float | None
-    row: Mapping[str, Any]
-    name: str
-    checkpoint: Path
-    ends_epoch: bool = False
+    step: int  # optimizer steps of the whole run
+    epoch: float | None  # passes over the data; None: the run does not count them
+    row: Mapping[str, Any]  # what a line of metrics begins with
+    name: str  # what messages call the step
+    checkpoint: Path  # where the checkpoint of the step is, or would be
+    ends_epoch: bool = False  # whether the step took the last batch of an epoch
 
 
 class RunEvents:

@@ -163,16 +163,11 @@ def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the step under way, as it can be run again.
-
-    Attributes:
-        divisor: trained tokens that its loss is divided by.
-        state: of the generator, before it.
-    """
+    """A pass of the step under way, as it can be run again."""
 
     micro_batches: Sequence[Mapping[str, Tensor]]
-    divisor: int
-    state: Tensor
+    divisor: int  # trained tokens that its loss is divided by
+    state: Tensor  # of the generator, before it
 
 
 class Passes:

@@ -50,35 +50,24 @@ class Drawn:
 
 
 class Stage(Protocol):
-    """A stretch of steps that train one thing on one kind of rows: a plain run, or one phase of a run of phases.
+    """A stretch of steps that train one thing on one kind of rows: a plain run, or one phase of a run of phases."""
 
-    Attributes:
-        steps: what trains.
-        num_steps: how many steps the stage has.
-        trains: what a phase trains, such as `lora`; None: the stage is a plain run. A phase begins and ends with a line
-            of metrics, and ends with an evaluation and a checkpoint, whatever the intervals say; the checkpoint with
-            the lowest loss is kept besides; and a callback that ends training stops it as a signal does. A plain run
-            does what callbacks ask, as `transformers.Trainer` would, and has epochs.
-        evaluates: whether there is anything to evaluate on.
-        done: steps that were taken or dropped; the loop counts them here.
-        best: `step` and `eval_loss` of the lowest loss so far, and whether nothing but that (`only`) asked for its
-            checkpoint; None: nothing was evaluated yet. The loop keeps it up.
-        eval_loss: after the step just taken; None: nothing was evaluated after it. The loop keeps it up.
-        pending: what a checkpoint that is gone on from says was not done any more; None: nothing.
-        unlogged: what `RunEvents.unlogged` was when that was written.
-        saved: the last step whose checkpoint is on disk as it would be written now; None: there is none.
-    """
-
-    steps: Steps
-    num_steps: int
+    steps: Steps  # what trains
+    num_steps: int  # how many steps the stage has
+    # What a phase trains, such as `lora`; None: the stage is a plain run. A phase begins and ends with a line of
+    # metrics, and ends with an evaluation and a checkpoint, whatever the intervals say; the checkpoint with the
+    # lowest loss is kept besides; and a callback that ends training stops it as a signal does. A plain run does what
+    # callbacks ask, as `transformers.Trainer` would, and has epochs.
     trains: str | None
-    evaluates: bool
-    done: int
+    evaluates: bool  # whether there is anything to evaluate on
+    done: int  # steps that were taken or dropped; the loop counts them here
+    # `step` and `eval_loss` of the lowest loss so far, and whether nothing but that (`only`) asked for its
+    # checkpoint; None: nothing was evaluated yet. The loop keeps it up.
     best: dict[str, Any] | None
-    eval_loss: float | None
-    pending: Pending | None
-    unlogged: tuple[float, int]
-    saved: int | None
+    eval_loss: float | None  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
+    pending: Pending | None  # what a checkpoint that is gone on from says was not done any more; None: nothing
+    unlogged: tuple[float, int]  # what `RunEvents.unlogged` was when that was written
+    saved: int | None  # the last step whose checkpoint is on disk as it would be written now; None: there is none
 
     @property
     def schedule(self) -> LRScheduler:
@@ -103,18 +92,12 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What changes between the end of a step and the end of the next, but for what only an optimizer's step changes.
-
-    Attributes:
-        fields: of the `TrainerState`, in which callbacks may write at any time.
-        num_logged: how many lines its log had; it is long, and not copied.
-        pending: what was still to be done after the step; None: nothing.
-    """
+    """What changes between the end of a step and the end of the next, but for what only an optimizer's step changes."""
 
     generators: Generators
-    fields: Mapping[str, Any]
-    num_logged: int
-    pending: Pending | None
+    fields: Mapping[str, Any]  # of the `TrainerState`, in which callbacks may write at any time
+    num_logged: int  # how many lines its log had; it is long, and not copied
+    pending: Pending | None  # what was still to be done after the step; None: nothing
 
     @classmethod
     def of(cls, backend: Backend, state: TrainerState, pending: Pending | None = None) -> Self:

@@ -29,21 +29,13 @@ __all__ = ["StepResult", "Steps", "check_room_for", "count_tokens", "may_drop", 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one pass did, in all processes together.
+    """What one pass did, in all processes together."""
 
-    Attributes:
-        loss: the mean over its trained tokens.
-        trained_tokens: how many these are.
-        tokens: all that are not padding.
-        grad_norm: of the gradients before clipping, where the optimizer stepped.
-        dropped: why the step was dropped that ended with this pass; None: it was not.
-    """
-
-    loss: float
-    trained_tokens: int
-    tokens: int
-    grad_norm: float | None
-    dropped: NonFiniteError | None = None
+    loss: float  # the mean over its trained tokens
+    trained_tokens: int  # how many these are
+    tokens: int  # all that are not padding
+    grad_norm: float | None  # of the gradients before clipping, where the optimizer stepped
+    dropped: NonFiniteError | None = None  # why the step was dropped that ended with this pass; None: it was not
 
 
 def no_event(_: str) -> None:

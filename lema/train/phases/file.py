@@ -65,22 +65,14 @@ OF_ADAPTERS = frozenset(AdapterSettings.model_fields)
 
 @dataclass(frozen=True)
 class PhaseFile:
-    """What a file says.
+    """What a file says."""
 
-    Attributes:
-        config: the settings of the run.
-        plan: the phases, each with what it overrides.
-        train_data: files, or a directory of packed tokens, of each data set, by name.
-        eval_data: the same of what is validated on; empty: there is no validation.
-        eval_rows: rows of the batch that is validated on; None: as many as a step has.
-        evaluations: files of the data sets that are measured whole when the last phase has ended, by name.
-    """
-
-    config: LemaConfig
-    plan: PhasePlan
-    train_data: dict[str, Any]
-    eval_data: dict[str, Any]
-    eval_rows: int | None = None
+    config: LemaConfig  # the settings of the run
+    plan: PhasePlan  # the phases, each with what it overrides
+    train_data: dict[str, Any]  # files, or a directory of packed tokens, of each data set, by name
+    eval_data: dict[str, Any]  # the same of what is validated on; empty: there is no validation
+    eval_rows: int | None = None  # rows of the batch that is validated on; None: as many as a step has
+    # Files of the data sets that are measured whole when the last phase has ended, by name.
     evaluations: dict[str, Any] = field(default_factory=dict)
 
 

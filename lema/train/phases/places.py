@@ -29,15 +29,10 @@ BEST, LATEST, MODEL, DELTA = "best.json", "latest.json", "model", "delta"
 
 @dataclass(frozen=True)
 class Places:
-    """Where a run's phases are.
+    """Where a run's phases are."""
 
-    Attributes:
-        directory: where the run writes.
-        plan: its phases.
-    """
-
-    directory: Path
-    plan: PhasePlan
+    directory: Path  # where the run writes
+    plan: PhasePlan  # its phases
 
     def place(self, index: int) -> Path:
         """Where a phase writes."""

@@ -43,50 +43,32 @@ class Rates:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes at the peak.
+    """Bytes at the peak."""
 
-    Attributes:
-        device: of device memory; of the host's where the device computes there.
-        host: of host memory, beside that.
-        mapped: in files that are mapped into memory, since host memory does not hold them.
-        disk: of checkpoints and models when the phase has ended, but for that of the best validation loss.
-        parts: of device, host and disk, by what they are for.
-    """
-
-    device: int
-    host: int
-    mapped: int
-    disk: int
-    parts: dict[str, dict[str, int]]
+    device: int  # of device memory; of the host's where the device computes there
+    host: int  # of host memory, beside that
+    mapped: int  # in files that are mapped into memory, since host memory does not hold them
+    disk: int  # of checkpoints and models when the phase has ended, but for that of the best validation loss
+    parts: dict[str, dict[str, int]]  # of device, host and disk, by what they are for
 
 
 @dataclass(frozen=True)
 class PhaseEntry:
-    """One phase.
-
-    Attributes:
-        trainable: parameters that train.
-        parameters: of the model, adapters not counted.
-        first_step: its first step in the run, counted from 1.
-        tokens: it is trained on, padding included.
-        leftover: tokens asked for that are less than a step.
-        moved: bytes read, uploaded and downloaded in the whole phase.
-        hours: it takes; None: not known.
-    """
+    """One phase."""
 
     name: str
     trains: str
-    trainable: int
-    parameters: int
-    first_step: int
+    trainable: int  # parameters that train
+    parameters: int  # of the model, adapters not counted
+    first_step: int  # its first step in the run, counted from 1
     last_step: int
-    tokens: int
-    leftover: int
+    tokens: int  # it is trained on, padding included
+    leftover: int  # tokens asked for that are less than a step
     tokens_per_source: dict[str, int]
     rates: Rates
-    moved: Traffic
+    moved: Traffic  # bytes read, uploaded and downloaded in the whole phase
     memory: PhaseMemory
-    hours: float | None
+    hours: float | None  # it takes; None: not known
 
     @property
     def steps(self) -> int:
@@ -96,32 +78,21 @@ class PhaseEntry:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """What is known of a run of phases before it starts.
-
-    Attributes:
-        warnings: what to look at.
-        machine: it is planned for.
-        device_memory: bytes of device memory that are allowed, or there.
-        host_memory: bytes of host memory that are allowed, or there.
-        speeds: where hours come from: the machine's `profile`, `measured` on this machine, or `unknown`.
-        shared: whether the device computes in host memory.
-        price: of an hour; None: none was given.
-        hours: of all phases, but for validation and what lies between phases; None: not known.
-        cost: of these hours; None: not known.
-    """
+    """What is known of a run of phases before it starts."""
 
     phases: tuple[PhaseEntry, ...]
-    warnings: tuple[str, ...]
-    machine: str
-    device_memory: int
-    host_memory: int
+    warnings: tuple[str, ...]  # what to look at
+    machine: str  # it is planned for
+    device_memory: int  # bytes of device memory that are allowed, or there
+    host_memory: int  # bytes of host memory that are allowed, or there
+    # Where hours come from: the machine's `profile`, `measured` on this machine, or `unknown`.
     speeds: Literal["profile", "measured", "unknown"]
-    shared: bool
-    price: float | None
+    shared: bool  # whether the device computes in host memory
+    price: float | None  # of an hour; None: none was given
     steps: int
     tokens: int
-    hours: float | None
-    cost: float | None
+    hours: float | None  # of all phases, but for validation and what lies between phases; None: not known
+    cost: float | None  # of these hours; None: not known
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""

@@ -30,23 +30,14 @@ __all__ = ["Start", "begin_at", "find_point", "find_start", "go_on"]
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """Where a run begins."""
 
-    Attributes:
-        index: of the phase it begins in.
-        checkpoint: what the phase goes on from; None: it begins.
-        models: what earlier phases have left, by their index.
-        here: the checkpoint is the run's own.
-        ended: with that checkpoint the phase has ended, and what it leaves is there.
-        rebuilt: an earlier phase of the run whose model is written again first; None: none is.
-    """
-
-    index: int
-    checkpoint: Path | None
-    models: dict[int, Path]
-    here: bool = False
-    ended: bool = False
-    rebuilt: int | None = None
+    index: int  # of the phase it begins in
+    checkpoint: Path | None  # what the phase goes on from; None: it begins
+    models: dict[int, Path]  # what earlier phases have left, by their index
+    here: bool = False  # the checkpoint is the run's own
+    ended: bool = False  # with that checkpoint the phase has ended, and what it leaves is there
+    rebuilt: int | None = None  # an earlier phase of the run whose model is written again first; None: none is
 
 
 def find_start(path: str | Path, places: Places) -> Start:
