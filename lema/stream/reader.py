@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from lema.stream.workers import Ticket, Workers
 __all__ = ["LayerReader"]
 
 
+MOST_PIECES = 256  # of one read; systems take 1,024 places in memory, of which a piece has up to three
 SEGMENT = 16 << 20  # bytes of one read: a few fill any disk's queue, and between two of them there is little to do
 
 
@@ -48,44 +49,44 @@ class _File:
                     self.close()
                     raise
 
-    def read(self, memory: memoryview, start: int, offset: int, nbytes: int, alone: bool = True) -> None:
-        """Fill `memory[start : start + nbytes]` from `offset` on.
-
-        Args:
-            alone: the pages of memory that these bytes lie in may be overwritten as a whole.
-        """
-        if self.direct is not None and (start - offset) % PAGE == 0:
+    def read(self, memory: memoryview, runs: Sequence[ByteRun]) -> None:
+        """Read runs that follow each other in the file, each to its place in `memory`, by one request."""
+        begin, nbytes = runs[0].offset, sum(run.nbytes for run in runs)
+        if self.direct is not None and _in_pages(runs[0]):
             try:
-                self._read_pages(self.direct, memory, start, offset, nbytes, alone)
+                self._read_pages(self.direct, memory, runs)
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL: this file system refuses direct reads after all
                     raise
                 self.direct = None  # not closed yet: other threads may be reading through it
-        _read_fully(self.descriptor, [memory[start : start + nbytes]], offset, nbytes, self.path)
+        views = [memory[run.slot_offset : run.slot_offset + run.nbytes] for run in runs]
+        _read_fully(self.descriptor, views, begin, nbytes, self.path)
 
-    def _read_pages(
-        self, descriptor: int, memory: memoryview, start: int, offset: int, nbytes: int, alone: bool
-    ) -> None:
-        """Read whole pages around the bytes wanted, by one request."""
-        lead = offset % PAGE
-        pages = -(-(lead + nbytes) // PAGE)
-        first, last = (0, 0) if alone else (int(lead > 0), int((lead + nbytes) % PAGE > 0))
-        if pages == 1:
-            last = min(last, 1 - first)
-        begin = start - lead
-        inner = memory[begin + first * PAGE : begin + (pages - last) * PAGE]
-        # The first and the last page go aside where another piece has bytes in theirs in memory.
-        aside = _bytes(anonymous(2 * PAGE)) if first or last else memoryview(b"")
-        views = [*[aside[:PAGE]] * first, *([inner] if len(inner) else []), *[aside[PAGE : 2 * PAGE]] * last]
-        _read_fully(descriptor, views, offset - lead, lead + nbytes, self.path)
-        if first:
-            count = min(nbytes, PAGE - lead)
-            memory[start : start + count] = aside[lead : lead + count]
-        if last:
-            count = min(nbytes, (lead + nbytes - 1) % PAGE + 1)
-            end, skipped = start + nbytes, PAGE + (lead if pages == 1 else 0)
-            memory[end - count : end] = aside[skipped : skipped + count]
+    def _read_pages(self, descriptor: int, memory: memoryview, runs: Sequence[ByteRun]) -> None:
+        """Read the whole pages that runs lie in; pages that hold bytes of two runs go aside, and are divided then."""
+        views: list[memoryview] = []
+        aside: dict[int, memoryview] = {}  # by page of the file
+        spare = _bytes(anonymous((len(runs) + 1) * PAGE)) if not runs[0].alone else memoryview(b"")
+        for run in runs:
+            first, last, shift = run.offset // PAGE, -(-(run.offset + run.nbytes) // PAGE), run.slot_offset - run.offset
+            for page in _shared_pages(run):
+                if page not in aside:
+                    aside[page] = spare[len(aside) * PAGE : (len(aside) + 1) * PAGE]
+            begin, end = first + (first in aside), last - (last - 1 in aside)  # pages that are this run's alone
+            if first in aside and (not views or views[-1] is not aside[first]):
+                views.append(aside[first])
+            if begin < end:
+                views.append(memory[begin * PAGE + shift : end * PAGE + shift])
+            if last - 1 in aside and last - 1 != first:
+                views.append(aside[last - 1])
+        start = runs[0].offset // PAGE * PAGE
+        _read_fully(descriptor, views, start, runs[-1].offset + runs[-1].nbytes - start, self.path)
+        for run in runs:
+            for page in _shared_pages(run):
+                start, stop = max(run.offset, page * PAGE), min(run.offset + run.nbytes, (page + 1) * PAGE)
+                place = run.slot_offset + start - run.offset
+                memory[place : place + stop - start] = aside[page][start - page * PAGE : stop - page * PAGE]
 
     def close(self) -> None:
         for descriptor in self._opened:
@@ -131,12 +132,13 @@ class LayerReader:
         """
         memory = _bytes(buffer)
         parts: list[Callable[[], None]] = []
-        for run in _segments(layer):
-            look = None
-            if self._guard is not None and self._guard.new(run.file, run.offset, run.nbytes):
-                read = buffer[run.slot_offset : run.slot_offset + run.nbytes]
-                look = partial(self._guard.look, read, run.file, run.offset)
-            parts.append(partial(self._read, name, run, memory, look))
+        for runs in _requests(layer):
+            looks = []
+            for run in runs:
+                if self._guard is not None and self._guard.new(run.file, run.offset, run.nbytes):
+                    read = buffer[run.slot_offset : run.slot_offset + run.nbytes]
+                    looks.append(partial(self._guard.look, read, run.file, run.offset))
+            parts.append(partial(self._read, name, runs, memory, looks))
         for cast in layer.casts:
             look = None
             if self._guard is not None and self._guard.new_cast(cast):
@@ -146,15 +148,18 @@ class LayerReader:
         self._workers.submit(ticket)
         return ticket
 
-    def _read(self, name: str, run: ByteRun, memory: memoryview, look: Callable[[], None] | None) -> None:
+    def _read(
+        self, name: str, runs: Sequence[ByteRun], memory: memoryview, looks: Sequence[Callable[[], None]]
+    ) -> None:
+        nbytes = sum(run.nbytes for run in runs)
         try:
-            with self._trace.span("read", name, nbytes=run.nbytes):
-                self._file(run.file).read(memory, run.slot_offset, run.offset, run.nbytes, run.alone)
+            with self._trace.span("read", name, nbytes=nbytes):
+                self._file(runs[0].file).read(memory, runs)
         except OSError as error:
-            raise _failure(error, run.file, run.offset, run.nbytes) from error
+            raise _failure(error, runs[0].file, runs[0].offset, nbytes) from error
         with self._lock:
-            self.bytes_read += run.nbytes
-        if look is not None:  # in the thread that read, because it mostly waits for the disk and training goes on
+            self.bytes_read += nbytes
+        for look in looks:  # in the thread that read, because it mostly waits for the disk and training goes on
             look()
 
     def _cast(self, name: str, cast: Cast, buffer: Tensor, look: Callable[[Tensor], None] | None) -> None:
@@ -219,6 +224,37 @@ def _segments(layer: LayerBytes) -> Iterator[ByteRun]:
             stop = min(end, (offset // PAGE) * PAGE + SEGMENT)
             yield replace(run, offset=offset, nbytes=stop - offset, slot_offset=run.slot_offset + offset - run.offset)
             offset = stop
+
+
+def _requests(layer: LayerBytes) -> Iterator[Sequence[ByteRun]]:
+    """Group pieces that follow each other in a file, as those of experts commonly do, into what one read takes."""
+    group: list[ByteRun] = []
+    for run in sorted(_segments(layer), key=lambda run: (str(run.file), run.offset)):
+        if group and not _continues(group, run):
+            yield group
+            group = []
+        group.append(run)
+    if group:
+        yield group
+
+
+def _continues(group: Sequence[ByteRun], run: ByteRun) -> bool:
+    last = group[-1]
+    follows = (run.file, run.offset) == (last.file, last.offset + last.nbytes)
+    fits = run.offset + run.nbytes - group[0].offset <= SEGMENT and len(group) < MOST_PIECES
+    return follows and fits and not (last.alone or run.alone) and _in_pages(last) == _in_pages(run)
+
+
+def _in_pages(run: ByteRun) -> bool:
+    """Whether a run lies in memory as far into its page as in its file, as a read past the page cache needs it."""
+    return (run.slot_offset - run.offset) % PAGE == 0
+
+
+def _shared_pages(run: ByteRun) -> list[int]:
+    """Return the pages of the file, the first or the last of a run, that have bytes of other pieces, too."""
+    end = run.offset + run.nbytes
+    edges = sorted({run.offset // PAGE, (end - 1) // PAGE})
+    return [] if run.alone else [page for page in edges if page * PAGE < run.offset or end < (page + 1) * PAGE]
 
 
 def _read_fully(descriptor: int, views: list[memoryview], offset: int, needed: int, path: Path) -> None:
