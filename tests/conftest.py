@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -115,6 +116,13 @@ def _nothing_unpickled() -> Iterator[None]:
     yield
     if told := pickles.found():
         pytest.fail("\n".join(told), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the curve of the loss undrawn, which takes as long as a step or two, but where a test looks at it."""
+    if "lema.train.events" in sys.modules and request.node.get_closest_marker("picture") is None:
+        monkeypatch.setattr("lema.train.events.plot_loss", lambda *_: False)
 
 
 @pytest.fixture(scope="session")
