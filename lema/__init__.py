@@ -6,6 +6,7 @@ Names are imported when they are first used, so `import lema` costs nothing. `le
 print nothing.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
@@ -101,6 +102,8 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str]
 
 def _quiet_import(module: str) -> ModuleType:
     """Import a module of LEMA without the warnings of libraries that PEFT and transformers import on their own."""
+    if module in sys.modules:
+        return import_module(module)  # which waits where another thread is importing it
     from lema.config.quiet import hushed  # not at the top, because `lema.config` is a user of `lazy_exports`
 
     with hushed():

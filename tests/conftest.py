@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -72,6 +73,11 @@ def pytest_configure() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([watching, *filter(None, given)])
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for a run of all tests; none beside pytest's own where files or folders are named."""
+    return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else min(2, os.cpu_count() or 1)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at which markers a run asks for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest modules, and have a default run take a few cases, evenly spaced, of a `sampled` test.
@@ -82,7 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        exhaustive = item.get_closest_marker("exhaustive") is not None  # in neither kind of run
+        if item.get_closest_marker("sampled") is not None and not exhaustive:
             cases[item.nodeid.partition("[")[0]].append(item)
     for every in cases.values():
         (count,) = every[0].get_closest_marker("sampled").args  # type: ignore[union-attr] # it has one
@@ -109,6 +116,13 @@ def _nothing_unpickled() -> Iterator[None]:
     yield
     if told := pickles.found():
         pytest.fail("\n".join(told), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the curve of the loss undrawn, which takes as long as a step or two, but where a test looks at it."""
+    if "lema.train.events" in sys.modules and request.node.get_closest_marker("picture") is None:
+        monkeypatch.setattr("lema.train.events.plot_loss", lambda *_: False)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 def hush() -> None:
     """Let the chatty libraries log errors only, for the rest of the process."""
     for name in CHATTY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        _set_level(logging.getLogger(name), logging.ERROR)
 
 
 @contextmanager
@@ -33,4 +33,10 @@ def hushed() -> Iterator[None]:
         yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+            _set_level(logger, level)
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    """Set a level that is another one, because setting it empties a cache of every logger of the process."""
+    if logger.level != level:
+        logger.setLevel(level)

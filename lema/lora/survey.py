@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import CRITICAL, getLogger
@@ -114,9 +114,10 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
 
 def _run_parts(model: PreTrainedModel) -> None:
     """Run the model up to its layers, the first layer, and from the layers to the logits, in training and out of it."""
-    for training in (True, False):
-        with _shapes_only(model.train(training)):
-            split = Split(model, load("cpu"))
+    not_run = {part for layer in find_layers(model)[1][1:] for part in layer.modules()}
+    with _shapes_only(model, not_run):
+        for training in (True, False):
+            split = Split(model.train(training), load("cpu"))
             tokens = torch.ones(1, TOKENS, dtype=torch.long)
             prelude = split.prelude({"input_ids": tokens}, split.layers[0].state_dict())
             split.head(prelude.hidden)
@@ -158,11 +159,14 @@ def _leave_one_of_each(layers: nn.ModuleList) -> None:
 
 
 @contextmanager
-def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
-    """Run what is inside without values: parameters seem to be in memory, but only shapes and dtypes are computed."""
+def _shapes_only(model: PreTrainedModel, not_run: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Run what is inside without values: parameters seem to be in memory, but only shapes and dtypes are computed.
+
+    Those of modules that are `not_run` stay as they are, because a large model has most of its parameters in them.
+    """
     # The other implementations of experts sort tokens by values, or compute in half precision only.
     model.set_experts_implementation("batched_mm")
-    owned = [module._parameters for module in model.modules() if module._parameters]
+    owned = [module._parameters for module in model.modules() if module._parameters and module not in not_run]
     before = [dict(parameters) for parameters in owned]
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
         try:

@@ -1,16 +1,17 @@
 """The benchmark of activation offloading runs from end to end in a tiny form, and its memory counts what it says."""
 
 import json
-import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HIDDEN, LAYERS, ROWS, TOKENS = 64, 16, 2, 256  # activations outweigh the gradients of adapters
@@ -38,16 +39,41 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dic
     sizes = {"hidden": HIDDEN, "intermediate": 128, "layers": LAYERS, "vocabulary": 64, "rows": ROWS, "tokens": TOKENS}
     shape = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     places = ["--directory", str(directory), "--out", str(directory / "results")]
-    command = [sys.executable, str(BENCHMARKS / "activations.py"), *shape, *places]
     options = ["--modes", "hidden_states,true", "--devices", "cpu", "--rounds", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked(run_benchmark, [[*shape, *places, *options]], 1, tmp_path_factory.mktemp("said"), 240)
     assert [path.name for path in directory.iterdir()] == ["results"], "nothing is left on disk"
     found = json.loads((directory / "results" / "activations-cpu.json").read_text())
     assert found["device"] == "cpu"
     assert found["machine"]["date"]
     return {(row["mode"], row["checkpointing"]): row for row in found["rows"]}
+
+
+def run_benchmark(arguments: list[str]) -> None:
+    """Run the benchmark; its first child is a process as it is, which imports anew, and the others are forked."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import activations
+    import activations_child  # what each child would import first
+    from faults import forked
+
+    def child_of_benchmark() -> int:
+        activations_child.main()
+        return 0
+
+    begun, started = activations._memory, []
+
+    def measure(task: Any, arm: Any) -> dict[str, Any]:
+        started.append(arm)
+        if len(started) == 1:
+            return begun(task, arm)
+        sys.argv = ["activations_child.py", json.dumps({"task": asdict(task), "arm": asdict(arm)})]
+        with tempfile.NamedTemporaryFile() as log:
+            ended = forked.run(child_of_benchmark, Path(log.name))
+        assert ended.code == 0, ended.said
+        return json.loads(ended.said.splitlines()[-1])
+
+    activations._memory = measure
+    sys.argv = ["activations.py", *arguments]
+    activations.main()
 
 
 @pytest.mark.slow

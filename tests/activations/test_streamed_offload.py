@@ -182,6 +182,7 @@ class Watched(LateDevice):
         return super().download(source, target)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 def test_no_byte_of_a_weight_is_moved(checkpoint_of: CheckpointOf, tmp_path: Path, name: str) -> None:
     backend, seen = Watched(), 0
@@ -396,6 +397,7 @@ def test_a_disk_that_is_full_stops_the_step_and_the_next_is_whole(
         assert_same(streamed_step(model, batches), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["smaller", "spent"])
 def test_layers_that_some_memory_was_spent_on_may_have_their_graphs_away(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, name: str

@@ -25,6 +25,7 @@ def write_config(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     return config_writer(llama, tmp_path)
 
 
+@pytest.mark.picture
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "rows", "all_learnt"),

@@ -41,6 +41,7 @@ def of_every_kind(ways: Iterable[str], quick: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("way", "name", "tied", "recompute"), cases)
 
 
+@pytest.mark.sampled(5)
 @of_every_kind(WAYS, quick=1)
 def test_what_trains_beside_the_matrices(
     checkpoint_of: CheckpointOf, way: str, name: str, tied: bool, recompute: bool
@@ -146,6 +147,7 @@ def test_dropout_is_drawn_as_the_whole_model_draws_it(
         assert_same(streamed_step(model, batches), whole_step(whole, batches))
 
 
+@pytest.mark.sampled(2)
 @of_every_kind(["both", "lora on both", "all biases", "magnitudes of both", "rows of the embeddings"], quick=1)
 def test_bfloat16_weights(checkpoint_of: CheckpointOf, name: str, way: str, tied: bool, recompute: bool) -> None:
     """Copies of modules and biases have the dtype of the weights, as in PEFT; matrices and magnitudes are float32."""

@@ -25,6 +25,7 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 NEEDED = ["lema.cli.app", "lema.train.run", "lema.train.phases.run", "dividedwork", "neuronranks"]
+NEEDED += ["matplotlib.backends.backend_agg", "matplotlib.figure", "peft.tuners.lora.bnb"]  # which a run imports late
 NEEDED += [f"transformers.models.{one}.modeling_{one}" for one in ("llama", "qwen3", "mixtral")]
 GIVEN = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
 TO_SEE_IT = 30.0  # seconds

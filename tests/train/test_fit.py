@@ -154,6 +154,7 @@ def test_epochs_or_steps_say_how_long_a_run_is(
 
 
 @pytest.mark.slow
+@pytest.mark.picture
 def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) -> None:
     config = settings(llama, tmp_path / "out", gradient_accumulation_steps=2, micro_batch_size=1, logging_steps=2)
     rows = token_rows(32)

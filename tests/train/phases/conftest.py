@@ -34,10 +34,8 @@ def config_of(
     """Return the settings of a run in a directory of that name: `(name="run", dropout=0.0, **settings)`."""
     from lema import LemaConfig
     from lema.storage import atomic as commit
-    from lema.train import events
 
     monkeypatch.setattr(commit, "flush", lambda _: None)  # a loss of power is not what is tested here
-    monkeypatch.setattr(events, "plot_loss", lambda *_: False)  # nor is a picture, but where it is
 
     def make(name: str = "run", dropout: float = 0.0, **settings: Any) -> LemaConfig:
         fixed = {"device": "cpu", "gradient_checkpointing": True, "save_steps": 1, "max_grad_norm": 1.0}

@@ -74,6 +74,7 @@ def test_without_room_for_the_end_of_a_phase_the_run_fails(
         run_phases(config_of("other"), plan_of({**FULL, "tokens": 2 * STEP}), SOURCES)  # nor does it begin
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asked", ["stop", "at_layer"])
 def test_stopped_on_a_full_disk_a_run_says_both_and_goes_on_from_the_checkpoint_before(
     asked: str, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
