@@ -52,6 +52,8 @@ class Conversion:
     first: str
     converter: WeightConverter
     sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
+    # What operations make of tensors without bytes, by converter and shapes: many layers and experts are alike.
+    tried: dict[Any, list[tuple[str, torch.Size, torch.dtype]]] = field(default_factory=dict, repr=False)
 
     @property
     def described(self) -> str:
@@ -139,7 +141,7 @@ class Conversion:
             }
             steps.append(Step(here, constants, padded))
             given = {pattern: [_empty(record) for record in mine[pattern]] for pattern in here}
-            made = Plan(run, (), cast).make(steps[-1], given, dtype)
+            made = Plan(run.tried, (), cast).make(steps[-1], given, dtype)
             keys = keys or list(made)
             for at, key in enumerate(keys):
                 if made[key].dtype != dtype:
@@ -206,6 +208,19 @@ class _Operations:
         made = self._conversion.run(self._operations, given, self._model)
         return {name: one[0] if self._single or isinstance(one, list) else one for name, one in made.items()}
 
+    def tried(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Return what is made of tensors without bytes; small constants beside them have theirs."""
+        shapes = tuple(
+            (name, *((one.shape, one.dtype) if one.is_meta else tuple(one.tolist()) for one in group))
+            for name, group in sorted(given.items())
+        )
+        own, known = self._conversion.first, self._conversion.tried
+        key = (id(self._conversion.converter), shapes)
+        if key not in known:
+            made = self(given)
+            known[key] = [("" if name == own else name, one.shape, one.dtype) for name, one in made.items()]
+        return {name or own: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in known[key]}
+
     def forget_model(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         """Keep of the model only what the operations may ask for, because adapters will change its modules' names."""
         kept: Any = nn.Module()
@@ -237,7 +252,8 @@ def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], 
         return step
     divided = replace(step, units=units)
     try:
-        whole, part = (Plan(run, (), False).make(*one, dtype) for one in ((step, given), cut(divided, given, 0, 1)))
+        plan = Plan(run.tried, (), cast=False)
+        whole, part = (plan.make(*one, dtype) for one in ((step, given), cut(divided, given, 0, 1)))
     except (Misfit, RuntimeError, ValueError):
         return step
     fits = all(tuple(part[name].shape) == (one.shape[0] // units, *one.shape[1:]) for name, one in whole.items())

@@ -257,6 +257,7 @@ def _assign(
     ignorable = _ignorable_unexpected(model)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
+    tried: dict[Any, Any] = {}
     for name in sorted(stored, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
         record, prefix = stored[name], model.base_model_prefix
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
@@ -277,7 +278,8 @@ def _assign(
                 how="prepare the unquantised model with --quantize",
             )
         else:
-            conversions.setdefault(target, Conversion(target, by_pattern[pattern])).sources.append((pattern, record))
+            new = Conversion(target, by_pattern[pattern], tried=tried)
+            conversions.setdefault(target, new).sources.append((pattern, record))
     return names, list(conversions.values()), twice
 
 
