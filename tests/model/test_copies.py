@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lema.errors import ConfigError
 from lema.model.copies import CopyTrace
 from lema.storage.header import TensorRecord, read_header
 from lema.storage.quantized.published import move_elements
 from lema.storage.slices import AssembledRecord, Move, Piece, simplest
-from lema.stream.placement import PAGE, place, views
+from lema.stream.placement import PAGE, place, rank_share, views
 from lema.stream.reader import LayerReader
 from lema_cpu import CpuBackend
 
@@ -114,6 +115,29 @@ def test_pieces_are_read_to_their_places_and_nothing_beside_them(
         for tensor in placed.tensors:
             covered[tensor.offset : tensor.offset + tensor.nbytes] = True
         assert bool((buffer[~covered] == 0xC3).all())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_read_the_parts_of_a_layer_of_pieces(tmp_path: Path, size: int) -> None:
+    tensors = {f"{number}": torch.randn(5, 301) for number in range(8)}
+    save_file(tensors, tmp_path / "weights.safetensors")
+    records = read_header(tmp_path / "weights.safetensors")[1]
+    stacked = AssembledRecord("s", (8, 5, 301), tuple(_whole(records[f"{one}"], one * 1505) for one in range(8)))
+    turned = Piece(records["0"], Move(0, 0, ((5, 301, 1), (301, 1, 5))))
+    layer = place({"s": (stacked, torch.float32)})
+    parts = []
+    for rank in range(size):
+        share, reader = rank_share(layer, rank, size), LayerReader(threads=2)
+        parts.append(CpuBackend().host_buffer(share.nbytes))
+        reader.submit(share, parts[-1]).wait()
+        reader.close()
+    assert torch.equal(views(torch.cat(parts), layer)["s"], torch.stack([tensors[f"{one}"] for one in range(8)]))
+    with pytest.raises(ConfigError, match="lema prepare"):
+        rank_share(place({"t": (AssembledRecord("t", (301, 5), (turned,)), torch.float32)}), 0, size)
+
+
+def _whole(record: TensorRecord, write: int) -> Piece:
+    return Piece(record, Move(0, write, ((prod(record.shape), 1, 1),)))
 
 
 def test_one_range_of_a_tensor_is_a_plain_record() -> None:
