@@ -17,8 +17,9 @@ from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.model import meta_model, read_config
-from lema.model.outer_weights import StoredTensors, host_rows_name, layer_bytes, place_outside
+from lema.model.outer_weights import StoredTensors, layer_bytes, place_outside
 from lema.model.partition import held_records
+from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, lowest_trained, trained_bytes
@@ -40,6 +41,7 @@ class Blueprint:
         model: parameters on `meta`, but for those of the adapter, which have memory and no values.
         layers: the decoder layers as bytes.
         outside_bytes: of embeddings, final norm and head, on the device.
+        tables: the embeddings that are looked up row by row.
         adapter_bytes: of what trains, with gradients and optimizer state.
         adapter_parameters: how many train.
         stored_bytes: of the model's files.
@@ -53,6 +55,7 @@ class Blueprint:
     model: PreTrainedModel
     layers: Sequence[LayerBytes]
     outside_bytes: int
+    tables: RowTables
     adapter_bytes: int
     adapter_parameters: int
     stored_bytes: int
@@ -64,7 +67,8 @@ class Blueprint:
     @property
     def model_bytes(self) -> int:
         """Of all weights in the types they are used in: what the model takes when it is written."""
-        return self.outside_bytes + sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
+        streamed = sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
+        return self.outside_bytes + self.tables.nbytes + streamed
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -109,27 +113,36 @@ def draw_up(
     name, stack = find_layers(model)
     dtypes, device = target_dtypes(model), backend or load("cpu")
     parallel = parallel or SingleProcess()
-    layers = layer_bytes(records, dtypes, name, len(stack))
     with closing(LayerReader(threads=1)) as reader:  # which is never asked
-        in_host = host_rows_name(model) if config.host_embeddings else None
-        outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name, in_host)[1]
+        stored = StoredTensors(records, dtypes, device, reader)
+        tables = RowTables(model, stored, config.embeddings, backend or config.device)
+        outside = place_outside(model, stored, name, tables.names)[1]
+    outside_bytes = outside.nbytes + outside.expanded_bytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
         trained = None
-        inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+        with tables.taken_out():
+            inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+            touched = tables.touched()
+        outside_bytes += tables.keep_whole(touched)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             parallel.shard(model)
-            layers = layer_bytes(held_records(model, records, parallel), dtypes, name, len(stack))
+            records = held_records(model, records, parallel)
+        layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
         adapter = training_bytes(model, name)
     else:
-        trained = _train_weights(model, layers, chosen(model), f"{name}.")
+        wanted = chosen(model)
+        outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
+        layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
+        trained = _train_weights(model, layers, wanted, f"{name}.")
         count, adapter = trained.parameters, trained.on_device
     return Blueprint(
         directory,
         model,
         layers,
-        outside.nbytes + outside.expanded_bytes,
+        outside_bytes,
+        tables,
         adapter,
         count,
         index.nbytes,

@@ -303,7 +303,7 @@ class _Timer:
             return workload.head.flops / rate, 0.0
         batch = self.shape.micro_batch
         tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)
-        with _made_up_outside(self.blueprint.model, self.split, self.backend):
+        with _made_up_outside(self.blueprint, self.split, self.backend):
             chunks = LossChunks(self.split.head, [tokens], self.config.loss_chunk_tokens)
             head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), self.backend, self.clock)
             prelude = median_seconds(lambda: self.split.prelude({"input_ids": tokens}, {}), self.backend, self.clock)
@@ -340,15 +340,17 @@ def _timings(found: Sequence[LayerSeconds], head: float, prelude: float = 0.0, o
 
 
 @contextmanager
-def _made_up_outside(model: nn.Module, split: Split, backend: Backend) -> Iterator[None]:
-    """Give what lies outside the layers values and memory for the length of a `with` block."""
-    inside = {id(parameter) for parameter in split.layers.parameters()}
+def _made_up_outside(blueprint: Blueprint, split: Split, backend: Backend) -> Iterator[None]:
+    """Give what lies outside the layers, and is loaded, values and memory for the length of a `with` block."""
+    model = blueprint.model
+    left_out = {id(parameter) for parameter in split.layers.parameters()}
+    left_out |= {id(model.get_parameter(name)) for name in blueprint.tables.names}
     owned = [(module, dict(module._parameters)) for module in model.modules()]
     made: dict[int, nn.Parameter] = {}
     try:
         for module, parameters in owned:
             for name, parameter in parameters.items():
-                if parameter is not None and parameter.is_meta and id(parameter) not in inside:
+                if parameter is not None and parameter.is_meta and id(parameter) not in left_out:
                     if id(parameter) not in made:
                         real = torch.empty(parameter.shape, dtype=parameter.dtype, device=backend.device)
                         made[id(parameter)] = nn.Parameter(made_up(real), requires_grad=False)

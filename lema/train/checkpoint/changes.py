@@ -99,7 +99,7 @@ CLASSES: Mapping[str, Change] = _classes(
             "offload_dir",
             "cache_frozen_prefix",
             "page_locked",
-            "host_embeddings",
+            "embeddings",
             "shard_weights",
             "output_dir",
             "save_steps",
