@@ -208,6 +208,18 @@ def test_what_trains_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items() if one is not None)
 
 
+def test_weights_that_train_themselves_are_whole(tmp_path: Path, of_any_size: None) -> None:
+    directory = write_model(tmp_path / "model")
+    config = settings(directory, tmp_path)
+    with opened(config, adapter=False) as model:
+        model.keep_whole(lambda name: "layers" not in name)
+        embeddings = model.skeleton.get_input_embeddings()
+        assert torch.equal(embeddings.weight, whole_table(directory))
+        assert torch.equal(embeddings(torch.tensor([[3, 1]])), whole_table(directory)[torch.tensor([[3, 1]])])
+        planned = draw_up(config, chosen=lambda _: lambda name: "layers" not in name)
+        assert abs(planned.outside_bytes - model.outside_bytes) <= 4096
+
+
 def test_tied_to_the_head_it_is_whole_and_the_plan_says_why(tmp_path: Path, of_any_size: None) -> None:
     blueprint = draw_up(settings(write_model(tmp_path / "model", tie_word_embeddings=True), tmp_path))
     assert not blueprint.tables.names
