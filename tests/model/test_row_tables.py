@@ -25,6 +25,7 @@ from transformers.models.qwen4_exp import Qwen4ExpTextConfig
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError, NonFiniteError
 from lema.model import row_tables
+from lema.model.compiled import CompiledLayers
 from lema.plan.blueprint import draw_up
 
 CheckpointOf = Callable[..., Checkpoint]
@@ -104,6 +105,14 @@ def test_tables_in_layers_and_in_shards_are_no_part_of_their_layers(tmp_path: Pa
     blueprint = draw_up(config.model_copy(update={"embeddings": "auto"}))
     assert blueprint.tables.nbytes == spared
     assert any("rows from disk" in note for note in blueprint.tables.notes)
+
+
+def test_a_layer_with_such_a_table_is_not_compiled(tmp_path: Path, of_any_size: None) -> None:
+    with opened_type(write_type(ngrams(), tmp_path / "model")) as model:
+        layers = CompiledLayers(list(model.split.layers), model.split.layers_name, model.backend)
+        with pytest.warns(UserWarning, match="layers.2 is not compiled: an embedding in it is looked up row by row"):
+            assert not layers.compiles(2)
+        assert layers.compiles(1)
 
 
 def test_only_the_rows_that_are_there_are_read(tmp_path: Path, of_any_size: None) -> None:
