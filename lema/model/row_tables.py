@@ -105,7 +105,7 @@ class RowTables:
         kept = kept_unasked(planned_for or stored.backend) > 0 or not has_addresses(stored.backend.device)
         if where != "device" and not (where == "auto" and kept):
             self._choose()
-        self.put_in()
+        self._put_in()
 
     @property
     def names(self) -> frozenset[str]:
@@ -159,7 +159,7 @@ class RowTables:
         try:
             yield
         finally:
-            self.put_in()
+            self._put_in()
 
     def touched(self) -> list[str]:
         """Name the tables that have been adapted since, or train."""
@@ -241,7 +241,7 @@ class RowTables:
         assert rows is not None
         return rows.read
 
-    def put_in(self) -> None:
+    def _put_in(self) -> None:
         """Have the embeddings look their ids up here: each by itself, its class stays as it is."""
         for name, table in self._tables.items():
             # A function, which a copy of the module shares: a copied object would bring copies of all it refers to.

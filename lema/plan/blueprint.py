@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,13 +110,10 @@ def draw_up(
     """
     directory, index, model, records = _opened(config, trust_remote_code)
     name, stack = find_layers(model)
-    dtypes, device = target_dtypes(model), backend or load("cpu")
-    parallel = parallel or SingleProcess()
-    with closing(LayerReader(threads=1)) as reader:  # which is never asked
-        stored = StoredTensors(records, dtypes, device, reader)
-        tables = RowTables(model, stored, config.embeddings, backend or config.device)
-        outside = place_outside(model, stored, name, tables.names)[1]
-    outside_bytes = outside.nbytes + outside.expanded_bytes
+    dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
+    stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
+    tables = RowTables(model, stored, config.embeddings, backend or config.device)
+    outside_bytes = _outside_bytes(model, stored, name, tables)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
         trained = None
@@ -164,6 +160,11 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training says them, when it begins
         return directory, index, model, match_names(model, index)
+
+
+def _outside_bytes(model: PreTrainedModel, stored: StoredTensors, layers_name: str, tables: RowTables) -> int:
+    outside = place_outside(model, stored, layers_name, tables.names)[1]
+    return outside.nbytes + outside.expanded_bytes
 
 
 def _train_weights(
