@@ -43,9 +43,9 @@ RATE = 0.0  # of learning
 PLANNED = (1.0, 0.93)  # of the cap, for LEMA's plan: the second where the first ran out of memory
 # What LEMA is asked for, until its plan fits the cap: fewer bytes of logits, then one slot less.
 FRUGAL = (
-    {"host_embeddings": True},
-    {"host_embeddings": True, "loss_chunk_tokens": 256},
-    {"host_embeddings": True, "loss_chunk_tokens": 128, "prefetch_depth": 1},
+    {"embeddings": "host"},
+    {"embeddings": "host", "loss_chunk_tokens": 256},
+    {"embeddings": "host", "loss_chunk_tokens": 128, "prefetch_depth": 1},
 )
 
 

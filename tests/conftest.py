@@ -56,7 +56,7 @@ LONGEST = (
     "activations/test_offload_setting",
     "activations/test_mixin",
     "train/phases/test_lora_trainer",
-    "model/test_host_embeddings",
+    "model/test_row_tables",
     "house/test_readme",
     "engine/test_parity_adapters",
     "train/test_nonfinite_processes",

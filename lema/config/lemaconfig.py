@@ -160,8 +160,9 @@ class LemaConfig(AdapterSettings, _First):
     """Compile a decoder layer with `torch.compile`, once for all layers that are alike. Changes the last bits."""
     page_locked: Silent[bool | None] = None
     """Lock host memory that the device copies from; None: as much as the system allows."""
-    host_embeddings: Silent[bool] = False
-    """Keep the input embeddings in host memory, and give the device the rows of the tokens that are there."""
+    embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
+    """Where frozen embeddings wait whose rows are given to the device for the tokens that are there: in host memory, or
+    in the model's files; device: they are all on the device. auto: those of 16 MiB and more in the files."""
     shard_weights: Silent[bool] = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
     activation_offloading: Silent[Offloading] = False
@@ -227,9 +228,9 @@ class LemaConfig(AdapterSettings, _First):
         if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
             what = "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1"
             yield Problem("cache_frozen_prefix", what)
-        if self.host_embeddings and self.lora_trainable_token_indices is not None:
-            what = "lora_trainable_token_indices trains rows of the embeddings; set it to false"
-            yield Problem("host_embeddings", what)
+        if self.embeddings in ("host", "disk") and self.lora_trainable_token_indices is not None:
+            what = "lora_trainable_token_indices trains rows of the embeddings; set it to auto"
+            yield Problem("embeddings", what)
         if self.shard_weights and self.cache_frozen_prefix:
             what = "with cache_frozen_prefix processes leave out layers that others need; set one to false"
             yield Problem("shard_weights", what)

@@ -313,9 +313,9 @@ class StreamedModel:
         pairs = zip(micro_batches, targets, strict=True)
         placed = self._inputs.place([{**_inputs_of(batch), TARGETS: target} for batch, target in pairs])
         there = [batch.pop(TARGETS) for batch in placed]
-        if self.split.host_rows is not None:
+        if self.split.tables is not None:
             for batch, original in zip(placed, micro_batches, strict=True):
-                self.split.host_rows.remember(batch["input_ids"], original["input_ids"])
+                self.split.tables.remember(batch["input_ids"], original["input_ids"])
         return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, known=targets, **options)
 
     def _first_lease(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> AbstractContextManager[Lease | None]:

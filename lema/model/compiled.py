@@ -122,6 +122,8 @@ class CompiledLayers:
         layer, first = self._modules[index], self._modules[self._firsts[self.kinds[index]]]
         if any(self._hooks[index]):
             return "a module in it has a hook"
+        if any("forward" in vars(part) for part in layer[1:]):
+            return "an embedding in it is looked up row by row"
         if any(self._hooks[self._firsts[self.kinds[index]]]):
             return "a module of the layer that stands for it has a hook"
         if [part.training for part in layer] != [part.training for part in first]:

@@ -8,6 +8,7 @@ stored tensors pass to the device as they are, and the operations are run again 
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -262,7 +263,7 @@ def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], 
 
 def _numbers(names: Sequence[str]) -> set[int]:
     """Return the numbers that tell names apart, of experts for one; 0 where there is one name."""
-    rows = [name.split(".") for name in names]
+    rows = [re.split("[._]", name) for name in names]
     different = [parts for parts in zip(*rows, strict=False) if len(set(parts)) > 1]
     if len(names) == 1:
         return {0}

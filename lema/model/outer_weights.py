@@ -1,17 +1,11 @@
 """The weights that stay on the device: tensors outside the decoder layers, and those inside that train.
 
-Outside the layers are embeddings, the final norm and the head. Input embeddings may stay in host memory instead, since
-they are the largest tensor of many models and a step needs only as many rows of them as it has tokens. The rows of a
-micro-batch's tokens become the embedding's weight while the module runs, and the tokens become their places among these
-rows. So the numbers are those of the whole tensor, whatever else the module does with them.
+Outside the layers are embeddings, the final norm and the head; embeddings may be looked up row by row instead.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +13,13 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend
 from lema.backend.registry import has_addresses
-from lema.errors import ConfigError
-from lema.model.inputs import Inputs
-from lema.storage.quantized.records import Stored
+from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.slices import row_ranges
 from lema.stream.dequantize import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
-from lema.stream.reader import LayerReader
+from lema.stream.reader import LayerReader, StoredRows
 
-__all__ = ["HostRows", "StoredTensors", "host_rows_name", "layer_bytes", "load_outside", "place_outside"]
+__all__ = ["StoredTensors", "layer_bytes", "load_outside", "place_outside"]
 
 
 def layer_bytes(
@@ -34,11 +27,12 @@ def layer_bytes(
     dtypes: Mapping[str, torch.dtype],
     layers_name: str,
     num_layers: int,
+    left_out: Collection[str] = (),
 ) -> list[LayerBytes]:
-    """Return each decoder layer as bytes, its tensors named relative to the layer."""
+    """Return each decoder layer as bytes but for the tensors `left_out`, its tensors named relative to the layer."""
     layers: list[dict[str, tuple[Stored, torch.dtype]]] = [{} for _ in range(num_layers)]
     for name, record in records.items():
-        if name.startswith(f"{layers_name}."):
+        if name.startswith(f"{layers_name}.") and name not in left_out:
             index, _, inner = name.removeprefix(f"{layers_name}.").partition(".")
             layers[int(index)][inner] = (record, dtypes[name])
     return [place(layer) for layer in layers]
@@ -61,8 +55,8 @@ class StoredTensors:
         backend: Backend,
         reader: LayerReader,
     ) -> None:
-        self.records, self.dtypes = records, dtypes
-        self._backend, self._reader = backend, reader
+        self.records, self.dtypes, self.backend = records, dtypes, backend
+        self._reader = reader
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return those of `names` that are stored, on the device: views of memory that is the caller's."""
@@ -75,33 +69,41 @@ class StoredTensors:
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""
         placed = self.place([name])
-        buffer = self._backend.host_buffer(placed.nbytes)
+        buffer = self.backend.host_buffer(placed.nbytes)
         self._reader.submit(placed, buffer).wait()
         expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8) if placed.expansions else None
         if expanded is not None:
             expand_into(expanded, buffer, placed)
         return weights_in(buffer, placed, expanded)[name]
 
+    def rows(self, name: str) -> StoredRows | None:
+        """Return the rows of a stored table, which stays on disk; None: they cannot be read one by one."""
+        record = self.records[name]
+        ranges = None if isinstance(record, QuantizedRecord) else row_ranges(record)
+        return None if ranges is None else StoredRows(self._reader, name, ranges, record.shape, self.dtypes[name])
+
     def load(self, placed: LayerBytes) -> dict[str, Tensor]:
         """Return on the device what `place` laid out."""
-        buffer = self._backend.host_buffer(placed.nbytes)
+        buffer = self.backend.host_buffer(placed.nbytes)
         self._reader.submit(placed, buffer).wait()
-        if not placed.expansions and not has_addresses(self._backend.device):
+        if not placed.expansions and not has_addresses(self.backend.device):
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
-            return {name: one.to(self._backend.device) for name, one in weights_in(buffer, placed, None).items()}
-        on_device = self._backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
+            return {name: one.to(self.backend.device) for name, one in weights_in(buffer, placed, None).items()}
+        on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
         expanded = None
         if placed.expansions:
-            expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=self._backend.device)
+            expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=self.backend.device)
             expand_into(expanded, on_device, placed)
-        self._backend.synchronize()  # the buffer goes here, and the copy may still be reading it
+        self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
         return weights_in(on_device, placed, expanded)
 
 
-def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: str | None = None) -> int:
+def load_outside(
+    model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
+) -> int:
     """Make every stored tensor outside the decoder layers real, on the device; return their bytes.
 
-    Tensors that are tied stay one tensor; the one `left_out` stays as it is.
+    Tensors that are tied stay one tensor; those `left_out` stay as they are.
     """
     outside, placed = place_outside(model, stored, layers_name, left_out)
     tied = _same_object(model)
@@ -112,10 +114,10 @@ def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str
 
 
 def place_outside(
-    model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: str | None = None
+    model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> tuple[list[str], LayerBytes]:
-    """Name every stored tensor outside the decoder layers but `left_out`, and lay them out, tied ones once."""
-    outside = [name for name in stored.records if not name.startswith(f"{layers_name}.") and name != left_out]
+    """Name every stored tensor outside the decoder layers but those `left_out`, and lay them out, tied ones once."""
+    outside = [name for name in stored.records if not name.startswith(f"{layers_name}.") and name not in left_out]
     tied = _same_object(model)
     return outside, stored.place([name for name in outside if tied.get(name, name) == name])
 
@@ -136,95 +138,3 @@ def _replace(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
         owner._buffers[leaf] = Tensor.detach(tensor)
     else:
         owner._parameters[leaf] = tensor
-
-
-SETTING = "host_embeddings"
-
-
-def host_rows_name(model: PreTrainedModel) -> str:
-    """Return the name of the input embeddings' weight.
-
-    Raises:
-        ConfigError: they cannot stay in host memory.
-    """
-    embeddings = model.get_input_embeddings()
-    if not isinstance(embeddings, nn.Embedding):
-        raise _refusal("the model looks its tokens up in no plain table")
-    names = [name for name, one in model.named_parameters(remove_duplicate=False) if one is embeddings.weight]
-    if len(names) != 1:
-        raise _refusal("they are the head's weight as well, which is needed whole on the device")
-    return names[0]
-
-
-class HostRows:
-    """Looks tokens up in host memory, on behalf of the model's own embeddings.
-
-    Args:
-        model: whose input embeddings have their weight on `meta`.
-        weight: it, `[vocabulary, hidden]`, in host memory.
-        backend: the device.
-    """
-
-    def __init__(self, model: PreTrainedModel, weight: Tensor, backend: Backend) -> None:
-        self._model, self._weight, self._inputs = model, weight, Inputs(backend)
-        module = model.get_input_embeddings()
-        assert isinstance(module, nn.Embedding)
-        self._module, self._forward = module, module.forward
-        self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []  # tokens on the device, and the same in host memory
-        self._looked_at = True
-        module.forward = self._look_up  # type: ignore[method-assign] # of this module alone: its class stays as it is
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self._weight.nbytes
-
-    def check(self) -> None:
-        """Make sure that nothing trains the embeddings.
-
-        Raises:
-            ConfigError: an adapter, or something beside it, does.
-        """
-        if self._model.get_input_embeddings() is not self._module or self._module.weight.requires_grad:
-            raise _refusal("they are trained, or adapted")
-
-    def remember(self, tokens: Tensor, same: Tensor) -> None:
-        """Note what tokens on the device are, for as long as they are there, so that the device need not be asked."""
-        self._known = [(ref, one) for ref, one in self._known if ref() is not None]
-        self._known.append((weakref.ref(tokens), same))
-
-    @contextmanager
-    def nothing_looked_at(self) -> Iterator[None]:
-        """Look nothing up for the length of a `with` block: what the embeddings return is thrown away."""
-        self._looked_at = False
-        try:
-            yield
-        finally:
-            self._looked_at = True
-
-    def _look_up(self, input: Tensor) -> Tensor:
-        tokens = input  # torch's name for it
-        if not self._module.weight.is_meta:  # somebody gave it values, or pretends to
-            return self._forward(tokens)
-        if self._looked_at:
-            there = next((same for ref, same in self._known if ref() is tokens), None)
-            unique, places = torch.unique(tokens.cpu() if there is None else there.cpu(), return_inverse=True)
-            (placed,) = self._inputs.place([{"rows": self._weight.index_select(0, unique), "places": places}])
-        else:
-            row = torch.zeros(1, self._weight.shape[1], dtype=self._weight.dtype, device=tokens.device)
-            placed = {"rows": row, "places": torch.zeros_like(tokens)}
-        return self._with_weight(placed["rows"], lambda: self._forward(placed["places"]))
-
-    def _with_weight(self, rows: Tensor, run: Callable[[], Any]) -> Tensor:
-        absent, padding = self._module._parameters["weight"], self._module.padding_idx
-        self._module._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
-        self._module.padding_idx = None  # it says whose row gets no gradient, by a number that means another row here
-        try:
-            found: Tensor = run()
-        finally:
-            self._module._parameters["weight"], self._module.padding_idx = absent, padding
-        return found
-
-
-def _refusal(why: str) -> ConfigError:
-    return ConfigError(f"the input embeddings cannot stay in host memory: {why}", where=SETTING, how="set it to false")

@@ -43,7 +43,7 @@ from lema.model.capture import (
     without_values,
 )
 from lema.model.compiled import CompiledLayers
-from lema.model.outer_weights import HostRows
+from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import LayerNames, stored_name
 
@@ -96,7 +96,7 @@ class Split:
     Attributes:
         lazy: whether the device compiles what is run on it, and its tensors have no addresses. It is then not asked
             for values, because each answer would be a graph to compile.
-        host_rows: looks tokens up where the input embeddings are in host memory.
+        tables: the embeddings that are looked up row by row; None: all are whole.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Split:
         self._dtype = model.dtype
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
-        self.host_rows: HostRows | None = None
+        self.tables: RowTables | None = None
         self._learnt: set[bool] = set()  # in training, in evaluation: some models do other things between layers
         self._watched: set[int] = set()  # layers seen to leave their arguments alone
         self._to_compile = compiled
@@ -269,8 +269,8 @@ class Split:
 
         thrown_away: AbstractContextManager[None] = nullcontext()
         if batch is None:
-            if self.host_rows is not None:
-                thrown_away = self.host_rows.nothing_looked_at()
+            if self.tables is not None:
+                thrown_away = self.tables.nothing_looked_at()
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}

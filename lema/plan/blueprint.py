@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.model import meta_model, read_config
-from lema.model.outer_weights import StoredTensors, host_rows_name, layer_bytes, place_outside
+from lema.model.outer_weights import StoredTensors, layer_bytes, place_outside
 from lema.model.partition import held_records
+from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, lowest_trained, trained_bytes
@@ -39,6 +39,7 @@ class Blueprint:
     model: PreTrainedModel  # parameters on `meta`, but for those of the adapter, which have memory and no values
     layers: Sequence[LayerBytes]  # the decoder layers as bytes
     outside_bytes: int  # of embeddings, final norm and head, on the device
+    tables: RowTables  # the embeddings that are looked up row by row
     adapter_bytes: int  # of what trains, with gradients and optimizer state
     adapter_parameters: int  # how many train
     stored_bytes: int  # of the model's files
@@ -50,7 +51,8 @@ class Blueprint:
     @property
     def model_bytes(self) -> int:
         """Of all weights in the types they are used in: what the model takes when it is written."""
-        return self.outside_bytes + sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
+        streamed = sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
+        return self.outside_bytes + self.tables.nbytes + streamed
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -91,32 +93,35 @@ def draw_up(
     """
     directory, index, model, records = _opened(config, trust_remote_code)
     name, stack = find_layers(model)
-    dtypes, device = target_dtypes(model), backend or load("cpu")
-    parallel = parallel or SingleProcess()
-    layers = layer_bytes(records, dtypes, name, len(stack))
-    with closing(LayerReader(threads=1)) as reader:  # which is never asked
-        in_host = host_rows_name(model) if config.host_embeddings else None
-        outside = place_outside(model, StoredTensors(records, dtypes, device, reader), name, in_host)[1]
+    dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
+    stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
+    tables = RowTables(model, stored, config.embeddings, backend or config.device)
+    outside_bytes = _outside_bytes(model, stored, name, tables)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
         trained = None
-        inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+        with tables.taken_out():
+            inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+            touched = tables.touched()
+        outside_bytes += tables.keep_whole(touched)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             parallel.shard(model)
-            layers = layer_bytes(held_records(model, records, parallel), dtypes, name, len(stack))
+            records = held_records(model, records, parallel)
+        layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
         adapter = training_bytes(model, name)
     else:
-        trains = chosen(model)
-        for own, parameter in model.named_parameters():  # those inside the layers are given to each call
-            parameter.requires_grad_(trains(own) and not own.startswith(f"{name}."))
-        trained = trained_bytes(model, layers, trains)
+        wanted = chosen(model)
+        outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
+        layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
+        trained = _train_weights(model, layers, wanted, f"{name}.")
         count, adapter = trained.parameters, trained.on_device
     return Blueprint(
         directory,
         model,
         layers,
-        outside.nbytes + outside.expanded_bytes,
+        outside_bytes,
+        tables,
         adapter,
         count,
         index.nbytes,
@@ -138,3 +143,17 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training says them, when it begins
         return directory, index, model, match_names(model, index)
+
+
+def _outside_bytes(model: PreTrainedModel, stored: StoredTensors, layers_name: str, tables: RowTables) -> int:
+    outside = place_outside(model, stored, layers_name, tables.names)[1]
+    return outside.nbytes + outside.expanded_bytes
+
+
+def _train_weights(
+    model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool], inside: str
+) -> TrainedBytes:
+    """Have those outside the layers require grad, as training does; those inside are given to each call."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(chosen(name) and not name.startswith(inside))
+    return trained_bytes(model, layers, chosen)

@@ -108,6 +108,7 @@ class Demand:
     processes: int = 1  # of this machine, which have its host memory together
     shared: bool = False  # the device computes in host memory: host buffers are its slots
     training: HostTraining = HostTraining()  # in each process, for weights that train themselves
+    row_bytes: int = 0  # of embeddings that are looked up row by row, the rows of all tokens of the step
 
     @property
     def top(self) -> int:
@@ -250,7 +251,7 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     link_up = max(sum(layers[index].upload_bytes for index in loads_up), moved) / speeds.link
     link_down = (sum(layers[index].upload_bytes for index in loads_down) + moved) / speeds.link
     link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)  # the other way
-    disk_up = (sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
+    disk_up = (demand.row_bytes + sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
     disk_down = (sum(layers[index].read_bytes for index in reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
 
@@ -280,7 +281,7 @@ def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
 class Traffic:
     """Bytes that move between disk, host memory and device."""
 
-    read: int  # of weights, from disk
+    read: int  # of weights, from disk; rows of embeddings as if no token came twice
     uploaded: int  # to the device, of weights and of activations that come back
     downloaded: int  # from the device, of gradients and of activations that wait elsewhere
 
@@ -299,7 +300,7 @@ def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bo
         first, other = (sum(size(demand.layers[index]) for index in layers) for layers in (whole, later))
         return sum(size(demand.layers[index]) for index in held) + first + (steps - 1) * other
 
-    read = demand.outside_bytes + weights(kept, lambda layer: layer.read_bytes)
+    read = demand.outside_bytes + weights(kept, lambda layer: layer.read_bytes) + steps * demand.row_bytes
     if demand.shared:
         return Traffic(read, 0, 0)
     uploaded = demand.outside_bytes + weights(allocation.residents, lambda layer: layer.upload_bytes)

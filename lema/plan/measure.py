@@ -252,15 +252,17 @@ class _Timer:
             return workload.head.flops / rate, 0.0
         batch = self.shape.micro_batch
         tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)
-        inside = {id(parameter) for parameter in self.split.layers.parameters()}
+        model, tables = self.blueprint.model, self.blueprint.tables.names
+        left_out = {id(parameter) for parameter in self.split.layers.parameters()}
+        left_out |= {id(model.get_parameter(name)) for name in tables}  # which are not loaded
 
         def with_memory(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter) or not tensor.is_meta or id(tensor) in inside:
+            if not isinstance(tensor, nn.Parameter) or not tensor.is_meta or id(tensor) in left_out:
                 return tensor
             real = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.backend.device)
             return nn.Parameter(made_up(real), requires_grad=False)
 
-        with replaced_tensors(self.blueprint.model, with_memory):
+        with replaced_tensors(model, with_memory):
             chunks = LossChunks(self.split.head, [tokens], self.config.loss_chunk_tokens)
             head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), self.backend, self.clock)
             prelude = median_seconds(lambda: self.split.prelude({"input_ids": tokens}, {}), self.backend, self.clock)

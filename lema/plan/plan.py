@@ -262,6 +262,7 @@ def step_curve(planner: Planner, allocation: Allocation, around: float) -> Itera
 def _notes(planner: Planner, memory: PlannedMemory) -> tuple[str, ...]:
     notes = [planner.machine.note] * bool(planner.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
+    notes += planner.blueprint.tables.notes
     if sum(memory.device.values()) > planner.machine.device_memory:
         notes.append("this does not fit the device: set device_memory, gradient_checkpointing or micro_batch_size")
     return tuple(notes)

@@ -137,7 +137,8 @@ class Planner:
             shared=self.machine.shared,
             trained=self.blueprint.trained,
         )
-        return replace(known, processes=self.processes * self.blueprint.parallel.size)
+        rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
+        return replace(known, processes=self.processes * self.blueprint.parallel.size, row_bytes=rows)
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:
         """Return which layers, activations and inputs of layers memory is spent on, with some settings changed.

@@ -14,7 +14,18 @@ from pathlib import Path
 
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-__all__ = ["AssembledRecord", "Box", "Move", "Piece", "contiguous", "follow", "part_of", "simplest"]
+__all__ = [
+    "AssembledRecord",
+    "Box",
+    "Move",
+    "Piece",
+    "RowRange",
+    "contiguous",
+    "follow",
+    "part_of",
+    "row_ranges",
+    "simplest",
+]
 
 
 LEAST_READ = 8  # bytes; shorter ranges, of which there are as many as elements, are read with what lies between them
@@ -145,6 +156,35 @@ def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> Te
     record, width = pieces[0].record, DTYPE_BITS[pieces[0].record.dtype] // 8
     begin = record.offset + pieces[0].move.read * width
     return replace(record, offset=begin, nbytes=prod(shape) * width, shape=shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows of a table that lie side by side in one file.
+
+    Attributes:
+        first: the number in the table of the first of them.
+        record: the stored tensor they are rows of.
+        offset: where in the file the first begins.
+    """
+
+    first: int
+    record: TensorRecord
+    offset: int
+
+
+def row_ranges(record: TensorRecord | AssembledRecord) -> list[RowRange] | None:
+    """Return where the rows of a table `[rows, width]` are, from the first on; None: some row is in several places."""
+    if isinstance(record, TensorRecord):
+        return [RowRange(0, record, record.offset)]
+    row, width = prod(record.shape[1:]), DTYPE_BITS[record.dtype] // 8
+    found = []
+    for piece in sorted(record.pieces, key=lambda one: one.move.write):
+        move = piece.move.joined()
+        if not move.is_contiguous or move.write % row or move.count % row:
+            return None
+        found.append(RowRange(move.write // row, piece.record, piece.record.offset + move.read * width))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ class StreamCounters:
     Attributes:
         layers_read: layers read from disk on the way to a lease.
         layers_kept: leases of layers on disk that cost no read, for the layer was still there.
-        bytes_read: bytes read from disk, those of residents and of host memory among them.
+        bytes_read: bytes read from disk, those of residents, of host memory and of rows of embeddings among them.
         bytes_uploaded: bytes handed to device slots.
         bytes_gathered: bytes of layers that came from other processes, device to device.
         bytes_offloaded: bytes of activations that left the device, to wait for the backward in host memory or on disk.

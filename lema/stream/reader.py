@@ -1,6 +1,7 @@
 """A reader of layers into host buffers: a few large reads by several threads, past the page cache where possible.
 
-A read that fails is never lost: the ticket carries the error to the training thread.
+A read that fails is never lost: the ticket carries the error to the training thread. Single rows of a table are read
+too, many small reads through the page cache, which keeps the rows of common tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,15 +24,17 @@ from lema.backend.hostmemory import anonymous
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ReadError
 from lema.storage.quantized.published import move_elements
+from lema.storage.slices import RowRange
 from lema.stream.placement import DTYPES, PAGE, ByteRun, Cast, LayerBytes
-from lema.stream.weightcheck import BaseGuard
+from lema.stream.weightcheck import BaseGuard, first_non_finite, refusal
 from lema.stream.workers import Ticket, Workers
 
-__all__ = ["LayerReader"]
+__all__ = ["LayerReader", "StoredRows"]
 
 
 MOST_PIECES = 256  # of one read; systems take 1,024 places in memory, of which a piece has up to three
 SEGMENT = 16 << 20  # bytes of one read: a few fill any disk's queue, and between two of them there is little to do
+ROWS_AT_ONCE = 256  # runs of rows that one thread reads one after the other
 
 
 class _File:
@@ -112,15 +117,16 @@ class LayerReader:
         trace: NoTrace = NO_TRACE,
         guard: BaseGuard | None = None,
     ) -> None:
-        self._trace, self._guard = trace, guard
+        self._trace, self.guard = trace, guard
         self._workers = Workers(threads, "lema-read")
+        # Others, because layers that are read ahead may wait at their gate for what is computed with these rows.
+        self._row_workers = Workers(threads, "lema-rows")
         self._direct = direct
         self._files: dict[Path, _File] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
-        weakref.finalize(
-            self, self._workers.stop
-        ).atexit = False  # because a reader may be dropped without being closed
+        for workers in (self._workers, self._row_workers):  # because a reader may be dropped without being closed
+            weakref.finalize(self, workers.stop).atexit = False
 
     def submit(
         self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
@@ -135,18 +141,45 @@ class LayerReader:
         for runs in _requests(layer):
             looks = []
             for run in runs:
-                if self._guard is not None and self._guard.new(run.file, run.offset, run.nbytes):
+                if self.guard is not None and self.guard.new(run.file, run.offset, run.nbytes):
                     read = buffer[run.slot_offset : run.slot_offset + run.nbytes]
-                    looks.append(partial(self._guard.look, read, run.file, run.offset))
+                    looks.append(partial(self.guard.look, read, run.file, run.offset))
             parts.append(partial(self._read, name, runs, memory, looks))
         for cast in layer.casts:
             look = None
-            if self._guard is not None and self._guard.new_cast(cast):
-                look = partial(self._guard.look_at_cast, cast)
+            if self.guard is not None and self.guard.new_cast(cast):
+                look = partial(self.guard.look_at_cast, cast)
             parts.append(partial(self._cast, name, cast, buffer, look))
         ticket = Ticket(parts, before)
         self._workers.submit(ticket)
         return ticket
+
+    def gather(self, runs: Sequence[ByteRun], buffer: Tensor, *, name: str) -> None:
+        """Read many small runs into `buffer`, uint8, and wait until they are there; a trace calls the reads `name`.
+
+        Raises:
+            ReadError: a read failed.
+        """
+        memory = _bytes(buffer)
+        shares = [runs[start : start + ROWS_AT_ONCE] for start in range(0, len(runs), ROWS_AT_ONCE)]
+        ticket = Ticket([partial(self._gather, name, share, memory) for share in shares])
+        if ticket.size > 1:
+            self._row_workers.submit(ticket)
+            ticket.wait()
+        elif shares:
+            self._gather(name, shares[0], memory)
+
+    def _gather(self, name: str, runs: Sequence[ByteRun], memory: memoryview) -> None:
+        nbytes = sum(run.nbytes for run in runs)
+        with self._trace.span("read", name, nbytes=nbytes):
+            for run in runs:
+                view = memory[run.slot_offset : run.slot_offset + run.nbytes]
+                try:
+                    _read_fully(self._file(run.file).descriptor, [view], run.offset, run.nbytes, run.file)
+                except OSError as error:
+                    raise _failure(error, run.file, run.offset, run.nbytes) from error
+        with self._lock:
+            self.bytes_read += nbytes
 
     def _read(
         self, name: str, runs: Sequence[ByteRun], memory: memoryview, looks: Sequence[Callable[[], None]]
@@ -199,9 +232,71 @@ class LayerReader:
     def close(self) -> None:
         """Wait for the reads under way and close the files."""
         self._workers.close()
+        self._row_workers.close()
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+class StoredRows:
+    """The rows of a table that is not loaded, read when they are asked for.
+
+    Args:
+        reader: reads them.
+        name: of the table in the model.
+        ranges: where they are, in order.
+        shape: `[rows, width]`, of the table.
+        dtype: that they are cast to.
+    """
+
+    def __init__(
+        self, reader: LayerReader, name: str, ranges: Sequence[RowRange], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._reader, self._name, self._ranges, self._dtype = reader, name, ranges, dtype
+        self._num_rows, self._width = shape
+        self._stored = DTYPES[ranges[0].record.dtype]
+        self._firsts = np.array([one.first for one in ranges])
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Return the rows of `ids`, int64, sorted, each there once: `[ids, width]` in host memory.
+
+        Raises:
+            IndexError: there is no such row; as torch says it.
+            ReadError: they could not be read.
+            NonFiniteError: an element of them is NaN or infinite.
+        """
+        wanted = ids.numpy()
+        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self._num_rows:
+            raise IndexError("index out of range in self")
+        rows = torch.empty(len(wanted), self._width, dtype=self._stored)
+        self._reader.gather(self._runs(wanted), rows.view(-1).view(torch.uint8), name=self._name)
+        cast = rows.to(self._dtype)
+        if self._reader.guard is not None:
+            self._check(wanted, cast)
+        return cast
+
+    def _runs(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[ByteRun]:
+        """Return what to read: neighbours in one file are one run."""
+        nbytes = self._width * self._stored.itemsize
+        parts = np.searchsorted(self._firsts, ids, side="right") - 1
+        apart = (np.diff(ids) != 1) | (np.diff(parts) != 0)
+        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(ids)] if len(ids) else []
+        found = []
+        for begin, end in pairwise(cuts):
+            part = self._ranges[parts[begin]]
+            offset = part.offset + (int(ids[begin]) - part.first) * nbytes
+            found.append(ByteRun(part.record.file, offset, (end - begin) * nbytes, begin * nbytes, alone=False))
+        return found
+
+    def _check(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], rows: Tensor) -> None:
+        index = first_non_finite(rows.view(-1).view(torch.uint8), rows.dtype)
+        if index is None:
+            return
+        row, column = divmod(index, self._width)
+        part = self._ranges[int(np.searchsorted(self._firsts, ids[row], side="right")) - 1]
+        skipped = (part.offset - part.record.offset) // (self._width * self._stored.itemsize)
+        cast = None if self._stored == self._dtype else self._dtype
+        raise refusal(self._name, part.record, [int(ids[row]) - part.first + skipped, column], cast)
 
 
 def _failure(error: OSError, path: Path, offset: int, nbytes: int) -> ReadError:

@@ -21,7 +21,7 @@ from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, Move
 from lema.stream.placement import DTYPES, Cast
 
-__all__ = ["BaseGuard", "first_non_finite"]
+__all__ = ["BaseGuard", "first_non_finite", "refusal"]
 
 
 CHUNK = 256 << 10  # bytes looked at at once: they are in a processor's own cache then
@@ -90,7 +90,7 @@ class BaseGuard:
                 continue
             if (index := first_non_finite(memory[start - offset : stop - offset], dtype)) is not None:
                 index += (start - begin) // dtype.itemsize
-                raise _refusal(name, record, [int(one) for one in np.unravel_index(index, record.shape)])
+                raise refusal(name, record, [int(one) for one in np.unravel_index(index, record.shape)])
         self._seen.add((file, offset, memory.numel()))
 
     def look_at_cast(self, cast: Cast, target: Tensor) -> None:
@@ -103,7 +103,7 @@ class BaseGuard:
         if first_non_finite(target.contiguous().reshape(-1).view(torch.uint8), dtype) is not None:
             tensors = self._tensors[record.file]
             _, name, whole = tensors[bisect.bisect_right(tensors, record.offset, key=lambda one: one[0]) - 1]
-            raise _refusal(name, whole, None, None if DTYPES[record.dtype] == dtype else dtype)
+            raise refusal(name, whole, None, None if DTYPES[record.dtype] == dtype else dtype)
         self._casts.add(_cast_key(cast))
 
     def new_cast(self, cast: Cast) -> bool:
@@ -115,9 +115,17 @@ def _cast_key(cast: Cast) -> tuple[Path, int, Move | None]:
     return cast.record.file, cast.record.offset, cast.move
 
 
-def _refusal(
+def refusal(
     name: str, record: TensorRecord, element: list[int] | None, dtype: torch.dtype | None = None
 ) -> NonFiniteError:
+    """Return the error of a weight that is not finite.
+
+    Args:
+        name: of the weight in the model.
+        record: where it is stored.
+        element: which of its elements; None: it was not looked for.
+        dtype: that it was cast to and is too large for; None: it is not finite as it is stored.
+    """
     at = "" if element is None else f", element {element}"
     cast = "" if dtype is None else f", as {str(dtype).removeprefix('torch.')}"
     stored = "" if record.name == name else f" (stored as {record.name})"

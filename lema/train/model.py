@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cached_property, partial
 from os import PathLike
@@ -21,6 +21,7 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel, generate
 from lema.engine.padding import padding_of
+from lema.engine.precision import ProductPrecision
 from lema.errors import AdapterError, ConfigError
 from lema.lora import inject_lora_params, save_adapter
 from lema.lora.attach import configured_lora
@@ -29,9 +30,9 @@ from lema.lora.files import load_weights, read_lora_config, read_settings
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
-from lema.model.outer_weights import HostRows, StoredTensors, host_rows_name, layer_bytes, load_outside
+from lema.model.outer_weights import StoredTensors, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend, whole_adapter
-from lema.model.precision import ProductPrecision
+from lema.model.row_tables import RowTables
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import OpenModel
@@ -99,10 +100,8 @@ class LemaModel:
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
-        in_host = host_rows_name(self.skeleton) if config.host_embeddings else None
-        self.outside_bytes = load_outside(self.skeleton, self._stored, name, in_host)
-        if in_host is not None:
-            self.split.host_rows = HostRows(self.skeleton, self._stored.read_to_host(in_host), self.backend)
+        self.split.tables = self._tables = RowTables(self.skeleton, self._stored, config.embeddings)
+        self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names)
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self._precision = ProductPrecision(config.tf32)
@@ -265,7 +264,17 @@ class LemaModel:
         """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
         self._divide()
         records = held_records(self.skeleton, self.records, self.backend.parallel)
-        return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers)
+        return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
+
+    def keep_whole(self, chosen: Callable[[str], bool]) -> None:
+        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names.
+
+        Raises:
+            ConfigError: the settings ask for their rows.
+        """
+        if names := [name for name in self._tables.names if chosen(name)]:
+            self.outside_bytes += self._tables.keep_whole(names)
+            self.__dict__.pop("_layers", None)
 
     def _divide(self) -> None:
         """Divide the layers, adapters attached or not, among the processes that hold the model together; once."""
@@ -365,12 +374,15 @@ class LemaModel:
                 "the layers have been divided among processes already",
                 how="call initialize_lora() before anything else",
             )
-        self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+        if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
+            self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
+        with self._tables.taken_out():
+            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+            touched = self._tables.touched()
+        self.keep_whole(touched.__contains__)
         self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
         self._divide()
         self.split.adapters_changed()
-        if self.split.host_rows is not None:
-            self.split.host_rows.check()
         self.__dict__.pop("allocation", None)  # limits must leave room for the adapter
         if (stream := self.__dict__.pop("memory", None)) is not None:
             stream.cancel()

@@ -29,7 +29,14 @@ def trained(model: Path, out: Path) -> tuple[dict[str, Tensor], float, int]:
 
 def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU have no addresses; masks are made as they are, whose values change how attention rounds."""
-    for module in ("stream.stream", "activations.boundaries", "model.split", "engine.optim", "model.outer_weights"):
+    for module in (
+        "stream.stream",
+        "activations.boundaries",
+        "model.split",
+        "engine.optim",
+        "model.outer_weights",
+        "model.row_tables",
+    ):
         monkeypatch.setattr(f"lema.{module}.has_addresses", lambda device: False)
     monkeypatch.setattr("lema.model.split.values_unread", nullcontext)
     monkeypatch.setattr(Lease, "has_address", False)

@@ -50,6 +50,15 @@ def planned(model: Path, machine: str = "4090", **changes: Any) -> Plan:
     return plan_with(replace(known, config=config, timings=timings, shape=shape, site=site))
 
 
+def test_embeddings_that_are_not_loaded_are_told(eight: Path) -> None:
+    """The input's are a table of 1.05 GB; a step of 8,192 tokens reads that many rows of 8 KiB."""
+    planner = planner_of(LemaConfig(str(eight), max_length=1024), profile("4090"))
+    needs = planner.needs()
+    assert needs.device["outside"] == pytest.approx(1.05e9, rel=0.01)  # the head's alone
+    assert needs.demand.row_bytes == 8192 * 8192
+    assert "embeddings: rows from disk, 8.2 kB a token" in " ".join(plan_with(planner).notes)
+
+
 @pytest.mark.slow
 def test_a_plan_adds_up(eight: Path) -> None:
     plan = planned(eight, gradient_accumulation_steps=4)

@@ -121,9 +121,9 @@ def opened(directory: Path) -> Iterator[LemaModel]:
         model.close()
 
 
-def compare(model_type: str, directory: Path) -> Comparison:
-    """Stream one step of a tiny model of `model_type`, take it on the whole model too, and compare them."""
-    published = write_model(tiny_config(model_type), directory / "published")
+def compare(model: str | PreTrainedConfig, directory: Path) -> Comparison:
+    """Stream one step of a model, or of a tiny one of a type, take it on the whole model too, and compare them."""
+    published = write_model(tiny_config(model) if isinstance(model, str) else model, directory / "published")
     batches = micro_batches()
     with opened(published) as model:
         draw_b(model.lora_manager)

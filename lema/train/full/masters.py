@@ -218,10 +218,9 @@ class Masters:
                 where="strategy",
                 how="use strategy: resident, without device_memory",
             )
-        in_host = [name for name in self.outside if self._model.split.model.get_parameter(name).is_meta]
-        if in_host:
+        if absent := [name for name in self.outside if self._model.split.model.get_parameter(name).is_meta]:
             raise ConfigError(
-                f"{in_host[0]} trains, and is not on the device", where="host_embeddings", how="set it to false"
+                f"{absent[0]} trains, and is not on the device", where="embeddings", how="set it to device"
             )
         if quantised := {layer for layer in in_layers if stream.layers[layer].expansions}:
             raise ConfigError(

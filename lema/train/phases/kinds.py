@@ -34,7 +34,9 @@ def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
         model.initialize_lora()
         return model.get_trainer()
     model.skeleton.train()
-    return FullTraining(model.adapter, model.config, chosen_by(phase, model.skeleton), model.gbi)
+    chosen = chosen_by(phase, model.skeleton)
+    model.keep_whole(chosen)
+    return FullTraining(model.adapter, model.config, chosen, model.gbi)
 
 
 def leave_model(

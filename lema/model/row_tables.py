@@ -1,0 +1,290 @@
+"""Tables that are not loaded: embeddings that are looked up row by row, outside the decoder layers or in one.
+
+They are the largest tensors of many models, and a step needs only as many rows of them as it has tokens. The rows of
+the ids that are there are fetched and become the embedding's weight while the module runs, and the ids become their
+places among these rows. So the numbers are those of the whole table, whatever else the module does with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lema.backend import Backend
+from lema.backend.registry import has_addresses, kept_unasked
+from lema.config.units import human_bytes
+from lema.errors import ConfigError
+from lema.model.capture import has_values
+from lema.model.inputs import Inputs
+from lema.model.outer_weights import StoredTensors
+from lema.model.skeleton import find_layers
+from lema.model.weight_names import grouped
+
+__all__ = ["RowTables"]
+
+
+SETTING = "embeddings"
+LEAST_BYTES = 16 << 20  # of a table that is looked up row by row unasked: smaller ones are worth no reads
+Place = Literal["auto", "device", "host", "disk"]
+
+
+class _Absent(nn.Parameter):
+    """A weight on `meta` that says it is where its rows will be, because models send ids to its device."""
+
+    home = torch.device("meta")
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override] # torch's is an attribute
+        return self.home
+
+
+@dataclass
+class _Table:
+    """An embedding that is looked up row by row.
+
+    Attributes:
+        module: the embedding.
+        weight: its own, on `meta`.
+        nbytes: of the whole weight.
+        row_bytes: of one row where it is stored.
+        in_layers: whether it is part of a decoder layer.
+        fetch: returns the rows of ids, sorted and each there once, in host memory; None: nobody looks at their values.
+        ids_per_token: as last looked up, `[batch, sequence, ...]`.
+    """
+
+    module: nn.Embedding
+    weight: nn.Parameter
+    nbytes: int
+    row_bytes: int
+    in_layers: bool
+    fetch: Callable[[Tensor], Tensor] | None = None
+    ids_per_token: int = 1
+
+    def take_out(self) -> None:
+        """Let the embedding be as the model made it."""
+        del self.module.forward
+        self.module._parameters["weight"] = self.weight
+
+
+class RowTables:
+    """The tables of a model that are looked up row by row, on behalf of the model's own embeddings.
+
+    An embedding is one that nothing else shares, such as a head, and that takes nothing but ids; beside the input
+    embeddings only large ones are. Those that train, or are adapted, are whole.
+
+    Args:
+        model: its embeddings have their weights on `meta`.
+        stored: where these are.
+        where: the setting: rows come from "host" memory or from "disk"; "device": all are whole. "auto": from disk,
+            unless layers stay on the device unasked, or it compiles what is run on it, for every number of rows.
+        planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
+
+    Raises:
+        ConfigError: the input embeddings cannot be looked up as the setting says.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, stored: StoredTensors, where: Place, planned_for: Backend | str | None = None
+    ) -> None:
+        self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
+        self._layers_name, self._given = find_layers(model)[0], _input_embeddings(model)
+        self._inputs = Inputs(stored.backend)
+        self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []  # ids on the device, and the same in host memory
+        self._looked_at = True
+        self._tables: dict[str, _Table] = {}
+        self._whole_input = ""  # why the input embeddings are not among them
+        kept = kept_unasked(planned_for or stored.backend) > 0 or not has_addresses(stored.backend.device)
+        if where != "device" and not (where == "auto" and kept):
+            self._choose()
+        self._put_in()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The weights that are not loaded."""
+        return frozenset(self._tables)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these weights, which no device holds."""
+        return sum(table.nbytes for table in self._tables.values())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the rows that one token asks the disk for, as far as ids have been seen."""
+        if self._where == "host":
+            return 0
+        return sum(table.row_bytes * table.ids_per_token for table in self._tables.values())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan tells of them."""
+        told = []
+        if self._whole_input:
+            told.append(f"embeddings: those of the input are whole on the device, because {self._whole_input}")
+        if self._tables:
+            source = "host memory" if self._where == "host" else f"disk, {human_bytes(self.row_bytes)} a token"
+            spared = f"{human_bytes(self.nbytes)} are not loaded to the device: {grouped(list(self._tables))}"
+            told.append(f"embeddings: rows from {source}; {spared}")
+        return tuple(told)
+
+    def remember(self, ids: Tensor, same: Tensor) -> None:
+        """Note what ids on the device are, for as long as they are there, so that the device need not be asked."""
+        self._known = [(ref, one) for ref, one in self._known if ref() is not None]
+        self._known.append((weakref.ref(ids), same))
+
+    @contextmanager
+    def nothing_looked_at(self) -> Iterator[None]:
+        """Look nothing up for the length of a `with` block: what the embeddings return is thrown away."""
+        self._looked_at = False
+        try:
+            yield
+        finally:
+            self._looked_at = True
+
+    @contextmanager
+    def taken_out(self) -> Iterator[None]:
+        """Let the embeddings be as the model made them for the length of a `with` block, in which they are wrapped or
+        copied."""
+        for table in self._tables.values():
+            table.take_out()
+        try:
+            yield
+        finally:
+            self._put_in()
+
+    def touched(self) -> list[str]:
+        """Name the tables that have been adapted since, or train."""
+        found = []
+        for name, table in self._tables.items():
+            module = self._model.get_submodule(name.rpartition(".")[0])
+            if module is not table.module or any(one.requires_grad for one in module.parameters()):
+                found.append(name)
+        return found
+
+    def keep_whole(self, names: Iterable[str]) -> int:
+        """Have some tables whole after all, because they train or are adapted; return what that takes of the device,
+        but for those in layers, which are part of their layer then.
+
+        Raises:
+            ConfigError: the settings ask for the rows of one of them.
+        """
+        nbytes = 0
+        for name in names:
+            table = self._tables[name]
+            if self._where in ("host", "disk") and table.module is self._given:
+                raise _refusal("they are trained, or adapted")
+            del self._tables[name]
+            table.take_out()
+            if not table.in_layers:
+                placed = self._stored.place([name])
+                nbytes += placed.nbytes + placed.expanded_bytes
+                if not self._planned:
+                    weight = nn.Parameter(self._stored.load(placed)[name], requires_grad=False)
+                    table.module._parameters["weight"] = weight
+        return nbytes
+
+    def _choose(self) -> None:
+        """Find the embeddings to look up row by row."""
+        asked = self._where != "auto"
+        if asked and not isinstance(self._given, nn.Embedding):
+            raise _refusal("the model looks its tokens up in no plain table")
+        for path, module in self._model.named_modules():
+            name, is_input = f"{path}.weight", module is self._given
+            if not isinstance(module, nn.Embedding) or name not in self._stored.records:
+                continue
+            assert isinstance(module.weight, nn.Parameter)
+            dtype, in_layers = self._stored.dtypes[name], name.startswith(f"{self._layers_name}.")
+            nbytes = module.weight.numel() * dtype.itemsize
+            if (nbytes < LEAST_BYTES and not (asked and is_input)) or (in_layers and self._divided):
+                continue
+            why = self._why_whole(name, module)
+            if why is None:
+                row = self._stored.place([name]).read_bytes // module.num_embeddings
+                self._tables[name] = _Table(module, module.weight, nbytes, row, in_layers, self._fetcher(name))
+            elif is_input and asked:
+                raise _refusal(why)
+            elif is_input:
+                self._whole_input = why
+
+    @property
+    def _divided(self) -> bool:
+        """Whether each of several processes has its part of every layer."""
+        return self._stored.backend.parallel.size > 1
+
+    def _why_whole(self, name: str, module: nn.Embedding) -> str | None:
+        """Return why a table has to be whole; None: it need not be."""
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        if sum(one is module.weight for _, one in parameters) > 1:
+            return "they are the head's weight as well, which is needed whole on the device"
+        if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
+            return "the model looks its tokens up in no plain table"
+        if self._where != "host" and self._stored.rows(name) is None:
+            return "their rows are stored quantised, or each in several places"
+        return None
+
+    def _fetcher(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        if self._planned:
+            return None
+        if self._where == "host":
+            whole = self._stored.read_to_host(name)
+            return lambda ids: whole.index_select(0, ids)
+        rows = self._stored.rows(name)
+        assert rows is not None
+        return rows.read
+
+    def _put_in(self) -> None:
+        """Have the embeddings look their ids up here: each by itself, its class stays as it is."""
+        for name, table in self._tables.items():
+            # A function, which a copy of the module shares: a copied object would bring copies of all it refers to.
+            def look_up(input: Tensor, name: str = name, table: _Table = table) -> Tensor:
+                return self._look_up(name, table, input)
+
+            table.module.forward = look_up  # type: ignore[method-assign]
+            absent = _Absent(table.weight.detach(), requires_grad=False)
+            absent.home = self._stored.backend.device
+            table.module._parameters["weight"] = absent
+
+    def _look_up(self, name: str, table: _Table, ids: Tensor) -> Tensor:
+        module = table.module
+        if has_values(module.weight):  # somebody gave it some
+            return _own_forward(module, ids)
+        table.ids_per_token = prod(ids.shape[2:])
+        if table.fetch is not None and has_values(ids) and self._looked_at:
+            there = next((same for ref, same in self._known if ref() is ids), None)
+            unique, places = torch.unique(ids.cpu() if there is None else there.cpu(), return_inverse=True)
+            (placed,) = self._inputs.place([{"rows": table.fetch(unique), "places": places}])
+        else:
+            shape = (ids.numel() if self._looked_at else 1, module.embedding_dim)
+            rows = torch.zeros(shape, dtype=self._stored.dtypes[name], device=ids.device)
+            placed = {"rows": rows, "places": torch.zeros_like(ids)}
+        absent, padding = module._parameters["weight"], module.padding_idx
+        module._parameters["weight"] = nn.Parameter(placed["rows"], requires_grad=False)
+        module.padding_idx = None  # it says whose row gets no gradient, by a number that means another row here
+        try:
+            return _own_forward(module, placed["places"])
+        finally:
+            module._parameters["weight"], module.padding_idx = absent, padding
+
+
+def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    with suppress(NotImplementedError):  # of a model whose code does not say
+        return model.get_input_embeddings()
+    return None
+
+
+def _own_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
+    found: Tensor = type(module).forward(module, ids)
+    return found
+
+
+def _refusal(why: str) -> ConfigError:
+    return ConfigError(f"the input embeddings cannot stay off the device: {why}", where=SETTING, how="set it to auto")
