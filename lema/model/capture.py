@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import CRITICAL, getLogger
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils
 
 __all__ = [
+    "PASSED_THROUGH_THE_MODEL",
     "HandedOn",
     "LayerCall",
     "alike",
@@ -39,6 +41,10 @@ __all__ = [
     "without_dropout",
     "without_values",
 ]
+
+
+# What a model's own forward may raise.
+PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 
 
 @dataclass
@@ -234,6 +240,8 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
             made[id(tensor)] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
         return made[id(tensor)]
 
+    tracer = getLogger("torch._subclasses.fake_tensor")
+    level, tracer.level = tracer.level, CRITICAL  # what fails is raised, and need not be logged as well
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
             for module, parameters, buffers in owned:
@@ -247,6 +255,7 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
             for module, parameters, buffers in owned:
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
+            tracer.level = level
 
 
 def with_bytes(value: object, device: torch.device) -> object:

@@ -9,7 +9,7 @@ rows. So the numbers are those of the whole tensor, whatever else the module doe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from lema.backend import Backend
 from lema.backend.registry import has_addresses
 from lema.errors import ConfigError
 from lema.model.inputs import Inputs
+from lema.model.skeleton import find_towers, is_in
 from lema.storage.quantized.records import Stored
 from lema.stream.dequantize import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
@@ -61,7 +62,7 @@ class StoredTensors:
         backend: Backend,
         reader: LayerReader,
     ) -> None:
-        self.records, self.dtypes = records, dtypes
+        self.records, self.dtypes, self.device = records, dtypes, backend.device
         self._backend, self._reader = backend, reader
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -99,7 +100,7 @@ class StoredTensors:
 
 
 def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: str | None = None) -> int:
-    """Make every stored tensor outside the decoder layers real, on the device; return their bytes.
+    """Make every stored tensor that text reaches outside the decoder layers real, on the device; return their bytes.
 
     Tensors that are tied stay one tensor; the one `left_out` stays as it is.
     """
@@ -108,16 +109,37 @@ def load_outside(model: PreTrainedModel, stored: StoredTensors, layers_name: str
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
         _replace(model, name, real[tied.get(name, name)])
+    _show_device(model, stored.device, [layers_name] if left_out is None else [layers_name, left_out])
     return placed.nbytes + placed.expanded_bytes
 
 
 def place_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: str | None = None
 ) -> tuple[list[str], LayerBytes]:
-    """Name every stored tensor outside the decoder layers but `left_out`, and lay them out, tied ones once."""
-    outside = [name for name in stored.records if not name.startswith(f"{layers_name}.") and name != left_out]
+    """Name every stored tensor that text reaches outside the decoder layers, but for `left_out`, and lay them out, tied
+    ones once."""
+    towers = [layers_name, *find_towers(model)]
+    outside = [name for name in stored.records if not is_in(name, towers) and name != left_out]
     tied = _same_object(model)
     return outside, stored.place([name for name in outside if tied.get(name, name) == name])
+
+
+def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:
+    """Put the first parameter of the model, and of each model around its layers, on the device where it is not read.
+
+    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element.
+
+    Args:
+        model: with all that is read in its place.
+        device: the device.
+        on_meta: the layers first, and what else is to stay as it is.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) and is_in(on_meta[0], [name]):
+            first, parameter = next(iter(part.named_parameters(prefix=name)))
+            if parameter.is_meta and not is_in(first, on_meta):
+                zero = torch.zeros((), dtype=parameter.dtype, device=device)
+                _replace(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
 
 
 def _same_object(model: nn.Module) -> dict[str, str]:

@@ -35,6 +35,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.model.conversions import Conversion, Misfit
+from lema.model.skeleton import find_towers, is_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored, fold
@@ -338,7 +339,9 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     names.kept = [
         name for name in missing if name not in names.tied and name in buffers and ignorable and ignorable.search(name)
     ]
-    return [name for name in missing if name not in names.tied and name not in names.kept]
+    missing = [name for name in missing if name not in names.tied and name not in names.kept]
+    towers = find_towers(model) if missing else []
+    return [name for name in missing if not is_in(name, towers)]
 
 
 def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
