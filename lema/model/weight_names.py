@@ -126,7 +126,8 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     """
     stored = fold(index)
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
-    settings = getattr(model.config, "quantization_config", None)
+    parts = (model.config, model.config.get_text_config(decoder=True))  # some say it of the part that reads text
+    settings = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
     quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
     state: dict[str, Tensor] = model.state_dict()
     names, conversions, twice = _assign(model, index, stored, state, quantizer)
@@ -219,6 +220,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
         config = AutoQuantizationConfig.from_dict(chosen)
         config.dequantize = True
         quantizer: HfQuantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        quantizer.validate_environment()  # some find out only then how they shall expand
     except ImportError as error:
         raise ConfigError(
             f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}",

@@ -120,10 +120,10 @@ def micro_batches() -> list[dict[str, Tensor]]:
     return batches
 
 
-def write_model(config: PreTrainedConfig, directory: Path) -> Path:
+def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random model of `config`; norms and biases random too, or they tell no layers apart."""
     torch.manual_seed(1)
-    model = auto_class(config).from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
