@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ Form = Callable[[Mapping[str, Tensor]], tuple[Tensors, dict[str, Any] | None]]
 def plain(weights: Mapping[str, Tensor]) -> tuple[Tensors, None]:
     """Nothing quantised."""
     return dict(weights), None
+
+
+def fused(weights: Mapping[str, Tensor]) -> tuple[Tensors, None]:
+    """Experts stacked, `[experts, out, in]`, and the two that are computed side by side as one."""
+    made: Tensors = {}
+    parts = defaultdict[str, dict[str, list[Tensor]]](lambda: defaultdict(list))
+    for name, weight in weights.items():  # as they are counted
+        if expert := re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name):
+            parts[expert[1]][expert[2]].append(weight)
+        else:
+            made[name] = weight
+    for name, lists in parts.items():
+        stacked = {part: torch.stack(tensors) for part, tensors in lists.items()}
+        made[f"{name}.gate_up_proj"] = torch.cat([stacked["gate"], stacked["up"]], dim=1)
+        made[f"{name}.down_proj"] = stacked["down"]
+    return made, None
 
 
 def fp8_blocks(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
@@ -110,6 +127,7 @@ def fp8_channels(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]
 
 FORMS: Mapping[str, Form] = {
     "bf16": plain,
+    "bf16, experts fused": fused,
     "fp8 in blocks": fp8_blocks,
     "fp8 per tensor": fp8_tensors,
     "fp8 per channel": fp8_channels,
