@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,8 +298,11 @@ def find_towers(model: PreTrainedModel) -> list[str]:
     """
     name, layers = find_layers(model)
     near = [name.rpartition(".")[0]]
-    heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    near += [name for name, module in model.named_modules() if any(module is head for head in heads)]
+    ends = list[object]()
+    for find in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError):  # a model of other code may not say
+            ends.append(find())
+    near += [own for own, module in model.named_modules() if any(module is end for end in ends)]
     if all(is_in(name, near) for name, _ in model.named_parameters()):
         return []  # nothing but a stack of layers, embeddings and a head: all of that reads text
     before = model.training

@@ -14,11 +14,14 @@ from tinyconfig import tiny_config
 from transformers import AutoModelForImageTextToText
 
 from lema import LemaConfig, LemaModel
+from lema.convert.prepare import prepare
 from lema.model import meta_model, read_config
 from lema.model.skeleton import auto_class, find_towers, is_in
 from lema.model.weight_names import match_names
 from lema.plan.blueprint import draw_up
 from lema.storage import GlobalBinaryIndex
+from lema.train.phases import Phase
+from lema.train.phases.kinds import chosen_by
 from lema_cpu import CpuBackend
 
 TYPE = "qwen3_vl"
@@ -104,3 +107,24 @@ def test_named_targets_are_those_of_the_text(
     assert torch.equal(loss.detach(), expected.detach())
     assert trained(whole).keys() == gradients.keys()
     assert all(torch.equal(gradients[name], one.grad) for name, one in trained(whole).items())
+
+
+def test_a_prepared_copy_keeps_the_towers_and_trains_alike(published: Path, tmp_path: Path) -> None:
+    prepared = prepare(published, tmp_path / "prepared").path
+    skeleton = meta_model(read_config(prepared))
+    assert any(is_in(name, [TOWER]) for name in match_names(skeleton, GlobalBinaryIndex(prepared)))
+    losses = []
+    for directory in (published, prepared):
+        model = LemaModel(settings(directory), backend=CpuBackend(poison=True))
+        model.initialize_lora()
+        losses.append(model.adapter.loss(micro_batches()).detach())
+        model.close()
+    assert torch.equal(*losses)
+
+
+def test_all_weights_train_but_those_that_text_does_not_reach(published: Path) -> None:
+    skeleton = meta_model(read_config(published))
+    chosen = chosen_by(Phase(trains="full", tokens=1, mixture={"text": 1.0}, learning_rate=1e-3), skeleton)
+    assert {name for name, _ in skeleton.named_parameters() if not chosen(name)} == {
+        name for name, _ in skeleton.named_parameters() if is_in(name, [TOWER])
+    }
