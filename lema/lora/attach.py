@@ -28,7 +28,7 @@ from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
 from lema.lora.targets import default_targets
-from lema.model.skeleton import EmptyOnMeta, find_layers
+from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
 
 __all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
 
@@ -78,6 +78,7 @@ def lora_config(
         )
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
+    _leave_out_towers(model, config)
     check_patterns(config, [name for name, _ in model.named_modules()])
     every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
     config.fan_in_fan_out = any(
@@ -85,6 +86,21 @@ def lora_config(
         for name, module in model.named_modules()
     )
     return config
+
+
+def _leave_out_towers(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Exclude the modules that text does not reach where the targets are among their names as well.
+
+    PEFT's own setting says so, and in an expression, because a list of it would have to name each linear.
+    """
+    towers = find_towers(model)
+    every = isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
+    inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
+    if not any(every or check_target_module_exists(config, name) for name in inside):
+        return
+    before = config.exclude_modules or ()
+    ends = [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
+    config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *ends])
 
 
 def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:

@@ -21,7 +21,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from lema.backend import load
@@ -55,8 +58,8 @@ class Row:
 
 
 def model_types() -> list[str]:
-    """Every type of which the installed `transformers` has a causal language model."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every type of which the installed `transformers` has a causal language model, or one of images and text."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
 def survey(model_type: str) -> Row:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import CRITICAL, getLogger
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils
 
 __all__ = [
+    "PASSED_THROUGH_THE_MODEL",
     "HandedOn",
     "LayerCall",
     "alike",
@@ -40,6 +42,10 @@ __all__ = [
     "without_dropout",
     "without_values",
 ]
+
+
+# What a model's own forward may raise.
+PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 
 
 @dataclass
@@ -251,8 +257,13 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
-        yield
+    tracer = getLogger("torch._subclasses.fake_tensor")
+    level, tracer.level = tracer.level, CRITICAL  # what fails is raised, and need not be logged as well
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
+            yield
+    finally:
+        tracer.level = level
 
 
 def with_bytes(value: object, device: torch.device) -> object:

@@ -80,6 +80,8 @@ class Conversion:
             )
         first, *rest = operations
         if not all(_is_plain(record) for group in groups.values() for record in group):
+            if not any("scale" in pattern for pattern in groups):  # some operations would take it for the weight itself
+                raise Misfit(f"{self.sources[0][1].name} has no scales")
             return self._computed(groups, [first], rest, model, dtype)
         # Of a quantised model, a weight that is not: the quantizer's operation would let it pass.
         if rest and (copied := self._copied(groups, rest, model, dtype)) is not None:
@@ -145,7 +147,7 @@ class Conversion:
             made = Plan(run.tried, (), cast).make(steps[-1], given, dtype)
             keys = keys or list(made)
             for at, key in enumerate(keys):
-                if made[key].dtype != dtype:
+                if not made[key].is_floating_point() or made[key].itemsize == 1:
                     raise Misfit(f"{(mine.get(key) or mine[next(iter(mine))])[0].name} has no scales")
                 lists[key].append(trace.source(number * len(keys) + at, made[key].shape, dtype))
         with trace:

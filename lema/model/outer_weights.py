@@ -5,7 +5,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend
 from lema.backend.registry import has_addresses
+from lema.model.skeleton import find_towers, is_in
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges
 from lema.stream.dequantize import expand_into, weights_in
@@ -101,7 +102,7 @@ class StoredTensors:
 def load_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> int:
-    """Make every stored tensor outside the decoder layers real, on the device; return their bytes.
+    """Make every stored tensor that text reaches outside the decoder layers real, on the device; return their bytes.
 
     Tensors that are tied stay one tensor; those `left_out` stay as they are.
     """
@@ -110,16 +111,39 @@ def load_outside(
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
         _replace(model, name, real[tied.get(name, name)])
+    _show_device(model, stored.backend.device, [layers_name, *left_out])
     return placed.nbytes + placed.expanded_bytes
 
 
 def place_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> tuple[list[str], LayerBytes]:
-    """Name every stored tensor outside the decoder layers but those `left_out`, and lay them out, tied ones once."""
-    outside = [name for name in stored.records if not name.startswith(f"{layers_name}.") and name not in left_out]
+    """Name every stored tensor outside the decoder layers that text reaches, and lay them out, tied ones once.
+
+    Those `left_out` are not among them.
+    """
+    towers = [layers_name, *find_towers(model)]
+    outside = [name for name in stored.records if not is_in(name, towers) and name not in left_out]
     tied = _same_object(model)
     return outside, stored.place([name for name in outside if tied.get(name, name) == name])
+
+
+def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:
+    """Put the first parameter of the model, and of each model around its layers, on the device where it is not read.
+
+    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element.
+
+    Args:
+        model: with all that is read in its place.
+        device: the device.
+        on_meta: the layers first, and what else is to stay as it is.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) and is_in(on_meta[0], [name]):
+            first, parameter = next(iter(part.named_parameters(prefix=name)))
+            if parameter.is_meta and not is_in(first, on_meta):
+                zero = torch.zeros((), dtype=parameter.dtype, device=device)
+                _replace(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
 
 
 def _same_object(model: nn.Module) -> dict[str, str]:

@@ -11,19 +11,26 @@ are real, and each tensor takes time to make.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.errors import LemaError, ModelError
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, LayerCall, tensors_in, without_values
 from lema.storage.index import check_inside
 from lema.storage.modelfiles import read_config_file
 from lema.storage.remotecode import check_code
@@ -34,7 +41,10 @@ __all__ = [
     "MAX_TENSORS",
     "EmptyOnMeta",
     "SizeLimit",
+    "auto_class",
     "find_layers",
+    "find_towers",
+    "is_in",
     "meta_model",
     "read_config",
 ]
@@ -123,6 +133,15 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class of `transformers` that makes the model of a config: the one of image-text models where there is
+    no causal one, since these train on text alone as well."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    known = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if known else AutoModelForCausalLM
+
+
 def meta_model(
     config: PreTrainedConfig,
     dtype: torch.dtype | None = None,
@@ -130,7 +149,7 @@ def meta_model(
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build the causal language model of `config` with every parameter on `meta` and every buffer real.
+    """Build the language model of `config`, as `auto_class` says, with every parameter on `meta` and every buffer real.
 
     Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint.
 
@@ -203,7 +222,7 @@ def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractCont
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = auto_class(config).from_config(config, **options)
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -263,3 +282,85 @@ def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
         elif isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids" and module is not decoder:
             closed.append(name)
     return lists
+
+
+FEW_TOKENS = 8
+
+
+def find_towers(model: PreTrainedModel) -> list[str]:
+    """Name the outermost modules of which text reaches no parameter: those that see images, for one.
+
+    The model's own forward is run without values, on token ids and past its layers, and the parameters that it uses are
+    noted. Of a model that does not run like that everything counts as reached.
+
+    Args:
+        model: without adapters, or with them.
+    """
+    name, layers = find_layers(model)
+    near = [name.rpartition(".")[0]]
+    ends = list[object]()
+    for find in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError):  # a model of other code may not say
+            ends.append(find())
+    near += [own for own, module in model.named_modules() if any(module is end for end in ends)]
+    if all(is_in(name, near) for name, _ in model.named_parameters()):
+        return []  # nothing but a stack of layers, embeddings and a head: all of that reads text
+    before = model.training
+    try:
+        unused = set.intersection(*(_unused(model.train(training), layers) for training in (True, False)))
+    finally:
+        model.train(before)
+    whole = [name for name, module in model.named_modules() if _in_full(name, module, unused)]
+    return [name for name in whole if not is_in(name.rpartition(".")[0], whole)]
+
+
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether something of that name is one of the modules, or in one."""
+    return any(not module or f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def _in_full(name: str, module: nn.Module, unused: Collection[str]) -> bool:
+    inside = [own for own, _ in module.named_parameters(prefix=name, remove_duplicate=False)]
+    return bool(inside) and all(own in unused for own in inside)
+
+
+class _Uses(TorchFunctionMode):
+    """Notes the tensors that others are computed of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if next(tensors_in([made]), None) is not None:  # asking for a dtype is no use
+            self.seen |= {id(tensor) for tensor in tensors_in([args, kwargs])}
+        return made
+
+
+def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
+    """Name the parameters outside the layers that the model's forward does not use on token ids; none if it fails."""
+    inside = {id(one) for one in layers.parameters()}
+    for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
+
+        def passed(*args: Any, _rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
+            hidden = LayerCall.record(args, kwargs)[1]
+            return (hidden, *_rest) if _rest else hidden
+
+        uses = _Uses()
+        with without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad():
+            names = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
+            for layer in layers:
+                layer.forward = passed
+            try:
+                with uses:
+                    model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False)
+                return {name for name, one in names if one not in uses.seen and one not in inside}
+            except PASSED_THROUGH_THE_MODEL:
+                continue
+            finally:
+                for layer in layers:
+                    del layer.forward
+    return set()

@@ -29,6 +29,7 @@ from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
 from lema.errors import ModelError, is_out_of_memory
 from lema.model.capture import (
+    PASSED_THROUGH_THE_MODEL,
     HandedOn,
     LayerCall,
     alike,
@@ -69,7 +70,6 @@ def _hands_on(part: Linear) -> bool:
 
 LEARNING_TOKENS = 8
 OUT_OF_ORDER = "it does not run its layers once each, in their order"
-PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.model.conversions import Conversion, Misfit
+from lema.model.skeleton import find_towers, is_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored, fold
@@ -125,7 +126,8 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     """
     stored = fold(index)
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
-    settings = getattr(model.config, "quantization_config", None)
+    parts = (model.config, model.config.get_text_config(decoder=True))  # some say it of the part that reads text
+    settings = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
     quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
     state: dict[str, Tensor] = model.state_dict()
     names, conversions, twice = _assign(model, index, stored, state, quantizer)
@@ -218,7 +220,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
         config = AutoQuantizationConfig.from_dict(chosen)
         config.dequantize = True
         quantizer: HfQuantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
-        quantizer.validate_environment()
+        quantizer.validate_environment()  # some find out only then how they shall expand
     except ImportError as error:
         raise ConfigError(
             f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}",
@@ -341,7 +343,9 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     names.kept = [
         name for name in missing if name not in names.tied and name in buffers and ignorable and ignorable.search(name)
     ]
-    return [name for name in missing if name not in names.tied and name not in names.kept]
+    missing = [name for name in missing if name not in names.tied and name not in names.kept]
+    towers = find_towers(model) if missing else []
+    return [name for name in missing if not is_in(name, towers)]
 
 
 def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:

@@ -69,13 +69,17 @@ def check_code(directory: Path, *, trusted: bool) -> None:
 def _needed(config: dict[str, Any]) -> list[str]:
     """The files without which the model cannot be made, as `transformers` has no classes for it."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     kind, classes = config.get("model_type"), config.get("auto_map")
     known = isinstance(kind, str)
+    models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
     missing = {
         "AutoConfig": not (known and kind in CONFIG_MAPPING),
-        "AutoModelForCausalLM": not (known and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "AutoModelForCausalLM": not (known and kind in models),
     }
     if not isinstance(classes, dict):
         return []

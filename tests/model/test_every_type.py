@@ -1,4 +1,4 @@
-"""Every type of causal language model that `transformers` knows: streamed, its numbers are those of the whole model.
+"""Every type of causal or image-text model of `transformers`: streamed, its numbers are those of the whole model.
 
 Logits, loss and the gradient of every adapter of every linear, fp32: bitwise. What cannot be streamed is refused with
 one sentence, and listed here with it.
@@ -11,12 +11,12 @@ import pytest
 from everytype import CLOSE, MODEL_TYPES, NOT_BUILT, REFUSED, STREAMED, Comparison, compare
 from huggingface_hub.errors import StrictDataclassError
 
-from lema.errors import ModelError
+from lema.errors import ModelError, WeightsError
 from lema.lora.survey import survey
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # of 189 types, some of which are announced as old
+    pytest.mark.filterwarnings("ignore"),  # of 272 types, some of which are announced as old
 ]
 
 
@@ -35,25 +35,33 @@ def test_what_cannot_be_streamed_is_refused_with_a_sentence(model_type: str, tmp
 
 @pytest.mark.parametrize("model_type", NOT_BUILT)
 def test_what_transformers_cannot_build_is_known(model_type: str, tmp_path: Path) -> None:
-    with pytest.raises((ImportError, StrictDataclassError, AttributeError), match=NOT_BUILT[model_type]):
+    with pytest.raises((ImportError, StrictDataclassError, *NO_MODEL), match=NOT_BUILT[model_type]):
         compare(model_type, tmp_path)
 
 
+NO_MODEL = (AttributeError, TypeError, ValueError, NotImplementedError, WeightsError)
+
 # Types whose tiny model streams and whose default one does not, and why.
 DEEPER = {"rwkv": "worked on between layers"}  # in evaluation, every six layers
+
+# Types whose weights cannot be drawn here, so that no step of theirs is compared.
+UNTRIED = {
+    "inkling_mm_model",  # that takes scipy
+    "shieldgemma2",  # nor read again as transformers writes them
+}
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_table_of_models_claims_nothing_that_is_not_so(model_type: str) -> None:
     row = survey(model_type)
     if row.streams:
-        assert model_type in STREAMED
+        assert model_type in STREAMED or model_type in UNTRIED
     elif row.streams is False and model_type in STREAMED:
         assert DEEPER[model_type] in row.reason
 
 
-def test_more_than_140_types_stream() -> None:
-    assert len(STREAMED) >= 140
+def test_more_than_200_types_stream() -> None:
+    assert len(STREAMED) >= 200
     assert not (REFUSED.keys() | NOT_BUILT.keys() | CLOSE.keys()) - set(MODEL_TYPES)
 
 

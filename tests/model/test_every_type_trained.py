@@ -15,10 +15,11 @@ from tinyconfig import tiny_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trainedways import disturb, unwarned
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from lema import LemaConfig, LemaModel
 from lema.engine.loss import targets_of
+from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -42,7 +43,7 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
     adapter = deepcopy(model.lora_manager.peft_config["default"])
     model.close()
 
-    base = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32)
     base.config.use_cache = False
     torch.manual_seed(SEED)
     with unwarned():

@@ -10,10 +10,11 @@ from parity import DRAWS, draw_b, trained
 from peft import get_peft_model
 from tinyconfig import VOCABULARY, tiny_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, PreTrainedConfig
 
 from lema import LemaConfig, LemaModel
+from lema.lora.survey import model_types
+from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 
 SEVERAL_STACKS = "its layers are in more than one stack"
@@ -36,12 +37,40 @@ REFUSED = {
     "zaya": MORE_THAN_HIDDEN,
 }
 
+PIXELS = "missing 1 required positional argument: 'pixel_values'"
+
+# Refused of the types that see images: they do not run on text alone, or not as one stack of layers.
+REFUSED |= {
+    "blip": PIXELS,
+    "blip-2": PIXELS,
+    "florence2": SEVERAL_STACKS,
+    "idefics": SEVERAL_STACKS,
+    "inkling2": MORE_THAN_HIDDEN,
+    "instructblip": "missing 2 required positional arguments",
+    "instructblipvideo": "missing 2 required positional arguments",
+    "kosmos-2": "You have to specify either `pixel_values` or `image_embeds`",
+    "molmo2": "`mm_token_type_ids` is required as a model input when training",
+    "pi0": SEVERAL_STACKS,
+    "pix2struct": "You have to specify flattened_patches",
+    "t5gemma2": "You must specify exactly one of input_ids or inputs_embeds",
+    "udop": "Bbox is required",
+    "vision-encoder-decoder": "You have to specify pixel_values",
+}
+
 # `transformers` itself cannot make one here.
 NOT_BUILT = {
+    "diffusion_gemma": "found element of type NoneType",
+    "evolla": "Unrecognized configuration class",
+    "fast_vlm": "requires the timm library",
     "gemma3n": "requires the timm library",
     "gemma4_assistant": "hidden_size_per_layer_input must be 0",
+    "granite4_vision": "has no len",
+    "inkling_mm_model": "No module named 'scipy'",
     "musicgen": "no attribute 'dropout'",
     "musicgen_melody": "no attribute 'dropout'",
+    "perception_lm": "requires the timm library",
+    "pp_formulanet": "not auto.handled",
+    "shieldgemma2": "the checkpoint does not fit the model",  # transformers does not read what it writes either
 }
 
 # Equal to 1e-6 relative only, and why.
@@ -49,7 +78,7 @@ CLOSE = {
     "longcat_flash": "a product with one column, whose last bit depends on the address of the weight",
 }
 
-MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MODEL_TYPES = model_types()
 
 STREAMED = [kind for kind in MODEL_TYPES if kind not in REFUSED and kind not in NOT_BUILT]
 
@@ -91,10 +120,10 @@ def micro_batches() -> list[dict[str, Tensor]]:
     return batches
 
 
-def write_model(config: PreTrainedConfig, directory: Path) -> Path:
+def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random model of `config`; norms and biases random too, or they tell no layers apart."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -134,7 +163,7 @@ def compare(model: str | PreTrainedConfig, directory: Path) -> Comparison:
         streamed = {name: parameter.grad for name, parameter in trained(model.lora_manager).items()}
         adapter = model.lora_manager.peft_config["default"]
         layers_name, num_layers = model.split.layers_name, model.split.num_layers
-    base = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32)
     base.config.use_cache = False
     torch.manual_seed(SEED)
     whole = get_peft_model(base, adapter).train()

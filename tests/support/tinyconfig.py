@@ -17,6 +17,7 @@ SIZES: Mapping[str, int] = {
         (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size shape_vocab_size"),
         (VOCABULARY, "pronunciation_vocab_size encoder_hash_byte_group_vocab"),
         (32, "hidden_size d_model n_embd embedding_size emb_dim word_embed_proj_dim hidden_size_global mamba_d_ssm"),
+        (32, "out_hidden_size text_hidden_size"),
         (32, "input_embedding_size output_embedding_size adapter_in_dim adapter_input_size adapter_out_dim"),
         (16, "shape_embed_dim pronunciation_embed_dim rel_extent block_multiple_of hc_lowrank"),
         (2, "encoder_layers num_encoder_layers depth max_window_layers num_kv_shared_layers"),
@@ -78,9 +79,14 @@ NEEDED = frozenset(
 FLAGS: Mapping[str, bool] = {"is_decoder": True, "causal": True, "use_cache": False}
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = ROPE | {"mrope_section": [2, 1, 1]}
+SECTIONED = ("glm4v", "glm_ocr", "hunyuan_vl", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl")
 
 # By model type, also of a part of a model: what the rule gets wrong, or where the default has less than real models.
 EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{f"{name}_text": {"rope_parameters": MROPE} for name in SECTIONED},
+    "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}},
+    "chameleon": {"vocabulary_map": {"<image>": 9}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {"sliding_attention": ROPE | {"mrope_section": [2, 1, 1]}, "full_attention": ROPE},
@@ -88,13 +94,19 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "dots3_note_text": {"head_dim": 20},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 3},
     "electra": {"embedding_size": 16},
+    "ernie4_5_vl_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2]}},
+    "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoeshared": {"shared_intermediate_size": 24},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 16},
+    "mistral4": {"qk_rope_head_dim": 4},
+    "molmo2_adapter": {"vision_feature_layer": [3, 2]},
     "reformer": {"axial_pos_embds": False},
+    "step3p5": {"sliding_window": 5},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
 }
@@ -117,6 +129,8 @@ def _settings(default: PreTrainedConfig) -> dict[str, Any]:
             chosen[name] = _changed(value) | _settings(value) | {"model_type": value.model_type}
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             chosen[name] = 0.0  # draws come in another order when layers are visited micro-batch by micro-batch
+        elif isinstance(value, dict) and "mrope_section" in value:
+            chosen[name] = value | {"mrope_section": [2, 1, 1]}
         elif name in FLAGS:
             chosen[name] = FLAGS[name]
         elif name in DEPTHS:

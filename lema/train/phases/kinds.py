@@ -15,7 +15,7 @@ from lema.config import LemaConfig, MemoryStrategy
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.errors import ConfigError, DiskError
-from lema.model.skeleton import find_layers
+from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_error
 from lema.train.full import FullTraining, save_delta, save_trained
@@ -92,11 +92,13 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings = set() if selection is None else _embeddings(model)
-    found, unmatched = set(), set(phase.trainable or ())
+    found, unmatched, towers = set(), set(phase.trainable or ()), find_towers(model)
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{layers_name}.")
         module = name.rpartition(".")[0]
-        if phase.trains == "full":
+        if is_in(module, towers):
+            wanted = False
+        elif phase.trains == "full":
             wanted = True
         elif inside:
             number = int(name.removeprefix(f"{layers_name}.").partition(".")[0])

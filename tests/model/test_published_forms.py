@@ -1,0 +1,107 @@
+"""Weights as they are published train as they are: bitwise PEFT on the weights that transformers makes of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from everytype import difference, micro_batches
+from parity import draw_b, trained
+from peft import get_peft_model
+from publishedforms import FORMS, write_published
+from tinyconfig import tiny_config
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig
+
+from lema import LemaConfig, LemaModel
+from lema.engine.loss import targets_of
+from lema.errors import WeightsError
+from lema.model import meta_model, read_config
+from lema.model.skeleton import auto_class
+from lema.model.weight_names import map_names
+from lema.storage import GlobalBinaryIndex
+from lema_cpu import CpuBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEED, RATE, STEPS = 3, 0.1, 2
+
+# A model type for each published form.
+TYPES = {
+    "bf16": "qwen3_moe",
+    "bf16, experts fused": "qwen3_5_moe",
+    "fp8 in blocks": "deepseek_v3",
+    "fp8 per tensor": "ministral3",
+    "fp8 per channel": "qwen3",
+    "fp4 experts, fp8": "deepseek_v4",
+    "mxfp4": "gpt_oss",
+    "int4 experts": "kimi_k25",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> None:
+    published = write_published(tiny_config(TYPES[form]), form, tmp_path / "published")
+    config = LemaConfig(str(published), device="cpu", dtype="float32", lora_rank=2, lora_alpha=4, seed=SEED)
+    model = LemaModel(config, backend=CpuBackend(poison=True))
+    model.initialize_lora()
+    model.lora_manager.train()
+    draw_b(model.lora_manager)
+    whole = get_peft_model(dequantized(published), model.lora_manager.peft_config["default"]).train()
+    with torch.no_grad():
+        for name, parameter in trained(whole).items():
+            parameter.copy_(trained(model.lora_manager)[name])
+    for _ in range(STEPS):
+        found = model.adapter.loss(micro_batches())
+        found.backward()
+        expected = torch.zeros(())
+        tokens = sum(int((targets_of(batch["labels"]) != -100).sum()) for batch in micro_batches())
+        for batch in micro_batches():
+            logits = whole(input_ids=batch["input_ids"], use_cache=False).logits.float()
+            summed = cross_entropy(logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum")
+            (summed / tokens).backward()
+            expected = expected + summed.detach() / tokens
+        assert torch.equal(found.detach(), expected)
+        for name, parameter in trained(whole).items():
+            ours = trained(model.lora_manager)[name]
+            assert difference(ours.grad, parameter.grad) == 0, name
+            for one in (ours, parameter):
+                if one.grad is not None:
+                    one.data.sub_(one.grad, alpha=RATE)
+                    one.grad = None
+    model.close()
+
+
+def dequantized(directory: Path) -> torch.nn.Module:
+    """Load a model whole, as its own quantizer dequantises it. What it leaves in bf16 is widened, which is exact."""
+    config = AutoConfig.from_pretrained(directory)
+    if settings := getattr(config, "quantization_config", None):
+        config.quantization_config = settings | {"dequantize": True}
+    model = auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32)
+    model.float().config.use_cache = False
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer, model.is_quantized = None, False
+    return model
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("bf16")])
+def test_a_scale_that_is_missing_is_named(form: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    published = write_published(tiny_config(TYPES[form]), form, tmp_path / "published")
+    weights = load_file(published / "model.safetensors")
+    ends = ("weight_scale", "scale_inv", "_scales", ".scale")
+    del weights[next(name for name in sorted(weights) if name.endswith(ends))]
+    save_file(weights, published / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match="scale"):
+        map_names(meta_model(read_config(published)), GlobalBinaryIndex(published))
+
+
+def test_how_the_part_that_reads_text_is_quantised_is_found(tmp_path: Path) -> None:
+    """Kimi-K2.5 says it inside its text_config."""
+    published = write_published(tiny_config("kimi_k25"), "int4 experts", tmp_path / "published")
+    file = published / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    file.write_text(json.dumps(config))
+    assert map_names(meta_model(read_config(published)), GlobalBinaryIndex(published)).quantized
