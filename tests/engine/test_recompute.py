@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from everytype import realign, write_model
+from everytype import write_model
 from parity import assert_same, layers_of, streamed_step, whole_step
 from tiny import NUM_LAYERS, Architecture, Checkpoint, micro_batches, write_checkpoint
 from torch import Tensor
@@ -137,7 +137,6 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
     checkpoint: Checkpoint, options: dict[str, Any], products: int | None
 ) -> None:
     whole = whole_model(checkpoint, **options)
-    realign(whole)
     disturb(whole)
     layers = layers_of(whole, checkpoint) if options.get("lora_dropout") else None
     with streamed_model(checkpoint, RECOMPUTED, **options) as model:

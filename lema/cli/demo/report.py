@@ -102,9 +102,9 @@ def show_next(out: Console, files: DemoFiles) -> None:
     """Show where everything lies, and commands that go on from there."""
     curve = files.curve if files.curve.is_file() else "none: it is drawn where matplotlib is installed"
     say(out, "Files", "bold")
-    for name in ("model", "text", "chat", "config", "adapter", "metrics"):
-        say(out, f"  {name:8} {getattr(files, name)}")
-    say(out, f"  {'curve':8} {curve}")
+    named = {"model": files.model, "text": files.text, "chats": files.chat, "config": files.config}
+    for name, place in {**named, "adapter": files.adapter, "metrics": files.metrics, "curve": curve}.items():
+        say(out, f"  {name:8} {place}")
     say(out, "What to try next", "bold")
     for command in next_commands(files):
         say(out, f"  {command}")
