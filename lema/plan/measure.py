@@ -30,7 +30,8 @@ from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit
 from lema.model import Split
-from lema.model.capture import LayerCall, tensors_in
+from lema.model.capture import tensors_in
+from lema.model.flow import LayerCall
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Speeds
 from lema.plan.machine import Machine

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from lema.backend import Parallel, load
 from lema.errors import LemaError, ModelError
 from lema.model import Split
-from lema.model.capture import LayerCall, tensors_in
+from lema.model.capture import tensors_in
+from lema.model.flow import LayerCall
 from lema.plan.meter import Tally
 from lema.stream.placement import LayerBytes
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3NextConfig
 
 from lema import LemaModel
-from lema.model.capture import LayerCall
+from lema.model.flow import LayerCall
 from lema.model.compiled import CompiledLayers
 from lema.model.layer_kinds import Attribute, compare_layers
 from lema_cpu import CpuBackend

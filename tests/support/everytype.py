@@ -17,23 +17,19 @@ from lema import LemaConfig, LemaModel
 from lema_cpu import CpuBackend
 
 SEVERAL_STACKS = "its layers are in more than one stack"
-MORE_THAN_HIDDEN = "is given more of the layers below than the hidden state"
 HEAD = "its head needs more than the last layer's output"
 
 # Refused: the sentence the user reads.
 REFUSED = {
     "blt": SEVERAL_STACKS,
     "cpmant": HEAD,  # learnt prompts before the tokens
-    "gemma3n_text": HEAD,  # several versions of the hidden state, of which the last is chosen
     "gemma4_unified_assistant": "inputs_embeds and shared_kv_states cannot be None",
     "hrm_text": SEVERAL_STACKS,
-    "inkling2_text": MORE_THAN_HIDDEN,
     "mllama": "it does not run its layers once each, in their order",  # text alone leaves some out
     "prophetnet": HEAD,
     "reformer": "sequence length",
     "xlm": SEVERAL_STACKS,
     "xlnet": HEAD,  # the sequence comes first
-    "zaya": MORE_THAN_HIDDEN,
 }
 
 # `transformers` itself cannot make one here.
