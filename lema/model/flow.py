@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = ["LayerCall", "Tape"]
 
 
 ALIGNMENT = 64  # elements between the beginnings of packed tensors: what torch's own memory has at least, in bytes
+LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
 Shared = MutableMapping[Any, Any]
 
 
@@ -42,12 +43,17 @@ class Made:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the model's own between two layers, with `Made` for what comes out of the layers."""
+    """One operation of the model's own between two layers, with `Made` for what comes out of the layers.
+
+    Attributes:
+        differentiable: whether autograd follows it, which it does not within a `torch.autograd.Function`.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: Any
+    differentiable: bool
 
     def run(self, values: dict[int, Any]) -> None:
         """Do it with `values`, and add what it makes to them."""
@@ -64,6 +70,12 @@ class _Place:
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many elements it has, and how many follow it until the next one begins."""
+        count: int = prod(self.shape)
+        return count, -count % ALIGNMENT
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Place:
@@ -92,32 +104,56 @@ class Between:
         self.more = False
         self._leaves: list[Any] = []  # without the bytes of what is packed
         self._structure: Any = None
+        self._strides: dict[int, tuple[int, ...]] = {}  # of the gradients of what was taken out
 
     def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
         """Return what is wanted as one tensor. What carries no gradient, such as indices, waits here instead."""
         tree = ({number: values[number] for number in self.live}, {id(one): written[id(one)] for one in self.shared})
         leaves, self._structure = tree_flatten(tree)
-        carried = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         self.more = len(leaves) > 1
-        places = {id(one): _Place.of(one) for one in carried}
-        self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        self._leaves = [_Place.of(one) if _is_carried(one) else one for one in leaves]
+        carried: list[Tensor] = list(filter(_is_carried, leaves))
         if len(carried) == 1:
             return carried[0]
-        dtype = reduce(torch.promote_types, (one.dtype for one in carried))  # the wider one holds every value exactly
-        flat = [one.permute(places[id(one)].order).reshape(-1).to(dtype) for one in carried]
-        return torch.cat([piece for one in flat for piece in (one, one.new_zeros(-len(one) % ALIGNMENT))])
+        dtype = reduce(torch.promote_types, (one.dtype for one in carried))  # the wider one holds all values exactly
+        pieces: list[Tensor] = []
+        for index, one in enumerate(carried):
+            flat = self._differentiated(index, one).permute(_Place.of(one).order).reshape(-1).to(dtype)
+            pieces += [flat, flat.new_zeros(-len(flat) % ALIGNMENT)]
+        return torch.cat(pieces)
 
     def unpacked(self, packed: Tensor) -> tuple[dict[int, Any], dict[int, dict[Any, Any]]]:
         """Return the values by number, and what was written into each shared mapping, by its `id`."""
         places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
         pieces = [packed]
         if len(places) > 1:
-            sizes = [size for place in places for size in (prod(place.shape), -prod(place.shape) % ALIGNMENT)]
+            sizes = [size for place in places for size in place.sizes]
             pieces = [place.taken(one) for place, one in zip(places, packed.split(sizes)[::2], strict=True)]
+            for index, piece in enumerate(pieces):
+                if piece.requires_grad:
+                    piece.register_hook(partial(self._note, index))
         found = iter(pieces)
         leaves = [next(found) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
         state: tuple[dict[int, Any], dict[int, dict[Any, Any]]] = tree_unflatten(leaves, self._structure)
         return state
+
+    def mapped(self, change: Callable[[Any], Any]) -> Between:
+        """Return the same with every value that waits here changed."""
+        other = copy.copy(self)
+        other._leaves = [change(leaf) for leaf in self._leaves]
+        return other
+
+    def _note(self, index: int, gradient: Tensor) -> None:
+        self._strides[index] = gradient.stride()
+
+    def _differentiated(self, index: int, tensor: Tensor) -> Tensor:
+        """Return a tensor whose gradient gets the strides that it had when the layer above made it, because sums over
+        other strides round otherwise."""
+        if not tensor.requires_grad:
+            return tensor
+        same = tensor.view_as(tensor)
+        same.register_hook(lambda gradient: _laid_out(gradient, self._strides.get(index, gradient.stride())))
+        return same
 
 
 @dataclass
@@ -146,12 +182,19 @@ class LayerCall:
         """Everything that it holds beside what the layer below hands on."""
         return self.args, self.kwargs, [(step.args, step.kwargs) for step in self.after]
 
+    def mapped(self, change: Callable[[Any], Any]) -> LayerCall:
+        """Return the same call with every value of its own changed."""
+        after = [replace(step, args=change(step.args), kwargs=change(step.kwargs)) for step in self.after]
+        received = None if self.received is None else self.received.mapped(change)
+        return replace(self, args=change(self.args), kwargs=change(self.kwargs), after=after, received=received)
+
     def run(self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Tensor:
         """Call `layer` with its arguments, `hidden` being what the layer below left; return what is left for the next.
 
         It is taken apart once, because gradients of two parts would be added in another order than the whole model's.
         """
-        values, written = {self.hidden: hidden}, {}
+        values: dict[int, Any] = {self.hidden: hidden}
+        written: dict[int, dict[Any, Any]] = {}
         if self.received is not None:
             values, written = self.received.unpacked(hidden)
         shared = {} if self.received is None else {id(one): one for one in self.received.shared}
@@ -197,7 +240,7 @@ class Tape(TorchFunctionMode):
         self.values: dict[int, Tensor] = {}
         self.hidden: Tensor
         self._mappings: list[list[Shared]] = []
-        self._cut, self._at_cut, self._keep = cut, at_cut, keep
+        self.cut, self._at_cut, self._keep = cut, at_cut, keep
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         self._count = 0
 
@@ -213,13 +256,15 @@ class Tape(TorchFunctionMode):
             self._follow(hidden)
         if (number := self.number(hidden)) is None:
             return None
+        state: Tensor = hidden
         rest = {name: value for name, value in kwargs.items() if not keyword or name != "hidden_states"}
         self._mappings.append([value for value in (*args, *rest.values()) if isinstance(value, MutableMapping)])
         self.calls.append(LayerCall(self._noted(args[1:]), self._noted(rest), keyword, number))
-        return hidden
+        return state
 
     def returned(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note what a layer returns; return it as the model is to see it."""
+        self._count = len(self.calls) * LEAP
         noted = self._follow(items)
         self.calls[-1].returns = tuple(getattr(one, "number", -1) for one in noted)
         self.steps.append([])
@@ -228,10 +273,10 @@ class Tape(TorchFunctionMode):
 
     def tied(self) -> tuple[LayerCall, ...]:
         """Return the calls, each with what its layer receives and leaves."""
-        assert self._cut is not None
+        assert self.cut is not None
         ids = [{id(one) for one in given} for given in self._mappings]
         several = {key for at, keys in enumerate(ids) for key in keys if any(key in later for later in ids[at + 1 :])}
-        live, shared, above = {self._cut}, dict[int, Shared](), None
+        live, shared, above = {self.cut}, dict[int, Shared](), None
         for call, steps, mappings in zip(self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True):
             between = Between(sorted(live), list(shared.values()))
             call.after, live = _needed(steps, live)
@@ -271,14 +316,16 @@ class Tape(TorchFunctionMode):
         if not _numbers(given):
             return out
         makes = self._follow(written)
-        self.steps[-1].append(Step(function, *given, makes))
+        self.steps[-1].append(Step(function, given[0], given[1], makes, torch.is_grad_enabled()))
         return out if out is None else self._seen(makes, out)
 
     def _seen(self, noted: Any, values: Any) -> Any:
-        if self._at_cut is None or self._cut not in _numbers(noted):
+        if self._at_cut is None or self.cut not in _numbers(noted):
             return values
         entered = self._at_cut()
-        return tree_map(lambda one, value: entered if one == Made(self._cut) else value, noted, values)
+        return tree_map(
+            lambda one, value: entered if getattr(one, "number", None) == self.cut else value, noted, values
+        )
 
     def _follow(self, value: Any) -> Any:
         """Number every tensor in a value that has no number yet; return the value with `Made` in their place."""
@@ -306,6 +353,16 @@ class Tape(TorchFunctionMode):
             items = [self._noted(item) for item in value]
             return type(value)(items) if type(value) in (list, tuple) else type(value)(*items)
         return value
+
+
+def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor with these strides; along those of 0 its values are equal."""
+    if tensor.stride() == strides:
+        return tensor
+    once = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
+    return (
+        torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once).expand_as(tensor)
+    )
 
 
 def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:
@@ -351,6 +408,10 @@ def _with(shared: Shared, written: Mapping[Any, Any]) -> Shared:
     copied = copy.copy(shared)
     copied.update(written)
     return copied
+
+
+def _is_carried(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _beside(copied: Shared, shared: Shared) -> dict[Any, Any]:

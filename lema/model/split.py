@@ -120,7 +120,6 @@ class Split:
         self.host_rows: HostRows | None = None
         # The number of what the head is given, in training and in evaluation: some models do other things then.
         self._cut: dict[bool, int] = {}
-        self._watched: set[int] = set()  # layers seen to leave their arguments alone
         self._to_compile = compiled
         self._compiled: CompiledLayers | None = None
         self.adapters_changed()
@@ -223,22 +222,26 @@ class Split:
         `compiled` false: not compiled, even where it could be. Of processes that hold a layer together each may have
         its part of the sequence, from `enter` on, until the last layer has put the parts together."""
         parallel = self.parallel
-        # Compared in a layer's first run, because what it leaves in its arguments would be lost to the later layers.
-        before = None if index in self._watched else structure([call.args, call.kwargs])
         graphs = self.compiled if compiled else None
 
         def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Compared because what it leaves there would be lost to the later layers. Mappings
+            # themselves are copies of this run, and what is new in them is handed on.
+            given = [*args, *kwargs.values()]
+            inside = [item for one in given for item in (one.values() if isinstance(one, Mapping) else [one])]
+            held = [item for item in inside if isinstance(item, list | tuple | dict)]
+            before = structure(held)
             out: Any = NotImplemented
             if graphs is not None:
                 out = graphs.call(index, self._renamed(index, weights), args, kwargs)
-            return self.call_layer(index, weights, args, kwargs) if out is NotImplemented else out
+            if out is NotImplemented:
+                out = self.call_layer(index, weights, args, kwargs)
+            if not same_structure(before, structure(held)):
+                raise self._refusal(f"layer {index} leaves something for later layers in a list")
+            return out
 
         with self.autocast():
             output = call.run(hidden if graphs is None else differentiable(hidden), layer)
-        if before is not None:
-            if not same_structure(before, structure([call.args, call.kwargs])):
-                raise self._refusal(f"layer {index} leaves something for later layers besides the hidden state")
-            self._watched.add(index)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
 
     def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -333,7 +336,10 @@ class Split:
             if depends_on(tensors_in((call.args, call.kwargs)), made):
                 raise self._refusal(f"layer {index} is given more of the layers below than can be followed")
         for cut in tape.cuts(logits):
+            tape.cut = cut
             if self._is_enough(cut, tape.values[cut].detach(), few, logits.shape):
+                if not all(step.differentiable for call in tape.tied() for step in call.after):
+                    raise self._refusal("between its layers it computes what autograd does not follow")
                 self._cut[self.model.training] = cut
                 return
         raise self._refusal("its head needs more than the last layer's output, token by token")
