@@ -74,13 +74,13 @@ class _Place:
     @property
     def sizes(self) -> tuple[int, int]:
         """How many elements it has, and how many follow it until the next one begins."""
-        count: int = prod(self.shape)
+        count = prod(self.shape)
         return count, -count % ALIGNMENT
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Place:
-        dims = range(tensor.dim())
-        return cls(tuple(tensor.shape), tuple(sorted(dims, key=lambda dim: -tensor.stride(dim))), tensor.dtype)
+        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
 
     def taken(self, flat: Tensor) -> Tensor:
         """Return the tensor whose values are `flat`, with the strides that it had, because products depend on them."""

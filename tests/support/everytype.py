@@ -22,14 +22,12 @@ HEAD = "its head needs more than the last layer's output"
 # Refused: the sentence the user reads.
 REFUSED = {
     "blt": SEVERAL_STACKS,
-    "cpmant": HEAD,  # learnt prompts before the tokens
     "gemma4_unified_assistant": "inputs_embeds and shared_kv_states cannot be None",
     "hrm_text": SEVERAL_STACKS,
     "mllama": "it does not run its layers once each, in their order",  # text alone leaves some out
-    "prophetnet": HEAD,
+    "prophetnet": HEAD,  # it makes more logits than it returns
     "reformer": "sequence length",
     "xlm": SEVERAL_STACKS,
-    "xlnet": HEAD,  # the sequence comes first
 }
 
 # `transformers` itself cannot make one here.
