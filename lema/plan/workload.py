@@ -206,7 +206,7 @@ def _given(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list
     if all(call.left is None for call in prelude.calls):
         return [entered] * len(layers) + [hidden]
     given = [entered]
-    with torch.no_grad():
+    with torch.no_grad(), Tally():  # which knows more shapes
         for index, (layer, call) in enumerate(zip(layers, prelude.calls, strict=True)):
             given.append(split.run_layer(index, fake_weights(layer), call, given[-1]))
     return given

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from parity import DRAWS, draw_b, trained
@@ -60,12 +61,14 @@ class Comparison:
         loss: of the step.
         gradients: adapter parameter -> difference; every one of them is compared.
         idle_layers: those of which no gradient is there and not zero.
+        bytes_offloaded: of activations that left the device.
     """
 
     logits: float
     loss: float
     gradients: dict[str, float] = field(repr=False)
     idle_layers: list[int]
+    bytes_offloaded: int
 
     @property
     def worst(self) -> float:
@@ -101,11 +104,10 @@ def write_model(config: PreTrainedConfig, directory: Path) -> Path:
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[LemaModel]:
+def opened(directory: Path, **changes: Any) -> Iterator[LemaModel]:
     """Open a model for streaming with an adapter on every linear, in training mode."""
-    config = LemaConfig(
-        str(directory), device="cpu", lora_rank=2, lora_alpha=4, seed=SEED, gradient_checkpointing=True, save_steps=0
-    )
+    settings = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "gradient_checkpointing": True, "save_steps": 0}
+    config = LemaConfig(str(directory), device="cpu", **settings | changes)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         model.initialize_lora()
@@ -115,11 +117,17 @@ def opened(directory: Path) -> Iterator[LemaModel]:
         model.close()
 
 
-def compare(model_type: str, directory: Path) -> Comparison:
-    """Stream one step of a tiny model of `model_type`, take it on the whole model too, and compare them."""
-    published = write_model(tiny_config(model_type), directory / "published")
+def compare(model_type: str, directory: Path, **changes: Any) -> Comparison:
+    """Stream one step of a tiny model of `model_type`, take it on the whole model too, and compare them; `changes` are
+    settings of the streamed one."""
+    return compare_config(tiny_config(model_type), directory, **changes)
+
+
+def compare_config(config: PreTrainedConfig, directory: Path, **changes: Any) -> Comparison:
+    """Do what `compare` does with a model of `config`."""
+    published = write_model(config, directory / "published")
     batches = micro_batches()
-    with opened(published) as model:
+    with opened(published, **changes) as model:
         draw_b(model.lora_manager)
         torch.manual_seed(DRAWS)
         logits: list[Tensor] = []
@@ -127,6 +135,7 @@ def compare(model_type: str, directory: Path) -> Comparison:
         loss.backward()
         streamed = {name: parameter.grad for name, parameter in trained(model.lora_manager).items()}
         adapter = model.lora_manager.peft_config["default"]
+        bytes_offloaded = model.adapter.counters.bytes_offloaded
         layers_name, num_layers = model.split.layers_name, model.split.num_layers
     base = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     base.config.use_cache = False
@@ -153,6 +162,7 @@ def compare(model_type: str, directory: Path) -> Comparison:
         difference(loss.detach(), expected),
         {name: difference(streamed[name], gradients[name]) for name in gradients},
         [layer for layer in range(num_layers) if not any(f".{layers_name}.{layer}." in name for name in active)],
+        bytes_offloaded,
     )
 
 
