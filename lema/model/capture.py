@@ -1,4 +1,4 @@
-"""Checks that layer by layer a model computes the same as in one piece.
+"""What goes between two layers as one tensor, and checks that layer by layer a model computes what it does as a whole.
 
 Visiting layer by layer is exact only if all that comes out of layers and reaches later ones is known
 (`lema.model.flow`). Autograd knows what a tensor was made of, so it is asked.
@@ -12,16 +12,23 @@ traces too, but `transformers` does not know it, and is told so here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, reduce
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
 __all__ = [
+    "Between",
+    "Shared",
     "alike",
     "as_leaf",
     "depends_on",
@@ -35,6 +42,117 @@ __all__ = [
     "without_dropout",
     "without_values",
 ]
+
+
+ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
+Shared = MutableMapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a packed tensor looked like: its shape, and its dimensions as they followed each other in memory."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many elements it has, and how many follow it until the next one begins."""
+        count = prod(self.shape)
+        return count, -count % ALIGNMENT
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
+
+    def taken(self, flat: Tensor) -> Tensor:
+        """Return the tensor whose values are `flat`, with the strides that it had, because products depend on them."""
+        shaped = flat.to(self.dtype).view([self.shape[dim] for dim in self.order])
+        return shaped.permute([self.order.index(dim) for dim in range(len(self.shape))])
+
+
+class Between:
+    """What one layer hands to the next, or the top layer to the head, for one micro-batch.
+
+    Args:
+        live: the numbers of what is wanted later.
+        shared: mappings that later layers are given too; what was written into them goes along.
+
+    Attributes:
+        more: whether the layer that ran last handed on more than one value.
+    """
+
+    def __init__(self, live: Sequence[int], shared: Sequence[Shared]) -> None:
+        self.live, self.shared = tuple(live), tuple(shared)
+        self.more = False
+        self._leaves: list[Any] = []  # without the bytes of what is packed
+        self._structure: Any = None
+        self._strides: dict[int, tuple[int, ...]] = {}  # of the gradients of what was taken out
+
+    def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
+        """Return what is wanted as one tensor. What carries no gradient, such as indices, waits here instead."""
+        tree = ({number: values[number] for number in self.live}, {id(one): written[id(one)] for one in self.shared})
+        leaves, self._structure = tree_flatten(tree)
+        self.more = len(leaves) > 1
+        self._leaves = [_Place.of(one) if _is_carried(one) else one for one in leaves]
+        carried: list[Tensor] = list(filter(_is_carried, leaves))
+        if len(carried) == 1:
+            return carried[0]
+        dtype = reduce(torch.promote_types, (one.dtype for one in carried))  # the wider one holds all values exactly
+        pieces: list[Tensor] = []
+        for index, one in enumerate(carried):
+            flat = self._differentiated(index, one).permute(_Place.of(one).order).reshape(-1).to(dtype)
+            pieces += [flat, flat.new_zeros(-len(flat) % ALIGNMENT)]
+        return torch.cat(pieces)
+
+    def unpacked(self, packed: Tensor) -> tuple[dict[int, Any], dict[int, dict[Any, Any]]]:
+        """Return the values by number, and what was written into each shared mapping, by its `id`."""
+        places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
+        pieces = [packed]
+        if len(places) > 1:
+            sizes = [size for place in places for size in place.sizes]
+            pieces = [place.taken(one) for place, one in zip(places, packed.split(sizes)[::2], strict=True)]
+            for index, piece in enumerate(pieces):
+                if piece.requires_grad:
+                    piece.register_hook(partial(self._note, index))
+        found = iter(pieces)
+        leaves = [next(found) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+        state: tuple[dict[int, Any], dict[int, dict[Any, Any]]] = tree_unflatten(leaves, self._structure)
+        return state
+
+    def mapped(self, change: Callable[[Any], Any]) -> Between:
+        """Return the same with every value that waits here changed."""
+        other = copy.copy(self)
+        other._leaves = [change(leaf) for leaf in self._leaves]
+        return other
+
+    def _note(self, index: int, gradient: Tensor) -> None:
+        self._strides[index] = gradient.stride()
+
+    def _differentiated(self, index: int, tensor: Tensor) -> Tensor:
+        """Return a tensor whose gradient gets the strides that it had when the layer above made it, because sums over
+        other strides round otherwise."""
+        if not tensor.requires_grad:
+            return tensor
+        same = tensor.view_as(tensor)
+        same.register_hook(lambda gradient: _laid_out(gradient, self._strides.get(index, gradient.stride())))
+        return same
+
+
+def _is_carried(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor with these strides; along those of 0 its values are equal."""
+    if tensor.stride() == strides:
+        return tensor
+    once = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
+    return (
+        torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once).expand_as(tensor)
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -4,9 +4,9 @@ A model's forward is run with recorders in the place of its layers. `Tape` follo
 one is an argument of a later layer, and what the model's own code makes of them on the way (`Step`). When the layers
 run, each does the steps after it, so that nothing of the model's is left to do between two layers.
 
-What is still wanted after a layer goes on as one tensor (`Between`). The engine keeps, moves and differentiates that
-as it does a hidden state, which in most models is all there is. Packing several changes no bit of them, nor of their
-gradients: a layer's gradients arrive in the order in which the whole model adds them.
+What is still wanted after a layer goes on as one tensor (`lema.model.capture.Between`). The engine keeps, moves and
+differentiates that as it does a hidden state, which in most models is all there is. Packing several changes no bit of
+them, nor of their gradients: a layer's gradients arrive in the order in which the whole model adds them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lema.model.capture import tensors_in
+from lema.model.capture import Between, Shared, tensors_in
 
 __all__ = ["LayerCall", "Tape"]
 
 
-ALIGNMENT = 64  # elements between the beginnings of packed tensors: what torch's own memory has at least, in bytes
 LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
-Shared = MutableMapping[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -55,105 +51,17 @@ class Step:
     makes: Any
     differentiable: bool
 
+    @property
+    def uses(self) -> set[int]:
+        """The numbers of what it is done with."""
+        return _numbers((self.args, self.kwargs))
+
     def run(self, values: dict[int, Any]) -> None:
         """Do it with `values`, and add what it makes to them."""
         args, kwargs = _filled((self.args, self.kwargs), values)
         made = self.function(*args, **kwargs)
         if made is not None:  # as of one that writes into its first argument
             values.update(_numbered(self.makes, made))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a packed tensor looked like: its shape, and its dimensions as they followed each other in memory."""
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many elements it has, and how many follow it until the next one begins."""
-        count = prod(self.shape)
-        return count, -count % ALIGNMENT
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
-        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
-
-    def taken(self, flat: Tensor) -> Tensor:
-        """Return the tensor whose values are `flat`, with the strides that it had, because products depend on them."""
-        shaped = flat.to(self.dtype).view([self.shape[dim] for dim in self.order])
-        return shaped.permute([self.order.index(dim) for dim in range(len(self.shape))])
-
-
-class Between:
-    """What one layer hands to the next, or the top layer to the head, for one micro-batch.
-
-    Args:
-        live: the numbers of what is wanted later.
-        shared: mappings that later layers are given too; what was written into them goes along.
-
-    Attributes:
-        more: whether the layer that ran last handed on more than one value.
-    """
-
-    def __init__(self, live: Sequence[int], shared: Sequence[Shared]) -> None:
-        self.live, self.shared = tuple(live), tuple(shared)
-        self.more = False
-        self._leaves: list[Any] = []  # without the bytes of what is packed
-        self._structure: Any = None
-        self._strides: dict[int, tuple[int, ...]] = {}  # of the gradients of what was taken out
-
-    def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
-        """Return what is wanted as one tensor. What carries no gradient, such as indices, waits here instead."""
-        tree = ({number: values[number] for number in self.live}, {id(one): written[id(one)] for one in self.shared})
-        leaves, self._structure = tree_flatten(tree)
-        self.more = len(leaves) > 1
-        self._leaves = [_Place.of(one) if _is_carried(one) else one for one in leaves]
-        carried: list[Tensor] = list(filter(_is_carried, leaves))
-        if len(carried) == 1:
-            return carried[0]
-        dtype = reduce(torch.promote_types, (one.dtype for one in carried))  # the wider one holds all values exactly
-        pieces: list[Tensor] = []
-        for index, one in enumerate(carried):
-            flat = self._differentiated(index, one).permute(_Place.of(one).order).reshape(-1).to(dtype)
-            pieces += [flat, flat.new_zeros(-len(flat) % ALIGNMENT)]
-        return torch.cat(pieces)
-
-    def unpacked(self, packed: Tensor) -> tuple[dict[int, Any], dict[int, dict[Any, Any]]]:
-        """Return the values by number, and what was written into each shared mapping, by its `id`."""
-        places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
-        pieces = [packed]
-        if len(places) > 1:
-            sizes = [size for place in places for size in place.sizes]
-            pieces = [place.taken(one) for place, one in zip(places, packed.split(sizes)[::2], strict=True)]
-            for index, piece in enumerate(pieces):
-                if piece.requires_grad:
-                    piece.register_hook(partial(self._note, index))
-        found = iter(pieces)
-        leaves = [next(found) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
-        state: tuple[dict[int, Any], dict[int, dict[Any, Any]]] = tree_unflatten(leaves, self._structure)
-        return state
-
-    def mapped(self, change: Callable[[Any], Any]) -> Between:
-        """Return the same with every value that waits here changed."""
-        other = copy.copy(self)
-        other._leaves = [change(leaf) for leaf in self._leaves]
-        return other
-
-    def _note(self, index: int, gradient: Tensor) -> None:
-        self._strides[index] = gradient.stride()
-
-    def _differentiated(self, index: int, tensor: Tensor) -> Tensor:
-        """Return a tensor whose gradient gets the strides that it had when the layer above made it, because sums over
-        other strides round otherwise."""
-        if not tensor.requires_grad:
-            return tensor
-        same = tensor.view_as(tensor)
-        same.register_hook(lambda gradient: _laid_out(gradient, self._strides.get(index, gradient.stride())))
-        return same
 
 
 @dataclass
@@ -355,16 +263,6 @@ class Tape(TorchFunctionMode):
         return value
 
 
-def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor with these strides; along those of 0 its values are equal."""
-    if tensor.stride() == strides:
-        return tensor
-    once = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    return (
-        torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once).expand_as(tensor)
-    )
-
-
 def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:
     """Return the steps of which something in `live` is made, and what they need; `given` is there already."""
     needed: list[Step] = []
@@ -372,7 +270,7 @@ def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None
     for step in reversed(steps):
         if made := live & _numbers(step.makes):
             needed.insert(0, step)
-            live = ((live - made) | _numbers((step.args, step.kwargs))) - {given}
+            live = ((live - made) | step.uses) - {given}
     return needed, live
 
 
@@ -408,10 +306,6 @@ def _with(shared: Shared, written: Mapping[Any, Any]) -> Shared:
     copied = copy.copy(shared)
     copied.update(written)
     return copied
-
-
-def _is_carried(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _beside(copied: Shared, shared: Shared) -> dict[Any, Any]:

@@ -225,8 +225,8 @@ class Split:
         graphs = self.compiled if compiled else None
 
         def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Compared because what it leaves there would be lost to the later layers. Mappings
-            # themselves are copies of this run, and what is new in them is handed on.
+            # Compared because what it leaves in lists would be lost to the later layers. Mappings are copies of this
+            # run, and what is new in them is handed on.
             given = [*args, *kwargs.values()]
             inside = [item for one in given for item in (one.values() if isinstance(one, Mapping) else [one])]
             held = [item for item in inside if isinstance(item, list | tuple | dict)]
@@ -321,10 +321,10 @@ class Split:
         self._backend.set_rng_state(state)
 
     def _check(self, few: Mapping[str, Tensor]) -> None:
-        """Make sure that the model is a prelude, layers one after the other, and a head.
+        """Make sure that the model is a prelude, layers one after the other, and a head; find where that begins.
 
         Raises:
-            ModelError: something but the hidden state goes from layer to layer, or from below the layers to the head.
+            ModelError: what comes out of layers cannot be followed to later ones, or the head needs all tokens at once.
         """
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
@@ -338,8 +338,13 @@ class Split:
         for cut in tape.cuts(logits):
             tape.cut = cut
             if self._is_enough(cut, tape.values[cut].detach(), few, logits.shape):
-                if not all(step.differentiable for call in tape.tied() for step in call.after):
+                steps = [step for call in tape.tied() for step in call.after]
+                if not all(step.differentiable for step in steps):
                     raise self._refusal("between its layers it computes what autograd does not follow")
+                # Of a size that is known only when the layers run.
+                rest = {number for call in tape.calls for number in call.returns[1:]}
+                if any(step.uses & rest for step in steps):
+                    raise self._refusal("between its layers it computes with more than the hidden state")
                 self._cut[self.model.training] = cut
                 return
         raise self._refusal("its head needs more than the last layer's output, token by token")

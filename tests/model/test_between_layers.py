@@ -10,7 +10,7 @@ from tinyconfig import tiny_config
 from transformers import Gemma4TextConfig
 
 from lema import LemaConfig
-from lema.model.flow import Between
+from lema.model.capture import Between
 from lema.plan.blueprint import draw_up
 from lema.plan.workload import MicroBatch, measure
 

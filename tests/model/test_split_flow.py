@@ -1,4 +1,4 @@
-"""A model is split only where that is exact: nothing but the hidden state, and indices, goes from layer to layer."""
+"""A model is split only where that is exact: all that comes out of layers is followed to later ones and the head."""
 
 from collections.abc import Callable
 from typing import Any
@@ -226,6 +226,7 @@ REFUSED = {
     a_list_to_write: "layer 1 leaves something for later layers in a list",
     every_layer_twice: "does not run its layers once each",
     one_layer_left_out: "does not run its layers once each",
+    indices_handed_on_changed: "computes with more than the hidden state",
     unknown_to_torch: "computes what autograd does not follow",
 }
 
