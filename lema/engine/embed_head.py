@@ -13,13 +13,15 @@ graph gives it, so the head then waits until the gradients have come down throug
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lema.backend import Backend
-from lema.model.capture import LayerCall, leaves, tensors_in
+from lema.model.capture import leaves, tensors_in
+from lema.model.flow import LayerCall
 
 if TYPE_CHECKING:
     from lema.engine.loss import LossChunks
@@ -137,6 +139,8 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
     def off(value: Any) -> Any:
         if not any(tensor.requires_grad for tensor in tensors_in(value)):
             return value
+        if isinstance(value, nn.Parameter):
+            return value  # of the model's own code between layers: its gradient is added where that is differentiated
         if isinstance(value, Tensor):
             return cut.setdefault(id(value), (value, value.detach().requires_grad_()))[1]
         if isinstance(value, Mapping):
@@ -145,6 +149,7 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
 
     for call in calls:
         call.args, call.kwargs = off(call.args), off(call.kwargs)
+        call.after = [replace(step, args=off(step.args), kwargs=off(step.kwargs)) for step in call.after]
     return list(cut.values())
 
 

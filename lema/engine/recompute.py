@@ -2,7 +2,7 @@
 
 The graph is built once, in the forward. In the backward, its first look at a dropped tensor runs the layer again, only
 as far as the last tensor that was dropped, and without a matrix product that none of them needs
-(`lema.model.skip_matmuls`). This is the non-reentrant checkpoint of `torch.utils.checkpoint` (Chen et al. 2016,
+(`lema.engine.skip_matmuls`). This is the non-reentrant checkpoint of `torch.utils.checkpoint` (Chen et al. 2016,
 https://arxiv.org/abs/1604.06174), with one promise more: weights are packed as references, and found in the lease under
 which the backward runs.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from lema.activations.offload import Packed
-from lema.model.skip_matmuls import AdaptedLinears, LastLinear
+from lema.engine.skip_matmuls import AdaptedLinears, LastLinear
 from lema.stream import Lease
 from lema.stream.lease import WeightReference
 

@@ -28,7 +28,7 @@ from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit, visit_frozen, visit_top
 from lema.errors import ConfigError
 from lema.model import Split
-from lema.model.capture import LayerCall
+from lema.model.flow import LayerCall
 from lema.model.inputs import Inputs
 from lema.stream import LayerStream, Lease, StreamCounters
 from lema.stream.schedule import forward_order, training_order
@@ -220,7 +220,7 @@ class StreamedModel:
             if self.prefix is not None and layer == self.prefix.layer > start:
                 self.prefix.reach(lowest)
                 drawn = not torch.equal(before, self.backend.rng_state())
-                handed_on = any(call.received is not None for call in calls[layer])
+                handed_on = any(call.received is not None and call.received.more for call in calls[layer])
                 self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
             if layer < top:
                 hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)

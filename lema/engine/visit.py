@@ -21,10 +21,11 @@ from lema.backend.interrupt import NEVER
 from lema.engine.embed_head import EmbedHead
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
+from lema.engine.skip_matmuls import AdaptedLinears
 from lema.engine.trained_weights import Leaves, TrainedWeights, add
 from lema.model import Split
-from lema.model.capture import LayerCall, tensors_in
-from lema.model.skip_matmuls import AdaptedLinears
+from lema.model.capture import tensors_in
+from lema.model.flow import LayerCall
 from lema.stream import LayerStream, Lease
 
 __all__ = ["Engine", "visit", "visit_frozen", "visit_top"]
@@ -163,7 +164,7 @@ class _LayerVisit:
         again = None
         if self._boundaries is not None:
             again = self._runner(index, state, needs=needs, compiled=compiled, anew=anew)
-        keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.others()))
+        keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.own))
         graph = Graph(again, self._linears, anew=anew, keep=keep)
         with graph.built(lease):
             if again is not None and not lease.has_address:
@@ -329,7 +330,7 @@ def _top_layer(
         value, gradient = embed_head.turn(index, output.detach())
     engine.look(top + 1, [gradient])
     # The gradients are returned and not added, because the one that arrives in the backward may still scale them.
-    given = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
+    given = [tensor for tensor in tensors_in(call.own) if tensor.requires_grad]
     wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
     with retry.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
         found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()

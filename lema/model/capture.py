@@ -1,8 +1,7 @@
-"""Captures how a model calls its layers, and checks that layer by layer the model computes the same.
+"""What goes between two layers as one tensor, and checks that layer by layer a model computes what it does as a whole.
 
-`HandedOn` and its neighbours hold a layer's arguments besides the hidden state. Visiting layer by layer is exact only
-if a layer gets the hidden state that the layer below returned, untouched, and nothing else that a layer made. Autograd
-knows what a tensor was made of, so it is asked.
+Visiting layer by layer is exact only if all that comes out of layers and reaches later ones is known
+(`lema.model.flow`). Autograd knows what a tensor was made of, so it is asked.
 
 Such questions are answered by tensors that have shapes and no values, because a lazy device would compile whatever is
 run on it. Masks are made without a look at values: `transformers` leaves a mask out where it finds that nothing is
@@ -13,21 +12,25 @@ traces too, but `transformers` does not know it, and is told so here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial, reduce
 from logging import CRITICAL, getLogger
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
 __all__ = [
     "PASSED_THROUGH_THE_MODEL",
-    "HandedOn",
-    "LayerCall",
+    "Between",
+    "Shared",
     "alike",
     "as_leaf",
     "depends_on",
@@ -46,88 +49,115 @@ __all__ = [
 
 # What a model's own forward may raise.
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
+ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
+Shared = MutableMapping[Any, Any]
 
 
-@dataclass
-class HandedOn:
-    """What a layer hands to the next beside the hidden state: for one, which tokens to attend to.
+@dataclass(frozen=True)
+class _Place:
+    """What a packed tensor looked like: its shape, and its dimensions as they followed each other in memory."""
 
-    When calls are recorded no layer has run, so the model passes placeholders along; whichever argument of the next
-    call *is* a placeholder is filled in when that layer runs. Gradients do not flow this way: only integers and flags
-    do.
-    """
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
 
-    placeholders: tuple[Any, ...]
-    values: tuple[Any, ...] = ()
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many elements it has, and how many follow it until the next one begins."""
+        count = prod(self.shape)
+        return count, -count % ALIGNMENT
 
     @classmethod
-    def like(cls, rest: tuple[Any, ...], mark_absent: bool) -> HandedOn:
-        """Make placeholders for what layer 0 returned after its hidden state.
+    def of(cls, tensor: Tensor) -> _Place:
+        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
 
-        With `mark_absent` a None gets one too: it may be a tensor in other layers.
-        """
-        return cls(tuple(_placeholder(item, mark_absent) for item in rest))
-
-    def is_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether one of the arguments is a placeholder."""
-        return any(self._slot(value) is not None for value in (*args, *kwargs.values()))
-
-    def filled(self, value: Any) -> Any:
-        """Return what `value` stands for."""
-        slot = self._slot(value)
-        return value if slot is None else self.values[slot] if self.values else None
-
-    def _slot(self, value: Any) -> int | None:
-        slots = enumerate(self.placeholders)
-        return next((slot for slot, one in slots if one is value and _carries_no_gradient(one)), None)
+    def taken(self, flat: Tensor) -> Tensor:
+        """Return the tensor whose values are `flat`, with the strides that it had, because products depend on them."""
+        shaped = flat.to(self.dtype).view([self.shape[dim] for dim in self.order])
+        return shaped.permute([self.order.index(dim) for dim in range(len(self.shape))])
 
 
-@dataclass
-class LayerCall:
-    """The arguments one layer was called with, but for the hidden state.
+class Between:
+    """What one layer hands to the next, or the top layer to the head, for one micro-batch.
+
+    Args:
+        live: the numbers of what is wanted later.
+        shared: mappings that later layers are given too; what was written into them goes along.
 
     Attributes:
-        received: of the layer below, where an argument stands for it.
-        left: for the layer above, where it takes any.
+        more: whether the layer that ran last handed on more than one value.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden_is_keyword: bool
-    received: HandedOn | None = field(default=None)
-    left: HandedOn | None = field(default=None)
+    def __init__(self, live: Sequence[int], shared: Sequence[Shared]) -> None:
+        self.live, self.shared = tuple(live), tuple(shared)
+        self.more = False
+        self._leaves: list[Any] = []  # without the bytes of what is packed
+        self._structure: Any = None
+        self._strides: dict[int, tuple[int, ...]] = {}  # of the gradients of what was taken out
 
-    @classmethod
-    def record(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LayerCall, Tensor]:
-        """Take a call apart into its hidden state, `[batch, sequence, hidden]`, and the rest."""
-        if args:
-            return cls(args[1:], kwargs, False), args[0]
-        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        return cls((), rest, True), kwargs["hidden_states"]
+    def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
+        """Return what is wanted as one tensor. What carries no gradient, such as indices, waits here instead."""
+        tree = ({number: values[number] for number in self.live}, {id(one): written[id(one)] for one in self.shared})
+        leaves, self._structure = tree_flatten(tree)
+        self.more = len(leaves) > 1
+        self._leaves = [_Place.of(one) if _is_carried(one) else one for one in leaves]
+        carried: list[Tensor] = list(filter(_is_carried, leaves))
+        if len(carried) == 1:
+            return carried[0]
+        dtype = reduce(torch.promote_types, (one.dtype for one in carried))  # the wider one holds all values exactly
+        pieces: list[Tensor] = []
+        for index, one in enumerate(carried):
+            flat = self._differentiated(index, one).permute(_Place.of(one).order).reshape(-1).to(dtype)
+            pieces += [flat, flat.new_zeros(-len(flat) % ALIGNMENT)]
+        return torch.cat(pieces)
 
-    def others(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments but for the hidden state, with what the layer below handed on in its place."""
-        if self.received is None:
-            return self.args, self.kwargs
-        filled = self.received.filled
-        return tuple(map(filled, self.args)), {name: filled(value) for name, value in self.kwargs.items()}
+    def unpacked(self, packed: Tensor) -> tuple[dict[int, Any], dict[int, dict[Any, Any]]]:
+        """Return the values by number, and what was written into each shared mapping, by its `id`."""
+        places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
+        pieces = [packed]
+        if len(places) > 1:
+            sizes = [size for place in places for size in place.sizes]
+            pieces = [place.taken(one) for place, one in zip(places, packed.split(sizes)[::2], strict=True)]
+            for index, piece in enumerate(pieces):
+                if piece.requires_grad:
+                    piece.register_hook(partial(self._note, index))
+        found = iter(pieces)
+        leaves = [next(found) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+        state: tuple[dict[int, Any], dict[int, dict[Any, Any]]] = tree_unflatten(leaves, self._structure)
+        return state
 
-    def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's arguments with `hidden` in its place."""
-        args, kwargs = self.others()
-        if self.hidden_is_keyword:
-            return (), {"hidden_states": hidden, **kwargs}
-        return (hidden, *args), kwargs
+    def mapped(self, change: Callable[[Any], Any]) -> Between:
+        """Return the same with every value that waits here changed."""
+        other = copy.copy(self)
+        other._leaves = [change(leaf) for leaf in self._leaves]
+        return other
+
+    def _note(self, index: int, gradient: Tensor) -> None:
+        self._strides[index] = gradient.stride()
+
+    def _differentiated(self, index: int, tensor: Tensor) -> Tensor:
+        """Return a tensor whose gradient gets the strides that it had when the layer above made it, because sums over
+        other strides round otherwise."""
+        if not tensor.requires_grad:
+            return tensor
+        same = tensor.view_as(tensor)
+        same.register_hook(lambda gradient: _laid_out(gradient, self._strides.get(index, gradient.stride())))
+        return same
 
 
-def _placeholder(item: Any, mark_absent: bool) -> Any:
-    if item is None and mark_absent:
-        return torch.empty(0, dtype=torch.long)
-    return item.view_as(item) if isinstance(item, Tensor) and _carries_no_gradient(item) else item
+def _is_carried(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _carries_no_gradient(item: Any) -> bool:
-    return isinstance(item, Tensor) and not (item.is_floating_point() or item.is_complex())
+def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor with these strides; along those of 0 its values are equal."""
+    if tensor.stride() == strides:
+        return tensor
+    once = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
+    return (
+        torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once).expand_as(tensor)
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

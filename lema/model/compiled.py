@@ -22,10 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lema.backend import Backend
 from lema.errors import LemaError
-from lema.model.capture import LayerCall, tensors_in
+from lema.model.capture import tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
 
-__all__ = ["CompiledLayers"]
+__all__ = ["CompiledLayers", "differentiable"]
 
 
 COMPILER = "inductor"  # torch's own name of it
@@ -85,14 +85,14 @@ class CompiledLayers:
             self._warn(index, why)
         return why is None
 
-    def call(self, index: int, tensors: Mapping[str, Tensor], call: LayerCall, hidden: Tensor) -> Any:
+    def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
         """Call a layer compiled.
 
         Args:
             index: the layer's number.
             tensors: the leased weights, by their names in the layer.
-            call: its arguments, but for the hidden state.
-            hidden: that, `[batch, sequence, hidden]`.
+            args: its arguments, `differentiable`.
+            kwargs: likewise.
 
         Returns:
             What the layer returns; `NotImplemented` where it does not compile, which has been said in a warning.
@@ -101,7 +101,6 @@ class CompiledLayers:
             return NotImplemented
         kind, training = self.kinds[index], self._layers[index].training
         whole = {name: one for name, kept, key in self._own[index] if (one := kept[key]) is not None} | dict(tensors)
-        args, kwargs = call.arguments(_differentiable(hidden))
         seen = (_signature((args, kwargs)), torch.is_grad_enabled(), training)
         if seen not in self._tried[kind]:
             try:
@@ -187,7 +186,7 @@ class CompiledLayers:
         return run
 
 
-def _differentiable(hidden: Tensor) -> Tensor:
+def differentiable(hidden: Tensor) -> Tensor:
     """Return a hidden state that asks for a gradient where there is a graph, so that one graph serves all layers: the
     lowest's need none."""
     return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()

@@ -30,7 +30,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.errors import LemaError, ModelError
-from lema.model.capture import PASSED_THROUGH_THE_MODEL, LayerCall, tensors_in, without_values
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in, without_values
 from lema.storage.index import check_inside
 from lema.storage.modelfiles import read_config_file
 from lema.storage.remotecode import check_code
@@ -346,7 +346,7 @@ def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
     for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
 
         def passed(*args: Any, _rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
-            hidden = LayerCall.record(args, kwargs)[1]
+            hidden = args[0] if args else kwargs["hidden_states"]
             return (hidden, *_rest) if _rest else hidden
 
         uses = _Uses()

@@ -30,8 +30,6 @@ from lema.backend.registry import has_addresses
 from lema.errors import ModelError, is_out_of_memory
 from lema.model.capture import (
     PASSED_THROUGH_THE_MODEL,
-    HandedOn,
-    LayerCall,
     alike,
     as_leaf,
     depends_on,
@@ -43,7 +41,8 @@ from lema.model.capture import (
     without_dropout,
     without_values,
 )
-from lema.model.compiled import CompiledLayers
+from lema.model.compiled import CompiledLayers, differentiable
+from lema.model.flow import LayerCall, Tape
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import LayerNames, stored_name
@@ -84,6 +83,15 @@ class _LayerReached(Exception):
     """Stops the model's forward once enough is recorded."""
 
 
+def _stop() -> Tensor:
+    raise _LayerReached
+
+
+def _placeholder(item: Any, mark_absent: bool) -> Any:
+    """Return what stands for an item that layers return: none is a tensor too, because it may be one in another."""
+    return torch.empty(0, dtype=torch.long) if item is None and mark_absent else item
+
+
 class Split:
     """The parts of one model. The layers' weights are given at each call; all others are the model's own.
 
@@ -110,8 +118,8 @@ class Split:
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self.tables: RowTables | None = None
-        self._learnt: set[bool] = set()  # in training, in evaluation: some models do other things between layers
-        self._watched: set[int] = set()  # layers seen to leave their arguments alone
+        # The number of what the head is given, in training and in evaluation: some models do other things then.
+        self._cut: dict[bool, int] = {}
         self._to_compile = compiled
         self._compiled: CompiledLayers | None = None
         self.adapters_changed()
@@ -131,42 +139,38 @@ class Split:
             first_layer_weights: of layer 0, by name; used once, to learn what a layer returns.
             differentiate: let the hidden state keep its graph, where something before the layers trains.
         """
-        calls: list[LayerCall] = []
-        hidden: list[Tensor] = []
-        if self.model.training not in self._learnt:
+        if self.model.training not in self._cut:
             self._learn(self._few(batch), first_layer_weights)
+        # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
+        tape = Tape(self._cut[self.model.training], _stop)
+        with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
+            self._followed(tape, batch, Tensor.detach)
+            raise self._refusal(OUT_OF_ORDER)
+        return Prelude(tape.hidden, tape.tied())
+
+    def _followed(self, tape: Tape, batch: Mapping[str, Tensor], make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run the model's own forward with its layers replaced: each returns what `make` makes of the hidden state that
+        it is given, and of what layer 0 has returned besides. Returns the logits."""
 
         def recorder(index: int) -> Callable[..., Any]:
             def record(*args: Any, **kwargs: Any) -> Any:
-                call, state = LayerCall.record(args, kwargs)
-                if index == 0:
-                    hidden.append(state)  # once, because the recorders hand it on to the later layers as it is
-                elif (below := calls[-1].left) is not None and below.is_in(call.args, call.kwargs):
-                    call.received = below
-                elif calls:
-                    calls[-1].left = None
-                calls.append(call)
-                if index == self.num_layers - 1:
-                    raise _LayerReached  # because the head needs what the layers make, and nothing has run them yet
-                if self._rest is None:
-                    return state
-                call.left = HandedOn.like(self._rest, self._mark_absent)
-                return (state, *call.left.placeholders)
+                with torch._C.DisableTorchFunction():
+                    if index != len(tape.calls):
+                        raise self._refusal(OUT_OF_ORDER)
+                    if (hidden := tape.called(args, kwargs)) is None:
+                        raise self._refusal(f"the hidden state is worked on between layers {index - 1} and {index}")
+                    rest = (_placeholder(item, self._mark_absent) for item in self._rest or ())
+                    returned = tape.returned(
+                        tuple(make(one) if isinstance(one, Tensor) else one for one in (hidden, *rest))
+                    )
+                return returned[0] if self._rest is None else returned
 
             return record
 
         recorders = [recorder(index) for index in range(self.num_layers)]
-        with (
-            torch.set_grad_enabled(differentiate),
-            self.autocast(),
-            self._unread(),
-            self.replaced(recorders),
-            suppress(_LayerReached),
-        ):
-            self.model(**batch, use_cache=False)
-        if len(calls) != self.num_layers:
-            raise self._refusal(OUT_OF_ORDER)
-        return Prelude(hidden[0], tuple(calls))
+        with self.autocast(), self.replaced(recorders), tape:
+            logits: Tensor = self.model(**batch, use_cache=False).logits
+        return logits
 
     def known(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: on a lazy device, where what layers return is learnt from their shapes.
@@ -174,7 +178,7 @@ class Split:
         A model whose forward looks at values is learnt as it is on other devices, which finds out as well what is wrong
         with one that cannot be split.
         """
-        if not self.lazy or self.model.training in self._learnt:
+        if not self.lazy or self.model.training in self._cut:
             return self.lazy
         device, marked = self._backend.device, self._mark_absent
         few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
@@ -218,21 +222,26 @@ class Split:
         `compiled` false: not compiled, even where it could be. Of processes that hold a layer together each may have
         its part of the sequence, from `enter` on, until the last layer has put the parts together."""
         parallel = self.parallel
-        # Compared in a layer's first run, because what it leaves in its arguments would be lost to the later layers.
-        before = None if index in self._watched else structure([call.args, call.kwargs])
-        with self.autocast():
+        graphs = self.compiled if compiled else None
+
+        def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Compared because what it leaves in lists would be lost to the later layers. Mappings are copies of this
+            # run, and what is new in them is handed on.
+            given = [*args, *kwargs.values()]
+            inside = [item for one in given for item in (one.values() if isinstance(one, Mapping) else [one])]
+            held = [item for item in inside if isinstance(item, list | tuple | dict)]
+            before = structure(held)
             out: Any = NotImplemented
-            if compiled and self.compiled is not None:
-                out = self.compiled.call(index, self._renamed(index, weights), call, hidden)
+            if graphs is not None:
+                out = graphs.call(index, self._renamed(index, weights), args, kwargs)
             if out is NotImplemented:
-                out = self.call_layer(index, weights, *call.arguments(hidden))
-        if before is not None:
-            if not same_structure(before, structure([call.args, call.kwargs])):
-                raise self._refusal(f"layer {index} leaves something for later layers besides the hidden state")
-            self._watched.add(index)
-        if call.left is not None:
-            call.left.values = tuple(out[1:])
-        output: Tensor = out if isinstance(out, Tensor) else out[0]
+                out = self.call_layer(index, weights, args, kwargs)
+            if not same_structure(before, structure(held)):
+                raise self._refusal(f"layer {index} leaves something for later layers in a list")
+            return out
+
+        with self.autocast():
+            output = call.run(hidden if graphs is None else differentiable(hidden), layer)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
 
     def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -252,20 +261,18 @@ class Split:
             if replacement is not None:
                 layer.forward = replacement
 
-    def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None) -> Tensor:
+    def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`.
 
-        The part of the forward before the layers runs on `batch`, or on placeholder tokens, and its result is thrown
+        The part of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown
         away. The generator is put back before the head begins: what it draws is what the whole model would draw.
+        `cut` is the number of what is given to the head; None: as was learnt.
         """
         state = self._backend.rng_state()
 
-        def keep(*args: Any, **kwargs: Any) -> Any:
-            return self._returned(LayerCall.record(args, kwargs)[1])
-
-        def finish(*_: Any, **__: Any) -> Any:
+        def enter() -> Tensor:
             self._backend.set_rng_state(state)
-            return self._returned(hidden)
+            return hidden
 
         thrown_away: AbstractContextManager[None] = nullcontext()
         if batch is None:
@@ -274,9 +281,9 @@ class Split:
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
-        with thrown_away, self.autocast(), self._unread(), self.replaced([keep] * (self.num_layers - 1) + [finish]):
-            logits: Tensor = self.model(**batch, use_cache=False).logits
-        return logits
+        tape = Tape(self._cut[self.model.training] if cut is None else cut, enter)
+        with thrown_away, self._unread():
+            return self._followed(tape, batch, Tensor.detach)
 
     def _learn(self, few: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> None:
         """Run layer 0 for real, once, to see what layers return; then see whether the model can be split at all.
@@ -288,9 +295,11 @@ class Split:
         state = self._backend.rng_state()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            call, hidden = LayerCall.record(args, kwargs)
-            entered = self.parallel.enter_layers(hidden)
-            out = self.call_layer(0, first_layer_weights, *call.arguments(entered))
+            if args:
+                args = self.parallel.enter_layers(args[0]), *args[1:]
+            else:
+                kwargs["hidden_states"] = self.parallel.enter_layers(kwargs["hidden_states"])
+            out = self.call_layer(0, first_layer_weights, args, kwargs)
             self._rest = None if isinstance(out, Tensor) else tuple(out[1:])
             raise _LayerReached
 
@@ -310,55 +319,50 @@ class Split:
             self._mark_absent = False
             self._check(few)
         self._backend.set_rng_state(state)
-        self._learnt.add(self.model.training)
 
     def _check(self, few: Mapping[str, Tensor]) -> None:
-        """Make sure that the model is a prelude, layers one after the other, and a head.
+        """Make sure that the model is a prelude, layers one after the other, and a head; find where that begins.
 
         Raises:
-            ModelError: something but the hidden state goes from layer to layer, or from below the layers to the head.
+            ModelError: what comes out of layers cannot be followed to later ones, or the head needs all tokens at once.
         """
-        returned: list[tuple[Any, ...]] = []  # by each layer
-        order: list[int] = []
-
-        def probe(index: int) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                call, hidden = LayerCall.record(args, kwargs)
-                order.append(index)
-                if returned and hidden is not returned[-1][0]:
-                    raise self._refusal(f"the hidden state is worked on between layers {index - 1} and {index}")
-                call.received = HandedOn(returned[-1][1:]) if returned else None
-                if depends_on(tensors_in(call.others()), tensors_in(returned)):
-                    raise self._refusal(f"layer {index} is given more of the layers below than the hidden state")
-                handed_on = HandedOn.like(self._rest or (), self._mark_absent).placeholders
-                returned.append((as_leaf(hidden), *map(as_leaf, handed_on)))
-                return returned[-1][0] if self._rest is None else returned[-1]
-
-            return run
-
-        # With grad, because the graph of the logits says which layers' outputs they depend on.
-        probes = [probe(index) for index in range(self.num_layers)]
-        with torch.enable_grad(), self.autocast(), self.replaced(probes):
-            logits: Tensor = self.model(**few, use_cache=False).logits
-        if order != list(range(self.num_layers)):
+        tape = Tape(keep=True)
+        with torch.enable_grad():  # because the graphs say what depends on what layers return
+            logits = self._followed(tape, few, as_leaf)
+        if len(tape.calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
-        if depends_on([logits], tensors_in(returned[:-1])):
-            raise self._refusal("its head looks at more layers than the last")
-        last = returned[-1][0].detach()
+        made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
+        for index, call in enumerate(tape.calls):
+            if depends_on(tensors_in((call.args, call.kwargs)), made):
+                raise self._refusal(f"layer {index} is given more of the layers below than can be followed")
+        for cut in tape.cuts(logits):
+            tape.cut = cut
+            if self._is_enough(cut, tape.values[cut].detach(), few, logits.shape):
+                steps = [step for call in tape.tied() for step in call.after]
+                if not all(step.differentiable for step in steps):
+                    raise self._refusal("between its layers it computes what autograd does not follow")
+                # Of a size that is known only when the layers run.
+                rest = {number for call in tape.calls for number in call.returns[1:]}
+                if any(step.uses & rest for step in steps):
+                    raise self._refusal("between its layers it computes with more than the hidden state")
+                self._cut[self.model.training] = cut
+                return
+        raise self._refusal("its head needs more than the last layer's output, token by token")
+
+    def _is_enough(self, cut: int, given: Tensor, few: Mapping[str, Tensor], shape: torch.Size) -> bool:
+        """Whether the head gives logits of this shape for what is `given` alone, token by token."""
+        if given.dim() != 3 or given.shape[:2] != shape[:2] or given.shape == shape:
+            return False
         try:
             with torch.no_grad(), without_dropout(self.model):
-                expected = self.head(last, few)
-                alone = [self.head(last), torch.cat([self.head(last[:, :1]), self.head(last[:, 1:])], dim=1)]
+                expected = self.head(given, few, cut)
+                parts = [self.head(given[:, :1], cut=cut), self.head(given[:, 1:], cut=cut)]
+                alone = [self.head(given, cut=cut), torch.cat(parts, dim=1)]
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
                 raise
-            raise self._refusal("its head needs more than the last layer's output, token by token") from error
-        if any(not alike(found, expected) for found in alone):
-            raise self._refusal("its head needs more than the last layer's output, token by token")
-
-    def _returned(self, hidden: Tensor) -> Any:
-        """Return `hidden` as a layer would."""
-        return hidden if self._rest is None else (hidden, *self._rest)
+            return False
+        return all(alike(found, expected) for found in alone)
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(

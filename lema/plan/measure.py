@@ -31,7 +31,8 @@ from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit
 from lema.model import Split
-from lema.model.capture import LayerCall, replaced_tensors, tensors_in
+from lema.model.capture import replaced_tensors, tensors_in
+from lema.model.flow import LayerCall
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Speeds
 from lema.plan.machine import Machine
@@ -65,9 +66,7 @@ def layer_seconds(
         call: of it, tensors without values.
         trained: those of its weights that train themselves; their gradients are dropped.
     """
-    args, kwargs = call.others()
-    plain = LayerCall(with_values(args, backend), with_values(kwargs, backend), call.hidden_is_keyword)
-    given, gradient = hidden.detach().requires_grad_(), torch.ones_like(hidden)
+    call, given = call.mapped(lambda value: with_values(value, backend)), hidden.detach().requires_grad_()
     with (
         closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index})) as stream,
         closing(BoundaryArena(backend)) as arena,
@@ -77,9 +76,9 @@ def layer_seconds(
 
         def visits(*, recompute: bool) -> Iterator[None]:
             boundaries = arena.step([given], [index]) if recompute else None
-            (output,) = visit(engine, index, [plain], [given], boundaries)
+            (output,) = visit(engine, index, [call], [given], boundaries)
             yield
-            torch.autograd.backward(output, gradient)
+            torch.autograd.backward(output, torch.ones_like(output))
             yield
 
         forward, again = _phases(lambda: visits(recompute=True), backend, clock)
@@ -166,12 +165,11 @@ def calibrate(
     with torch.random.fork_rng(devices=[]):
         speeds = _speeds(layers, backend)
         split = Split(model, backend)
-        firsts, calls, like = calls_of(split, layers, shape.micro_batch)
+        firsts, calls, given = calls_of(split, layers, shape.micro_batch)
         model.train()
-        hidden = with_values(like, backend)
         found = [
-            layer_seconds(split, layers, index, call, hidden, backend)
-            for index, call in zip(firsts, calls, strict=True)
+            layer_seconds(split, layers, index, calls[index], with_values(given[index], backend), backend)
+            for index in firsts
         ]
     model.train(training)
     backend.set_rng_state(state)
@@ -222,10 +220,9 @@ class _Timer:
     def timings(self, workload: Workload, rate: float) -> Timings:
         blueprint = self.blueprint
         names = () if blueprint.trained is None else blueprint.trained.names
-        firsts, calls, like = calls_of(self.split, blueprint.layers, self.shape.micro_batch, names)
+        firsts, calls, given = calls_of(self.split, blueprint.layers, self.shape.micro_batch, names)
         blueprint.model.train()
-        hidden = with_values(like, self.backend)
-        (entered,) = self.split.enter([hidden])
+        hidden = with_values(given[-1], self.backend)
         for index in firsts:
             for parameter in self.split.layers[index].parameters():
                 if not parameter.is_meta:  # the adapter's, which has memory and no values yet
@@ -235,13 +232,13 @@ class _Timer:
                 self.split,
                 blueprint.layers,
                 index,
-                call,
-                entered,
+                calls[index],
+                with_values(given[index], self.backend),
                 self.backend,
                 self.clock,
                 names[index] if names else (),
             )
-            for index, call in zip(firsts, calls, strict=True)
+            for index in firsts
         ]
         return Timings(tuple(found), *self._ends(workload, hidden, rate), self._optimizer(firsts))
 

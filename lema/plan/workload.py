@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 from lema.backend import Parallel, load
 from lema.errors import LemaError, ModelError
 from lema.model import Split
-from lema.model.capture import LayerCall, replaced_tensors, tensors_in
+from lema.model.capture import replaced_tensors, tensors_in
+from lema.model.flow import LayerCall
 from lema.model.skeleton import find_layers
+from lema.model.split import Prelude
 from lema.plan.meter import Tally
 from lema.stream.placement import LayerBytes
 
@@ -75,7 +77,7 @@ class Workload:
     kinds: tuple[int, ...]  # for each layer, which of `works` is its own
     works: tuple[LayerWork, ...]  # of every kind of layer
     head: HeadWork  # after the layers
-    hidden_bytes: int  # of the hidden state
+    hidden_bytes: int  # of the hidden state, with what else goes from layer to layer, where that is largest
     call_bytes: int  # of what else the layers are given, such as masks and rotary tables
     prelude_bytes: int  # the most that is alive at once before the layers
     state_bytes: int  # of the generator's state, kept for each layer that is recomputed
@@ -156,14 +158,33 @@ def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Col
 
 def calls_of(
     split: Split, layers: Sequence[LayerBytes], batch: MicroBatch, trained: Sequence[Collection[str]] = ()
-) -> tuple[tuple[int, ...], tuple[LayerCall, ...], Tensor]:
-    """Return one layer of each kind, the call of each, and the hidden state: tensors without values."""
+) -> tuple[tuple[int, ...], tuple[LayerCall, ...], list[Tensor]]:
+    """Return one layer of each kind, the calls of all, what each is given and the head is: tensors without values."""
     kinds = cost_kinds(split, layers, trained)
-    firsts = tuple(kinds.index(kind) for kind in range(max(kinds) + 1))
     with without_values(split.model):
         learn(split, layers)
         prelude = split.prelude({"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}, {})
-    return firsts, tuple(prelude.calls[index] for index in firsts), prelude.hidden
+        given = _given(split, layers, prelude)
+    return _one_of_each(kinds, given), prelude.calls, given
+
+
+def _given(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list[Tensor]:
+    """Return what each layer is given, and then the head: more than the hidden state where layers hand on more."""
+    hidden = prelude.hidden.detach()
+    (entered,) = split.enter([hidden])
+    if all(call.left is None for call in prelude.calls):
+        return [entered] * len(layers) + [hidden]
+    given = [entered]
+    with torch.no_grad(), Tally():  # which knows more shapes
+        for index, (layer, call) in enumerate(zip(layers, prelude.calls, strict=True)):
+            given.append(split.run_layer(index, fake_weights(layer), call, given[-1]))
+    return given
+
+
+def _one_of_each(kinds: Sequence[int], given: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return one layer of each kind: of its own the first that is given most."""
+    ranked = sorted(range(len(kinds)), key=lambda index: -given[index].nbytes)
+    return tuple(next(index for index in ranked if kinds[index] == kind) for kind in range(max(kinds) + 1))
 
 
 def fake_weights(layer: LayerBytes) -> dict[str, Tensor]:
@@ -185,18 +206,20 @@ def _measure(
     with Tally() as tally:
         tally.leave_out([tokens, *split.model.parameters(), *split.model.buffers()])
         prelude = split.prelude({"input_ids": tokens}, {}, differentiate=_trains_outside(split))
-    given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in((call.args, call.kwargs))}
-    hidden = prelude.hidden.detach()
-    firsts = (kinds.index(kind) for kind in range(max(kinds) + 1))
-    (entered,) = split.enter([hidden])
-    works = tuple(_layer_work(split, index, layers, prelude.calls, entered, trained[index]) for index in firsts)
+    given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
+    inputs = _given(split, layers, prelude)
+    entered, hidden = inputs[0], inputs[-1]
+    works = tuple(
+        _layer_work(split, index, layers[index], prelude.calls[index], inputs[index : index + 2], trained[index])
+        for index in _one_of_each(kinds, inputs)
+    )
     # Where the last layer puts the parts of several processes together, that and its gradient are there beside them.
     whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
     return Workload(
         kinds,
         works,
         _head_work(split, hidden, chunk_tokens, whole),
-        entered.nbytes,
+        max(one.nbytes for one in inputs[:-1]),
         sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
         tally.peak,
         load("cpu").rng_state().nbytes,
@@ -219,13 +242,15 @@ def _trains_outside(split: Split) -> bool:
 def _layer_work(
     split: Split,
     index: int,
-    layers: Sequence[LayerBytes],
-    calls: Sequence[LayerCall],
-    hidden: Tensor,
+    stored: LayerBytes,
+    call: LayerCall,
+    states: Sequence[Tensor],
     trained: Collection[str],
 ) -> LayerWork:
-    layer, call, weights = split.layers[index], calls[index], fake_weights(layers[index])
-    given, gradient = torch.empty_like(hidden).requires_grad_(), torch.empty_like(hidden)
+    layer, weights = split.layers[index], fake_weights(stored)
+    # Of the top layer's output a process that holds part of it has no more than of its input.
+    made = states[1] if call.left is not None else states[0]
+    given, gradient = torch.empty_like(states[0]).requires_grad_(), torch.empty_like(made)
     parameters = list(layer.parameters())
     for parameter in parameters:
         if parameter.requires_grad:
@@ -234,7 +259,7 @@ def _layer_work(
         weights[name].requires_grad_().grad = torch.empty_like(weights[name])  # counted with the layer's gradients
     saved: dict[int, int] = {}
     with Tally() as tally:
-        tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.others()), *parameters, *layer.buffers()])
+        tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.own), *parameters, *layer.buffers()])
         tally.leave_out([one.grad for one in (*parameters, *weights.values())])
 
         def pack(tensor: Tensor) -> Tensor:

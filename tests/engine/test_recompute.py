@@ -17,7 +17,7 @@ from trainedways import disturb, streamed_model, whole_model
 from transformers import GPTNeoXConfig, JambaConfig, NemotronHConfig, PreTrainedConfig
 
 from lema import LemaModel
-from lema.model.skip_matmuls import LastLinear
+from lema.engine.skip_matmuls import LastLinear
 
 CheckpointOf = Callable[..., Checkpoint]
 

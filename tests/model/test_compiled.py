@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3NextConfig
 
 from lema import LemaModel
-from lema.model.capture import LayerCall
 from lema.model.compiled import CompiledLayers
 from lema.model.layer_kinds import Attribute, compare_layers
 from lema_cpu import CpuBackend
@@ -123,7 +122,7 @@ def test_a_layer_that_computes_with_its_number_is_not_taken_for_another() -> Non
     compiled, state = CompiledLayers(layers, "stack", CpuBackend()), torch.ones(1, 2, 2)
     assert set(compiled.kinds) == {0}
     with said("stack.8 is not compiled: torch.compile gave it up"):  # it makes eight graphs of one function
-        found = [compiled.call(index, {}, LayerCall((), {}, False), state) for index in range(12)]
+        found = [compiled.call(index, {}, (state,), {}) for index in range(12)]
     assert compiled.compilations == 8
     assert all(torch.equal(one, layer(state)) for one, layer in zip(found, layers, strict=True))
 
@@ -133,7 +132,7 @@ def test_gradients_reach_the_layer_that_was_called() -> None:
     for number, layer in enumerate(layers):
         layer.name = f"stack.{number}.inner"
     compiled = CompiledLayers(layers, "stack", CpuBackend())
-    compiled.call(2, {}, LayerCall((), {}, False), torch.ones(1, 2, 2)).sum().backward()
+    compiled.call(2, {}, (torch.ones(1, 2, 2),), {}).sum().backward()
     assert [layer.inner.weight.grad is not None for layer in layers] == [False, False, True, False]
     assert compiled.compilations == 1
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from parity import DRAWS, draw_b, trained
@@ -18,23 +19,17 @@ from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 
 SEVERAL_STACKS = "its layers are in more than one stack"
-MORE_THAN_HIDDEN = "is given more of the layers below than the hidden state"
 HEAD = "its head needs more than the last layer's output"
 
 # Refused: the sentence the user reads.
 REFUSED = {
     "blt": SEVERAL_STACKS,
-    "cpmant": HEAD,  # learnt prompts before the tokens
-    "gemma3n_text": HEAD,  # several versions of the hidden state, of which the last is chosen
     "gemma4_unified_assistant": "inputs_embeds and shared_kv_states cannot be None",
     "hrm_text": SEVERAL_STACKS,
-    "inkling2_text": MORE_THAN_HIDDEN,
     "mllama": "it does not run its layers once each, in their order",  # text alone leaves some out
-    "prophetnet": HEAD,
+    "prophetnet": HEAD,  # it makes more logits than it returns
     "reformer": "sequence length",
     "xlm": SEVERAL_STACKS,
-    "xlnet": HEAD,  # the sequence comes first
-    "zaya": MORE_THAN_HIDDEN,
 }
 
 PIXELS = "missing 1 required positional argument: 'pixel_values'"
@@ -45,7 +40,6 @@ REFUSED |= {
     "blip-2": PIXELS,
     "florence2": SEVERAL_STACKS,
     "idefics": SEVERAL_STACKS,
-    "inkling2": MORE_THAN_HIDDEN,
     "instructblip": "missing 2 required positional arguments",
     "instructblipvideo": "missing 2 required positional arguments",
     "kosmos-2": "You have to specify either `pixel_values` or `image_embeds`",
@@ -95,12 +89,14 @@ class Comparison:
         loss: of the step.
         gradients: adapter parameter -> difference; every one of them is compared.
         idle_layers: those of which no gradient is there and not zero.
+        bytes_offloaded: of activations that left the device.
     """
 
     logits: float
     loss: float
     gradients: dict[str, float] = field(repr=False)
     idle_layers: list[int]
+    bytes_offloaded: int
 
     @property
     def worst(self) -> float:
@@ -136,11 +132,10 @@ def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = 
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[LemaModel]:
+def opened(directory: Path, **changes: Any) -> Iterator[LemaModel]:
     """Open a model for streaming with an adapter on every linear, in training mode."""
-    config = LemaConfig(
-        str(directory), device="cpu", lora_rank=2, lora_alpha=4, seed=SEED, gradient_checkpointing=True, save_steps=0
-    )
+    settings = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "gradient_checkpointing": True, "save_steps": 0}
+    config = LemaConfig(str(directory), device="cpu", **settings | changes)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         model.initialize_lora()
@@ -150,11 +145,14 @@ def opened(directory: Path) -> Iterator[LemaModel]:
         model.close()
 
 
-def compare(model: str | PreTrainedConfig, directory: Path) -> Comparison:
-    """Stream one step of a model, or of a tiny one of a type, take it on the whole model too, and compare them."""
+def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> Comparison:
+    """Stream one step of a model, or of a tiny one of a type, take it on the whole model too, and compare them.
+
+    `changes` are settings of the streamed one.
+    """
     published = write_model(tiny_config(model) if isinstance(model, str) else model, directory / "published")
     batches = micro_batches()
-    with opened(published) as model:
+    with opened(published, **changes) as model:
         draw_b(model.lora_manager)
         torch.manual_seed(DRAWS)
         logits: list[Tensor] = []
@@ -162,6 +160,7 @@ def compare(model: str | PreTrainedConfig, directory: Path) -> Comparison:
         loss.backward()
         streamed = {name: parameter.grad for name, parameter in trained(model.lora_manager).items()}
         adapter = model.lora_manager.peft_config["default"]
+        bytes_offloaded = model.adapter.counters.bytes_offloaded
         layers_name, num_layers = model.split.layers_name, model.split.num_layers
     base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32)
     base.config.use_cache = False
@@ -188,14 +187,8 @@ def compare(model: str | PreTrainedConfig, directory: Path) -> Comparison:
         difference(loss.detach(), expected),
         {name: difference(streamed[name], gradients[name]) for name in gradients},
         [layer for layer in range(num_layers) if not any(f".{layers_name}.{layer}." in name for name in active)],
+        bytes_offloaded,
     )
-
-
-def realign(model: torch.nn.Module) -> None:
-    """Move the weights of a model, which `from_pretrained` leaves at the odd addresses they have in a mapped file, to
-    addresses like those in a prepared file: the last bit of a product of few rows depends on them."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
 
 
 def difference(one: Tensor | None, other: Tensor | None) -> float:

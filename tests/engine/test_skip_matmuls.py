@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lema.engine.recompute import Graph
-from lema.model.skip_matmuls import AdaptedLinears
+from lema.engine.skip_matmuls import AdaptedLinears
 from lema.stream import Lease
 
 WIDTH = 6

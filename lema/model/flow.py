@@ -1,0 +1,313 @@
+"""What goes from layer to layer: the hidden state, and whatever else later layers or the head make use of.
+
+A model's forward is run with recorders in the place of its layers. `Tape` follows the tensors that they return: where
+one is an argument of a later layer, and what the model's own code makes of them on the way (`Step`). When the layers
+run, each does the steps after it, so that nothing of the model's is left to do between two layers.
+
+What is still wanted after a layer goes on as one tensor (`lema.model.capture.Between`). The engine keeps, moves and
+differentiates that as it does a hidden state, which in most models is all there is. Packing several changes no bit of
+them, nor of their gradients: a layer's gradients arrive in the order in which the whole model adds them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lema.model.capture import Between, Shared, tensors_in
+
+__all__ = ["LayerCall", "Tape"]
+
+
+LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
+
+
+@dataclass(frozen=True)
+class Made:
+    """Stands for a tensor that comes out of the layers: the one of this number, counted as the model's forward goes."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of the model's own between two layers, with `Made` for what comes out of the layers.
+
+    Attributes:
+        differentiable: whether autograd follows it, which it does not within a `torch.autograd.Function`.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    makes: Any
+    differentiable: bool
+
+    @property
+    def uses(self) -> set[int]:
+        """The numbers of what it is done with."""
+        return _numbers((self.args, self.kwargs))
+
+    def run(self, values: dict[int, Any]) -> None:
+        """Do it with `values`, and add what it makes to them."""
+        args, kwargs = _filled((self.args, self.kwargs), values)
+        made = self.function(*args, **kwargs)
+        if made is not None:  # as of one that writes into its first argument
+            values.update(_numbered(self.makes, made))
+
+
+@dataclass
+class LayerCall:
+    """The arguments one layer was called with, but for the hidden state, and what is done with what it returns.
+
+    Attributes:
+        hidden: the number of the hidden state.
+        returns: the numbers of what the layer returns.
+        after: what the model does with that before the next layer is called.
+        received: of the layer below; None: the hidden state alone.
+        left: for the layer above; None: what the layer returns first, untouched.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden_is_keyword: bool
+    hidden: int = 0
+    returns: tuple[int, ...] = ()
+    after: list[Step] = field(default_factory=list)
+    received: Between | None = None
+    left: Between | None = None
+
+    @property
+    def own(self) -> tuple[Any, ...]:
+        """Everything that it holds beside what the layer below hands on."""
+        return self.args, self.kwargs, [(step.args, step.kwargs) for step in self.after]
+
+    def mapped(self, change: Callable[[Any], Any]) -> LayerCall:
+        """Return the same call with every value of its own changed."""
+        after = [replace(step, args=change(step.args), kwargs=change(step.kwargs)) for step in self.after]
+        received = None if self.received is None else self.received.mapped(change)
+        return replace(self, args=change(self.args), kwargs=change(self.kwargs), after=after, received=received)
+
+    def run(self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Tensor:
+        """Call `layer` with its arguments, `hidden` being what the layer below left; return what is left for the next.
+
+        It is taken apart once, because gradients of two parts would be added in another order than the whole model's.
+        """
+        values: dict[int, Any] = {self.hidden: hidden}
+        written: dict[int, dict[Any, Any]] = {}
+        if self.received is not None:
+            values, written = self.received.unpacked(hidden)
+        shared = {} if self.received is None else {id(one): one for one in self.received.shared}
+        shared |= {} if self.left is None else {id(one): one for one in self.left.shared}
+        given = {key: _with(one, written.get(key, {})) for key, one in shared.items()}
+        args, kwargs = (_filled(part, values, given) for part in (self.args, self.kwargs))
+        if self.hidden_is_keyword:
+            kwargs = {"hidden_states": values[self.hidden], **kwargs}
+        else:
+            args = (values[self.hidden], *args)
+        out = layer(args, kwargs)
+        items = (out,) if isinstance(out, Tensor) else tuple(out)
+        if self.left is None:
+            first: Tensor = items[0]
+            return first
+        values.update(zip(self.returns, items, strict=False))
+        for step in self.after:
+            step.run(values)
+        return self.left.packed(values, {key: _beside(given[key], one) for key, one in shared.items()})
+
+
+class Tape(TorchFunctionMode):
+    """Follows what comes out of the layers through a model's forward, in a `with` block.
+
+    Args:
+        cut: the number of what enters the head; None: it is not known yet.
+        at_cut: called when the forward comes to it; returns what is used in its place.
+        keep: keep every tensor that has a number.
+
+    Attributes:
+        calls: of the layers so far.
+        steps: what was done after each of them.
+        hidden: what the first layer was given.
+        values: with `keep`, by number.
+    """
+
+    def __init__(
+        self, cut: int | None = None, at_cut: Callable[[], Tensor] | None = None, *, keep: bool = False
+    ) -> None:
+        super().__init__()
+        self.calls: list[LayerCall] = []
+        self.steps: list[list[Step]] = []
+        self.values: dict[int, Tensor] = {}
+        self.hidden: Tensor
+        self._mappings: list[list[Shared]] = []
+        self.cut, self._at_cut, self._keep = cut, at_cut, keep
+        self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+        self._count = 0
+
+    def number(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor; None: it does not come out of the layers."""
+        return self._numbers.get(tensor)
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Note a layer's call; return its hidden state, or None where nothing is known of how that was made."""
+        hidden, keyword = (args[0], False) if args else (kwargs["hidden_states"], True)
+        if not self.calls:
+            self.hidden = hidden
+            self._follow(hidden)
+        if (number := self.number(hidden)) is None:
+            return None
+        state: Tensor = hidden
+        rest = {name: value for name, value in kwargs.items() if not keyword or name != "hidden_states"}
+        self._mappings.append([value for value in (*args, *rest.values()) if isinstance(value, MutableMapping)])
+        self.calls.append(LayerCall(self._noted(args[1:]), self._noted(rest), keyword, number))
+        return state
+
+    def returned(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Note what a layer returns; return it as the model is to see it."""
+        self._count = len(self.calls) * LEAP
+        noted = self._follow(items)
+        self.calls[-1].returns = tuple(getattr(one, "number", -1) for one in noted)
+        self.steps.append([])
+        seen: tuple[Any, ...] = self._seen(noted, items)
+        return seen
+
+    def tied(self) -> tuple[LayerCall, ...]:
+        """Return the calls, each with what its layer receives and leaves."""
+        assert self.cut is not None
+        ids = [{id(one) for one in given} for given in self._mappings]
+        several = {key for at, keys in enumerate(ids) for key in keys if any(key in later for later in ids[at + 1 :])}
+        live, shared, above = {self.cut}, dict[int, Shared](), None
+        for call, steps, mappings in zip(self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True):
+            between = Between(sorted(live), list(shared.values()))
+            call.after, live = _needed(steps, live)
+            if between.shared or call.after or live != {call.returns[0]}:
+                call.left = between
+            if above is not None:
+                above.received = call.left
+            live = (live - set(call.returns)) | {call.hidden} | _numbers((call.args, call.kwargs))
+            shared |= {id(one): one for one in mappings if id(one) in several}
+            above = call
+        return tuple(self.calls)
+
+    def cuts(self, logits: Tensor) -> Iterator[int]:
+        """Yield the numbers of what the head could be given: all of it that comes out of the layers goes through."""
+        top, steps = self.calls[-1].returns[0], self.steps[-1]
+        goal = self.number(logits)
+        if goal is None:
+            yield top
+            return
+        for number in (top, *(one.number for step in steps for one in tree_leaves(step.makes) if type(one) is Made)):
+            if not _needed(steps, {goal}, given=number)[1]:
+                yield number
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        written = args[0] if out is None and args else out
+        if not self.steps or not any(isinstance(one, Tensor) for one in tree_leaves(written)):
+            return out
+        given = self._noted((args, kwargs))
+        if not _numbers(given):
+            return out
+        makes = self._follow(written)
+        self.steps[-1].append(Step(function, given[0], given[1], makes, torch.is_grad_enabled()))
+        return out if out is None else self._seen(makes, out)
+
+    def _seen(self, noted: Any, values: Any) -> Any:
+        if self._at_cut is None or self.cut not in _numbers(noted):
+            return values
+        entered = self._at_cut()
+        return tree_map(
+            lambda one, value: entered if getattr(one, "number", None) == self.cut else value, noted, values
+        )
+
+    def _follow(self, value: Any) -> Any:
+        """Number every tensor in a value that has no number yet; return the value with `Made` in their place."""
+
+        def follow(tensor: Tensor) -> Made:
+            if tensor not in self._numbers:
+                self._numbers[tensor] = self._count
+                self._count += 1
+            if self._keep:
+                self.values[self._numbers[tensor]] = tensor
+            return Made(self._numbers[tensor])
+
+        return tree_map_only(Tensor, follow, value)
+
+    def _noted(self, value: Any) -> Any:
+        """Return a value with `Made` for every tensor that has a number; the same object where there is none."""
+        if isinstance(value, Tensor):
+            number = self.number(value)
+            return value if number is None else Made(number)
+        if not any(self.number(tensor) is not None for tensor in tensors_in(value)):
+            return value
+        if isinstance(value, dict):
+            return {key: self._noted(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [self._noted(item) for item in value]
+            return type(value)(items) if type(value) in (list, tuple) else type(value)(*items)
+        return value
+
+
+def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:
+    """Return the steps of which something in `live` is made, and what they need; `given` is there already."""
+    needed: list[Step] = []
+    live = set(live) - {given}
+    for step in reversed(steps):
+        if made := live & _numbers(step.makes):
+            needed.insert(0, step)
+            live = ((live - made) | step.uses) - {given}
+    return needed, live
+
+
+def _numbers(tree: Any) -> set[int]:
+    return {leaf.number for leaf in tree_leaves(tree) if isinstance(leaf, Made)}
+
+
+def _numbered(noted: Any, values: Any) -> Iterator[tuple[int, Any]]:
+    for one, value in zip(tree_leaves(noted), tree_leaves(values), strict=True):
+        if isinstance(one, Made):
+            yield one.number, value
+
+
+def _filled(value: Any, values: Mapping[int, Any], given: Mapping[int, Any] | None = None) -> Any:
+    """Return a value with what every `Made` in it stands for, and with `given` by `id`; where there is none, itself."""
+    if given and id(value) in given:
+        return given[id(value)]
+    if isinstance(value, Made):
+        return values[value.number]
+    if isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        filled = [_filled(item, values, given) for item in items]
+        if all(one is other for one, other in zip(filled, items, strict=True)):
+            return value
+        if isinstance(value, dict):
+            return dict(zip(value, filled, strict=True))
+        return type(value)(filled) if type(value) in (list, tuple) else type(value)(*filled)
+    return value
+
+
+def _with(shared: Shared, written: Mapping[Any, Any]) -> Shared:
+    """Return a copy of a mapping with what was written into it besides."""
+    copied = copy.copy(shared)
+    copied.update(written)
+    return copied
+
+
+def _beside(copied: Shared, shared: Shared) -> dict[Any, Any]:
+    """Return what has been written into the copy of a mapping."""
+    return {key: value for key, value in copied.items() if key not in shared or shared[key] is not value}
