@@ -37,7 +37,7 @@ from lema.plan import Allocation
 from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.simulator import simulate
 from lema.stream import LayerStream
-from lema.stream.schedule import reads_per_step, training_order
+from lema.stream.schedule import fetched_per_step, training_order
 from lema_cpu import CpuBackend
 
 STEP, COMPUTE, READING = "step", "compute", "reading"
@@ -201,7 +201,7 @@ def _schedule(arms: dict[str, Measured], sizes: Sequence[int], slots: int) -> fl
     )
     seconds, head = statistics.median(arms[COMPUTE].seconds), usual("forward", "head and loss")
     rest = seconds - head - sum(layer.forward + layer.backward for layer in layers)
-    num_bytes = reads_per_step(len(sizes), slots=slots) * statistics.mean(sizes)
+    num_bytes = len(fetched_per_step(len(sizes), slots)) * statistics.mean(sizes)
     speeds = Speeds(num_bytes / statistics.median(arms[READING].seconds), float("inf"))
     demand = Demand(layers, turn=head, rest=max(0.0, rest), shared=True)
     simulated = simulate(demand, Allocation(slots), speeds)

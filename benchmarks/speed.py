@@ -31,7 +31,7 @@ from lema.engine.loss import split_batch
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
-from lema.stream.schedule import reads_per_step
+from lema.stream.schedule import fetched_per_step
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def _limits(stream: LayerStream, directory: Path, shape: Shape, arguments: argpa
     rate = max(flops / _timed(lambda: x @ w.t(), 20) for _ in range(5))
     head = 4 * shape.vocabulary * shape.hidden
     work = (6 * shape.layers * shape.layer_parameters + head) * arguments.tokens
-    nbytes = reads_per_step(shape.layers, slots=stream.num_slots) * shape.layer_bytes
+    nbytes = len(fetched_per_step(shape.layers, stream.num_slots)) * shape.layer_bytes
     speed = max(_read_speed(stream.layers, directory) for _ in range(3))
     return {
         "flops_per_second": rate,

@@ -53,14 +53,12 @@ LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
 def commit(directory: Path, fill: Callable[[Path], object]) -> None:
     """Have a directory appear under its name, complete; one that is there already is replaced.
 
-    Args:
-        directory: its name; the directories above are made where they do not exist.
-        fill: writes all that is in it, but for the manifest, into the directory it is given.
+    `fill` writes all that is in it, but for the manifest, into the directory it is given. The directories above are
+    made where they do not exist.
 
     Raises:
-        OSError: it could not be written; what was there before is untouched, and nothing is left behind.
-        DiskError: it does not read back as it was written; likewise.
-        Exception: whatever `fill` raises; likewise.
+        Exception: whatever `fill` raises; `OSError`: it could not be written; `DiskError`: it does not read back as it
+            was written. What was there before is then untouched, and nothing is left behind.
     """
     with _named_when_whole(directory) as part:
         fill(part)
@@ -70,11 +68,9 @@ def commit(directory: Path, fill: Callable[[Path], object]) -> None:
         try:
             check_manifest(part)
         except AdapterError as error:
-            raise DiskError(
-                f"what was written does not read back as it was written: {error.what}",
-                where=error.where.replace(part.name, directory.name),
-                how="look after the disk; what was saved before is untouched",
-            ) from error
+            what = f"what was written does not read back as it was written: {error.what}"
+            how = "look after the disk; what was saved before is untouched"
+            raise DiskError(what, where=error.where.replace(part.name, directory.name), how=how) from error
 
 
 @contextmanager
@@ -94,7 +90,6 @@ def appearing(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _named_when_whole(directory: Path) -> Iterator[Path]:
-    """Give an empty directory, locked, which takes its name at the end of the block; on failure it goes."""
     _make(directory.parent)
     sweep(directory.parent, directory.name)
     part, descriptor = _begin(directory)
@@ -108,11 +103,7 @@ def _named_when_whole(directory: Path) -> Iterator[Path]:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory; half of it never bears its name.
-
-    Raises:
-        OSError: it could not be deleted.
-    """
+    """Delete a directory, or raise `OSError`; half of it never bears its name."""
     with _locked(directory):
         gone = _aside(directory, GONE)
         directory.rename(gone)
@@ -137,17 +128,14 @@ def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None
 
 
 def _clear(left: Path, directory: Path, kind: str, *, alone: bool) -> None:
-    with suppress(OSError):  # what another process has cleared meanwhile, or owns, is not ours to touch
-        descriptor = os.open(left, READ)
-        try:
-            if not (_lock(descriptor, wait=False) or alone):
-                return
-            if kind == OLD and not directory.exists():
-                left.rename(directory)
-                return
+    # What another process has cleared meanwhile, or owns, is not ours to touch.
+    with suppress(OSError), _locked(left, wait=False) as held:
+        if not (held or alone):
+            return
+        if kind == OLD and not directory.exists():
+            left.rename(directory)
+        else:
             shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
-        finally:
-            os.close(descriptor)
 
 
 def _begin(directory: Path) -> tuple[Path, int]:
@@ -163,12 +151,11 @@ def _begin(directory: Path) -> tuple[Path, int]:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, where the file system has any."""
-    descriptor = os.open(directory, READ)
+def _locked(path: Path, flags: int = READ, *, wait: bool = True) -> Iterator[bool]:
+    """Open a directory, or a file with `flags` of its own, and take its lock; give whether it was to be had."""
+    descriptor = os.open(path, flags)
     try:
-        _lock(descriptor, wait=True)
-        yield
+        yield _lock(descriptor, wait=wait)
     finally:
         os.close(descriptor)
 
@@ -240,13 +227,9 @@ def _aside(directory: Path, kind: str) -> Path:
 
 
 def open_partial(file: Path) -> tuple[int, Path]:
-    """Make a new file that is to become `file`, and remove those that killed runs meant to become it.
+    """Make a new file that is to become `file`, or raise `OSError`; remove those that killed runs meant to become it.
 
-    Returns:
-        Its descriptor, open for reading and writing, and its name, to be renamed to `file` or removed.
-
-    Raises:
-        OSError: it could not be made.
+    Return its descriptor, open for reading and writing, and its name, to be renamed to `file` or removed.
     """
     for left in _partials(file):
         _remove_if_abandoned(left)
@@ -268,13 +251,9 @@ def _partials(file: Path) -> Iterator[Path]:
 
 def _remove_if_abandoned(partial: Path) -> None:
     # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
-    with suppress(OSError):
-        descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if _lock(descriptor, wait=False):
-                partial.unlink()
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), _locked(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, wait=False) as held:
+        if held:
+            partial.unlink()
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
@@ -284,9 +263,8 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
         ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
     """
     if max_shard_size < 1:
-        raise ConfigError(
-            f"a file cannot hold {max_shard_size} bytes", where="max_shard_size", how="give a size such as 5GB"
-        )
+        what = f"a file cannot hold {max_shard_size} bytes"
+        raise ConfigError(what, where="max_shard_size", how="give a size such as 5GB")
     out = Path(out_dir).resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("the place for the model is taken", where=str(out), how="name a new or an empty directory")
@@ -314,11 +292,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Write a small file in one step: it is there whole, or as it was.
-
-    Raises:
-        DiskError: it could not be written.
-    """
+    """Write a small file in one step, or raise `DiskError`: it is there whole, or as it was."""
     try:
         with replacing(file) as stream:
             stream.write(content)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["BLOCK", "CHUNK_BYTES", "NUM_CHUNKS", "BlockFile", "reserve"]
+__all__ = ["BLOCK", "CHUNK_BYTES", "NUM_CHUNKS", "BlockFile", "reserve", "write_all"]
 
 
 BLOCK = 4096  # a write past the page cache must begin and end on a block, in the file and in memory
@@ -127,13 +127,13 @@ class BlockFile:
     def _write(self, view: memoryview, offset: int) -> None:
         if self._direct is not None and self._direct_works:
             try:
-                _write_all(self._direct, view, offset)
+                write_all(self._direct, view, offset)
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._direct_works = False  # this file system refuses after all
-        _write_all(self._plain, view, offset)
+        write_all(self._plain, view, offset)
 
 
 def _open_direct(path: Path) -> int | None:
@@ -164,7 +164,8 @@ def _pages(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+def write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write bytes at an offset, however many calls of the system that takes."""
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count

@@ -31,23 +31,14 @@ def free_bytes(place: Path) -> int | None:
 
 
 def check_room(place: Path, nbytes: int, what: str) -> None:
-    """Make sure that a place has room for what is about to be written, before any of it is.
+    """Make sure that a directory, or where one is to be, has room for tensors of `nbytes`, before any is written.
 
-    Args:
-        place: a directory, or where one is to be.
-        nbytes: of the tensors.
-        what: they are of, for the error.
-
-    Raises:
-        DiskFull: it has not.
+    Where it has not, `DiskFull` says `what` they are of.
     """
     needed, free = nbytes + nbytes // 64 + MARGIN, free_bytes(place)
     if free is not None and free < needed:
-        raise DiskFull(
-            f"the disk is too full for {what}: {needed:,} bytes are needed, and {free:,} are free",
-            where=str(place),
-            how=MORE_ROOM,
-        )
+        what = f"the disk is too full for {what}: {needed:,} bytes are needed, and {free:,} are free"
+        raise DiskFull(what, where=str(place), how=MORE_ROOM)
 
 
 def is_full(error: BaseException) -> bool:
@@ -63,12 +54,9 @@ def is_full(error: BaseException) -> bool:
 
 
 def not_written(what: str, error: BaseException, where: Path) -> DiskError:
-    """Return what to raise where something could not be written: `DiskFull`, where that is why.
+    """Return what to raise where `error` was raised by writing: `DiskFull`, where that is why.
 
-    Args:
-        what: could not be written, and why.
-        error: what writing it raised.
-        where: it was to be.
+    `what` says what could not be written, and why; `where` it was to be.
     """
     kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, "see whether the place may be written to")
     return kind(what, where=str(where), how=how)
@@ -90,7 +78,7 @@ def unsaved(stopped: Stopped, error: DiskFull) -> DiskFull:
 
 def disk_error(error: OSError, file: Path) -> DiskError:
     """Say what an `OSError` met while reading or writing `file` means, and how to mend it."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in FULL
     what = f"the disk is full: {file.name} could not be written" if full else f"{file.name}: {error.strerror or error}"
     how = "free space, or choose another place" if full else "check that the place exists and may be written"
     return (DiskFull if full else DiskError)(what, where=str(file), how=how)

@@ -18,6 +18,7 @@ __all__ = [
     "DTYPE_BITS",
     "MAX_HEADER_BYTES",
     "TensorRecord",
+    "are_sizes",
     "damaged",
     "open_regular",
     "parse_json",
@@ -82,19 +83,19 @@ def _record(file: Path, name: str, entry: Any, data_start: int) -> TensorRecord:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise damaged(file, f"tensor {name!r} has the unknown dtype {dtype!r}")
-    if not _are_sizes(shape):
+    if not are_sizes(shape):
         raise damaged(file, f"tensor {name!r} has the shape {shape!r}, which is not a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise damaged(file, f"tensor {name!r} has the data_offsets {offsets!r}, which are not [begin, end]")
     nbytes, bits = offsets[1] - offsets[0], prod(shape) * DTYPE_BITS[dtype]
     if nbytes * 8 != bits:
-        raise damaged(
-            file, f"tensor {name!r} ({dtype} {shape}) needs {-(-bits // 8)} bytes but its offsets give {nbytes}"
-        )
+        what = f"tensor {name!r} ({dtype} {shape}) needs {-(-bits // 8)} bytes but its offsets give {nbytes}"
+        raise damaged(file, what)
     return TensorRecord(name, file, data_start + offsets[0], nbytes, dtype, tuple(shape))
 
 
-def _are_sizes(value: Any) -> bool:
+def are_sizes(value: Any) -> bool:
+    """Whether a value from a file is a list of sizes."""
     # type(), not isinstance(): JSON's true is an int to Python.
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 

@@ -5,11 +5,11 @@ no pickles, and no code unless the user trusts it. Offline mode, tokens, mirrors
 own environment variables.
 """
 
-import errno
 import os
 from pathlib import Path
 
 from lema.errors import DiskError, WeightsError
+from lema.storage.diskspace import is_full
 from lema.storage.remotecode import require_commit
 
 __all__ = ["ALLOWED_FILES", "CODE_FILES", "IGNORED_FILES", "own_weights", "resolve_model"]
@@ -51,11 +51,8 @@ def resolve_model(
     if path.exists():
         if path.name.endswith((".safetensors", ".json")):
             return path.parent
-        raise WeightsError(
-            f"{path.name} is not a model",
-            where=str(path),
-            how="give a model directory, a .safetensors file, or a hub id",
-        )
+        what = f"{path.name} is not a model"
+        raise WeightsError(what, where=str(path), how="give a model directory, a .safetensors file, or a hub id")
     if isinstance(name_or_path, os.PathLike) or _looks_local(name):
         raise WeightsError(f"{name} does not exist", where=str(path.absolute()), how="check the path of the model")
     if trust_remote_code:
@@ -95,23 +92,15 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
             local_files_only=not online,
         )
     except HFValidationError as error:
-        raise WeightsError(
-            f"{name!r} is neither an existing directory nor a hub id",
-            where=where,
-            how="check the path, or give org/name",
-        ) from error
+        what = f"{name!r} is neither an existing directory nor a hub id"
+        raise WeightsError(what, where=where, how="check the path, or give org/name") from error
     except GatedRepoError as error:
-        raise WeightsError(
-            f"the hub gives {name} only to accounts that accepted its terms",
-            where=where,
-            how=f"accept them at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN",
-        ) from error
+        what = f"the hub gives {name} only to accounts that accepted its terms"
+        how = f"accept them at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+        raise WeightsError(what, where=where, how=how) from error
     except RepositoryNotFoundError as error:
-        raise WeightsError(
-            f"{name!r} is not a local directory, and the hub has no such model (or it is private)",
-            where=where,
-            how="check the spelling; for a private model set HF_TOKEN",
-        ) from error
+        what = f"{name!r} is not a local directory, and the hub has no such model (or it is private)"
+        raise WeightsError(what, where=where, how="check the spelling; for a private model set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise WeightsError(f"the hub has no such revision of {name}", where=where, how="check the revision") from error
     except LocalEntryNotFoundError as error:
@@ -120,12 +109,10 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
     except HfHubHTTPError as error:
         raise WeightsError(f"the hub did not give the model: {error}", where=where, how="try again later") from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskError(
-                f"the disk is full: {name} could not be downloaded",
-                where=str(error.filename or "hub cache"),
-                how="free space, or set HF_HOME to a larger disk; what was downloaded is kept",
-            ) from error
+        if is_full(error):
+            what = f"the disk is full: {name} could not be downloaded"
+            how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
+            raise DiskError(what, where=str(error.filename or "hub cache"), how=how) from error
         raise WeightsError(f"the hub cannot be reached: {error}", where=where, how="check the connection") from error
     return _with_weights(Path(directory), where)
 
@@ -133,16 +120,11 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
 def _not_cached(name: str, where: str, online: bool, answer: str | None) -> WeightsError:
     """Return the error of a model that is nowhere on disk; `answer`: what the hub said; None: nothing."""
     if not online:
-        return WeightsError(
-            f"{name!r} is neither a local directory nor in the hub cache",
-            where=where,
-            how=f"check the path; or fetch it first: hf download {name}",
-        )
-    return WeightsError(
-        f"{name!r} is not a local directory, is not in the hub cache, and {answer or 'the hub cannot be reached'}",
-        where=where,
-        how="check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory",
-    )
+        what = f"{name!r} is neither a local directory nor in the hub cache"
+        return WeightsError(what, where=where, how=f"check the path; or fetch it first: hf download {name}")
+    what = f"{name!r} is not a local directory, is not in the hub cache, and {answer or 'the hub cannot be reached'}"
+    how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
+    return WeightsError(what, where=where, how=how)
 
 
 def _with_weights(directory: Path, where: str) -> Path:

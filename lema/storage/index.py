@@ -59,11 +59,8 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
             self.metadata[file], records = read_header(file)
             for name, record in records.items():
                 if (other := self.records.get(name)) is not None:
-                    raise WeightsError(
-                        f"tensor {name!r} is stored twice",
-                        where=f"{other.file} and {file}",
-                        how="delete the shard left over from another download or save",
-                    )
+                    how = "delete the shard left over from another download or save"
+                    raise WeightsError(f"tensor {name!r} is stored twice", where=f"{other.file} and {file}", how=how)
                 self.records[name] = record
         if weight_map is not None:
             self._check_promises(entry, weight_map)
@@ -97,11 +94,9 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
             if name not in self.records or self.records[name].file.name != file
         ]
         if broken:
-            raise WeightsError(
-                f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}",
-                where=str(index),
-                how="download the model again; index and shards come from different saves",
-            )
+            what = f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}"
+            how = "download the model again; index and shards come from different saves"
+            raise WeightsError(what, where=str(index), how=how)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
@@ -114,22 +109,17 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
         if not _is_name(file):
-            raise WeightsError(
-                f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it",
-                where=f"{index}: weight_map[{name!r}]",
-                how="an index may only name files of its own directory; do not use this model unless you trust it",
-            )
+            what = f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it"
+            how = "an index may only name files of its own directory; do not use this model unless you trust it"
+            raise WeightsError(what, where=f"{index}: weight_map[{name!r}]", how=how)
     return weight_map
 
 
 def _shards(index: Path, weight_map: dict[str, str]) -> tuple[Path, ...]:
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     if missing := [file.name for file in files if not _is_there(file)]:
-        raise WeightsError(
-            f"{len(missing)} files of the model are missing: {', '.join(missing)}",
-            where=str(index),
-            how="download the model again; the copy is not complete",
-        )
+        what = f"{len(missing)} files of the model are missing: {', '.join(missing)}"
+        raise WeightsError(what, where=str(index), how="download the model again; the copy is not complete")
     for file in files:
         check_inside(file)
     return tuple(files)
@@ -164,11 +154,8 @@ def check_inside(file: Path) -> None:
             if any(target.is_relative_to(store) for store in stores):
                 return
             break
-    raise WeightsError(
-        f"{file.name} is a link that leaves the model's directory, to {target}",
-        where=str(file),
-        how="copy the file into the directory if you trust it",
-    )
+    what = f"{file.name} is a link that leaves the model's directory, to {target}"
+    raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
 
 
 def _entry(path: Path) -> Path:
@@ -180,11 +167,8 @@ def _entry(path: Path) -> Path:
     if path.name.endswith((".safetensors", ".json")) and path.exists():
         return path
     if path.exists():
-        raise WeightsError(
-            f"{path.name} is not a safetensors file",
-            where=str(path),
-            how="give a model directory or a .safetensors file",
-        )
+        what = f"{path.name} is not a safetensors file"
+        raise WeightsError(what, where=str(path), how="give a model directory or a .safetensors file")
     raise WeightsError(f"{path} does not exist", where=str(path), how="check the path of the model")
 
 
@@ -197,17 +181,13 @@ def _entry_of_directory(directory: Path) -> Path:
     if len(weights) == 1:
         return weights[0]
     if weights:
-        raise WeightsError(
-            f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}",
-            where=str(directory),
-            how=f"add {INDEX_NAME}, or name the one file that holds the model",
-        )
+        what = f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}"
+        how = f"add {INDEX_NAME}, or name the one file that holds the model"
+        raise WeightsError(what, where=str(directory), how=how)
     if binaries := sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)):
-        raise WeightsError(
-            f"the weights are pickled ({', '.join(binaries)}): such files can run code and cannot be streamed",
-            where=str(directory),
-            how="if you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)",
-        )
+        what = f"the weights are pickled ({', '.join(binaries)}): such files can run code and cannot be streamed"
+        how = "if you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+        raise WeightsError(what, where=str(directory), how=how)
     what = "only adapter weights" if files else "no .safetensors file"
     raise WeightsError(
         f"there is {what} in {directory}", where=str(directory), how="give the directory of the base model"

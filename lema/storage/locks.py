@@ -32,10 +32,8 @@ LOCK = ".lock"
 def run_lock(output_dir: Path) -> Iterator[bool]:
     """Have a directory to oneself, in a `with` block; it is given whether there is a lock.
 
-    Where the file system knows none, a warning says so, and the run goes on without.
-
-    Args:
-        output_dir: made where it does not exist.
+    Where the file system knows none, a warning says so, and the run goes on without. The directory is made where it
+    does not exist.
 
     Raises:
         ConfigError: another run writes there; says which process it is.
@@ -46,11 +44,9 @@ def run_lock(output_dir: Path) -> Iterator[bool]:
         output_dir.mkdir(parents=True, exist_ok=True)
         descriptor = _taken(file)
     except OSError as error:
-        raise DiskError(
-            f"the output directory cannot be written to: {error.strerror}",
-            where=str(error.filename or output_dir),
-            how="see whether the place exists and may be written to, or choose another output_dir",
-        ) from error
+        what = f"the output directory cannot be written to: {error.strerror}"
+        how = "see whether the place exists and may be written to, or choose another output_dir"
+        raise DiskError(what, where=str(error.filename or output_dir), how=how) from error
     try:
         yield descriptor is not None
     finally:
@@ -77,11 +73,9 @@ def _taken(file: Path) -> int | None:
             holder = _holder(descriptor)
             os.close(descriptor)
             if error.errno == errno.EWOULDBLOCK:
-                raise ConfigError(
-                    f"another run writes to this directory: {holder}",
-                    where=str(file.parent),
-                    how="wait until it has ended, or choose another output_dir",
-                ) from error
+                what = f"another run writes to this directory: {holder}"
+                how = "wait until it has ended, or choose another output_dir"
+                raise ConfigError(what, where=str(file.parent), how=how) from error
             with suppress(OSError):
                 file.unlink()
             if error.errno not in NO_LOCKS:
@@ -112,10 +106,7 @@ UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss
 def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) -> Iterator[None]:
     """Have a run write alone to a directory, in a `with` block; of several processes the first has its lock.
 
-    Args:
-        replicas: the processes, each of which calls this.
-        output_dir: where the run writes.
-        below: further directories in it that hold checkpoints.
+    All processes call this. The directories `below` hold checkpoints as well.
 
     Raises:
         ConfigError: another run writes there; in every process.

@@ -28,11 +28,7 @@ ANOTHER = "name another checkpoint, or copy this one again from where it is whol
 def write_manifest(directory: Path) -> None:
     """Write `manifest.json` for the files in a directory, and flush it to disk; call it when they are all written.
 
-    Args:
-        directory: what is in it, folders below it too, is named by its path from here.
-
-    Raises:
-        OSError: a file cannot be read, or the manifest not be written.
+    Files of folders below it are named by their paths. What cannot be read, or written, is an `OSError`.
     """
     found = {name: _facts(directory / name) for name in _names(directory)}
     text = _text({"algorithm": ALGORITHM, FILES: found})
@@ -45,11 +41,8 @@ def write_manifest(directory: Path) -> None:
 def check_manifest(directory: Path, spared: Collection[str] = ()) -> None:
     """Read every file of a directory back, and compare it with what its manifest says.
 
-    Files that the manifest does not name are let be, such as notes of the user's; those with tensors are not.
-
-    Args:
-        directory: of which `write_manifest` wrote a manifest.
-        spared: names of files that may be missing or damaged.
+    Files that the manifest does not name are let be, such as notes of the user's; those with tensors are not. Those
+    named in `spared` may be missing or damaged.
 
     Raises:
         AdapterError: there is no manifest, it is damaged, or a file is missing, damaged or too many; names the file.

@@ -48,9 +48,8 @@ def check_companions(directory: Path) -> None:
         for file in sorted({file for pattern in COMPANIONS for file in place.glob(pattern)}):
             check_inside(file)
             if not file.is_dir() and regular_size(file) > MAX_BYTES:
-                raise DataError(
-                    f"{file.name} is larger than the {MAX_BYTES:,} bytes that such a file may have", where=str(file)
-                )
+                what = f"{file.name} is larger than the {MAX_BYTES:,} bytes that such a file may have"
+                raise DataError(what, where=str(file))
 
 
 def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTokenizerBase:
@@ -59,7 +58,7 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
     Args:
         directory: the model's.
         trusted: run code that comes with it.
-        how: what to do where there is none.
+        how: what to do where there is no tokenizer.
 
     Raises:
         DataError: there is none, it cannot be loaded, or one of its files is not what it should be.
@@ -71,16 +70,11 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
     # Any error at all: the files are from outside, and the library that reads them raises plain `Exception`.
     except Exception as error:
-        said = str(error) or type(error).__name__
-        raise DataError(
-            f"the model has no tokenizer that can be loaded: {said}", where=str(directory), how=how
-        ) from error
+        what = f"the model has no tokenizer that can be loaded: {str(error) or type(error).__name__}"
+        raise DataError(what, where=str(directory), how=how) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise DataError(
-            f"the model has no tokenizer that can be loaded: {type(tokenizer).__name__} is none",
-            where=str(directory),
-            how=how,
-        )
+        what = f"the model has no tokenizer that can be loaded: {type(tokenizer).__name__} is none"
+        raise DataError(what, where=str(directory), how=how)
     return tokenizer
 
 
@@ -101,11 +95,8 @@ def load_generation_config(directory: Path) -> GenerationConfig | None:
     try:
         settings: GenerationConfig = GenerationConfig.from_pretrained(directory)
     except Exception as error:
-        raise ModelError(
-            f"transformers cannot read these settings of generation: {error}",
-            where=str(file),
-            how="correct the file, or delete it",
-        ) from error
+        what = f"transformers cannot read these settings of generation: {error}"
+        raise ModelError(what, where=str(file), how="correct the file, or delete it") from error
     return settings
 
 
@@ -124,19 +115,13 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     """
     file = directory / "config.json"
     if not file.is_symlink() and not file.exists():
-        raise ModelError(
-            "the model directory has no config.json",
-            where=str(directory),
-            how="point model_name_or_path at a directory written by save_pretrained, or at a hub id",
-        )
+        how = "point model_name_or_path at a directory written by save_pretrained, or at a hub id"
+        raise ModelError("the model directory has no config.json", where=str(directory), how=how)
     try:
         check_inside(file)
         if (size := regular_size(file)) > MAX_CONFIG_BYTES:
-            raise WeightsError(
-                f"config.json is {size} bytes long, more than the {MAX_CONFIG_BYTES} a config may have",
-                where=str(file),
-                how="download the model again",
-            )
+            what = f"config.json is {size} bytes long, more than the {MAX_CONFIG_BYTES} a config may have"
+            raise WeightsError(what, where=str(file), how="download the model again")
         with open_regular(file) as stream:
             config = parse_json(file, stream.read())
     except WeightsError as error:
@@ -144,11 +129,8 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     for place, what in _absurd(config, "", MAX_DEPTH):
         raise ModelError(f"config.json is not that of a model: {what}", where=f"{file}: {place}", how="correct it")
     if "configuration_files" in config:
-        raise ModelError(
-            "config.json sends its readers to other files, which are not checked",
-            where=f"{file}: configuration_files",
-            how="copy the one you trust over config.json",
-        )
+        what = "config.json sends its readers to other files, which are not checked"
+        raise ModelError(what, where=f"{file}: configuration_files", how="copy the one you trust over config.json")
     return config
 
 

@@ -21,18 +21,15 @@ USED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 
 
 def require_commit(name: str, revision: str | None) -> None:
-    """Refuse to take code from the hub that is not pinned: a branch or tag may hold other code tomorrow.
+    """Raise `ConfigError` where code of the hub is not pinned by the full name of a commit.
 
-    Raises:
-        ConfigError: `revision` is not the full name of a commit.
+    A branch or tag may hold other code tomorrow.
     """
     if revision is None or not COMMIT.fullmatch(revision):
-        raise ConfigError(
-            f"code of {name} is run only from a commit, and the revision is {revision or 'not given'}",
-            where="revision",
-            how=f"read the code at https://huggingface.co/{name}/tree/main, then set revision to that commit's "
-            "40 hexadecimal digits",
-        )
+        what = f"code of {name} is run only from a commit, and the revision is {revision or 'not given'}"
+        page = f"https://huggingface.co/{name}/tree/main"
+        how = f"read the code at {page}, then set revision to that commit's 40 hexadecimal digits"
+        raise ConfigError(what, where="revision", how=how)
 
 
 def check_code(directory: Path, *, trusted: bool) -> None:
@@ -49,11 +46,9 @@ def check_code(directory: Path, *, trusted: bool) -> None:
     file = directory / "config.json"
     config = _read(file)
     for key, kernel in _kernels(config):
-        raise ModelError(
-            f"the model's config asks for a kernel of the hub, {kernel!r}, which is code that nothing pins",
-            where=f"{file}: {key}",
-            how="take it out of the file; attn_implementation in your own settings can choose one",
-        )
+        what = f"the model's config asks for a kernel of the hub, {kernel!r}, which is code that nothing pins"
+        how = "take it out of the file; attn_implementation in your own settings can choose one"
+        raise ModelError(what, where=f"{file}: {key}", how=how)
     if trusted:
         for source in (file, directory / "tokenizer_config.json"):
             _check_place(source)
@@ -101,23 +96,18 @@ def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _check_place(source: Path) -> None:
     for reference in _used(_read(source).get("auto_map") or {}):
         if not isinstance(reference, str) or not REFERENCE.fullmatch(reference):
-            raise WeightsError(
-                f"the model's code is named {reference!r}, which is no class of a file beside the weights",
-                where=f"{source}: auto_map",
-                how='write "file.Class" there; do not use this model unless you trust it',
-            )
+            what = f"the model's code is named {reference!r}, which is no class of a file beside the weights"
+            how = 'write "file.Class" there; do not use this model unless you trust it'
+            raise WeightsError(what, where=f"{source}: auto_map", how=how)
         if "--" in reference:
-            raise WeightsError(
-                f"the model's code lies in another repository, {reference.partition('--')[0]}, at whatever it is today",
-                where=f"{source}: auto_map",
-                how="put that repository's .py files beside the weights, and take its name out of auto_map",
-            )
+            other = reference.partition("--")[0]
+            what = f"the model's code lies in another repository, {other}, at whatever it is today"
+            how = "put that repository's .py files beside the weights, and take its name out of auto_map"
+            raise WeightsError(what, where=f"{source}: auto_map", how=how)
         if not (source.parent / _file(reference)).is_file():
-            raise WeightsError(
-                f"the model's code is not there: {_file(reference)}",
-                where=f"{source}: auto_map",
-                how="copy the model's .py files into its directory; of a hub id, go online to fetch them",
-            )
+            what = f"the model's code is not there: {_file(reference)}"
+            how = "copy the model's .py files into its directory; of a hub id, go online to fetch them"
+            raise WeightsError(what, where=f"{source}: auto_map", how=how)
 
 
 def _used(auto_map: Any) -> Iterator[str]:

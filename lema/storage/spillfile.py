@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from lema.backend.hostmemory import mapped
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import DiskError, ReadError
-from lema.storage.directio import BLOCK, reserve
+from lema.storage.directio import BLOCK, reserve, write_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,12 +55,16 @@ class OffloadFile:
         how: what a user can do about a disk that is full or fails, for errors.
         trace: records transfers.
 
+    Attributes:
+        where: the directory, for errors.
+        size: how many bytes it can hold.
+
     Raises:
         DiskError: no file can be made there.
     """
 
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
-        self._where, self._what, self._how, self._trace = str(directory), what, how, trace
+        self.where, self._what, self._how, self._trace = str(directory), what, how, trace
         try:
             self._descriptor = _open_nameless(directory)
             self._direct = _set_direct(self._descriptor, True)
@@ -68,51 +72,32 @@ class OffloadFile:
             raise self._error(DiskError, "no file can be made", error) from error
         self._close = weakref.finalize(self, os.close, self._descriptor)  # a transfer under way keeps this object alive
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-offload")
-        self._size = 0
-
-    @property
-    def where(self) -> str:
-        """The directory, for errors."""
-        return self._where
-
-    @property
-    def size(self) -> int:
-        """How many bytes it can hold."""
-        return self._size
+        self.size = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that the file can hold `nbytes`; it never becomes smaller.
-
-        Raises:
-            DiskError: there is less space than that.
-        """
-        more = nbytes - self._size
+        """Make sure that the file can hold `nbytes`, or raise `DiskError`; it never becomes smaller."""
+        more = nbytes - self.size
         if more <= 0:
             return
         # Asked beforehand, because a file system without reservations would only fail in the middle of a step.
         space = os.fstatvfs(self._descriptor)
         if more > (free := space.f_bavail * space.f_frsize):
-            raise DiskError(
-                f"{nbytes:,} bytes are needed for {self._what}, and {free + self._size:,} are free",
-                where=self._where,
-                how=self._how,
-            )
+            what = f"{nbytes:,} bytes are needed for {self._what}, and {free + self.size:,} are free"
+            raise DiskError(what, where=self.where, how=self._how)
         try:
-            reserve(self._descriptor, nbytes, self._size)
+            reserve(self._descriptor, nbytes, self.size)
         except OSError as error:
             raise self._error(DiskError, f"{nbytes:,} bytes cannot be had", error) from error
-        self._size = nbytes
+        self.size = nbytes
 
     def mapped(self) -> Tensor:
         """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes.
 
-        The space is taken until both this object and what lies in that memory are gone.
-
-        Raises:
-            DiskError: the file cannot be mapped.
+        The space is taken until both this object and what lies in that memory are gone. A file that cannot be mapped
+        is a `DiskError`.
         """
         try:
-            return mapped(self._descriptor, self._size)
+            return mapped(self._descriptor, self.size)
         except OSError as error:
             raise self._error(DiskError, "the file cannot be mapped", error) from error
 
@@ -143,7 +128,7 @@ class OffloadFile:
             before()
         try:
             with self._trace.span("boundaries", "write", nbytes=len(memory)):
-                self._transfer(_write_all, memory, offset)
+                self._transfer(write_all, memory, offset)
                 if not self._direct:
                     os.fsync(self._descriptor)  # only what is on the disk can be dropped from the cache
                     self._drop_from_cache(memory, offset)
@@ -179,7 +164,7 @@ class OffloadFile:
             os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
     def _error(self, kind: type[DiskError], what: str, error: OSError) -> DiskError:
-        return kind(f"{what} for {self._what}: {error.strerror or error}", where=self._where, how=self._how)
+        return kind(f"{what} for {self._what}: {error.strerror or error}", where=self.where, how=self._how)
 
 
 def _open_nameless(directory: Path) -> int:
@@ -207,12 +192,6 @@ def _set_direct(descriptor: int, direct: bool) -> bool:
             raise
         return False
     return direct
-
-
-def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
-    while memory:
-        count = os.pwrite(descriptor, memory, offset)
-        memory, offset = memory[count:], offset + count
 
 
 def _read_all(descriptor: int, memory: memoryview, offset: int) -> None:

@@ -8,7 +8,7 @@ What a killed run left, the next run to the same place removes.
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -54,15 +54,10 @@ class TensorFile:
         self._given, self._progress = 0, progress
         self._fd, self._partial = -1, file
         self._blocks: BlockFile | None = None
-        try:
+        with self._discarded_on_failure():
             self._fd, self._partial = open_partial(file)
             self._blocks = BlockFile(self._fd, self._partial, self._size)
             self._put(header)
-        except BaseException as error:
-            self._discard()
-            if isinstance(error, OSError):
-                raise disk_error(error, file) from error
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -73,13 +68,8 @@ class TensorFile:
         if error is not None:
             self._discard()
             return
-        try:
+        with self._discarded_on_failure():
             self._publish()
-        except BaseException as failure:
-            self._discard()
-            if isinstance(failure, OSError):
-                raise disk_error(failure, self.file) from failure
-            raise
 
     @property
     def records(self) -> dict[str, TensorRecord]:
@@ -89,8 +79,7 @@ class TensorFile:
     def space(self, name: str) -> Iterator[memoryview]:
         """Yield the place of one tensor, a bounded piece at a time; fill each before the next is asked for.
 
-        Raises:
-            DiskError: bytes given before could not be written.
+        Bytes given before that could not be written are a `DiskError`.
         """
         assert name in self._unwritten, f"{name} is not announced, or was written before"
         record = self._records[name]
@@ -107,8 +96,7 @@ class TensorFile:
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write the bytes of one tensor, C-contiguous and little-endian, at its place; a piece may be reused after.
 
-        Raises:
-            DiskError: the bytes could not be written.
+        Bytes that could not be written are a `DiskError`.
         """
         places, place = self.space(name), memoryview(b"")
         for piece in pieces:
@@ -141,6 +129,16 @@ class TensorFile:
         self._close()  # after renaming: what is not locked may be swept
         flush(self.file.parent)  # the name is on disk only after its directory is
 
+    @contextmanager
+    def _discarded_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._discard()
+            if isinstance(error, OSError):
+                raise disk_error(error, self.file) from error
+            raise
+
     def _discard(self) -> None:
         made = self._fd >= 0
         self._close()
@@ -169,18 +167,14 @@ def read_into(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
             while buffer:
                 count = stream.readinto(buffer)
                 if not count:
-                    raise ReadError(
-                        f"{record.file.name} ended inside tensor {record.name!r}",
-                        where=str(record.file),
-                        how="it was cut short after its header was read; download or save it again",
-                    )
+                    what = f"{record.file.name} ended inside tensor {record.name!r}"
+                    how = "it was cut short after its header was read; download or save it again"
+                    raise ReadError(what, where=str(record.file), how=how)
                 buffer = buffer[count:]
     except OSError as error:
-        raise ReadError(
-            f"tensor {record.name!r} could not be read: {error.strerror or error}",
-            where=str(record.file),
-            how="check that the file is there and its disk is sound",
-        ) from error
+        what = f"tensor {record.name!r} could not be read: {error.strerror or error}"
+        how = "check that the file is there and its disk is sound"
+        raise ReadError(what, where=str(record.file), how=how) from error
 
 
 def read_pieces(record: TensorRecord) -> Iterator[memoryview]:

@@ -23,14 +23,10 @@ __all__ = ["base_fingerprint", "check_finite", "check_written", "same_bits"]
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
-    """Make sure that nothing that is about to be saved is NaN or infinite.
-
-    Args:
-        tensors: by name.
-        where: they would be saved.
+    """Make sure that no tensor that is about to be saved `where` it says is NaN or infinite.
 
     Raises:
-        NonFiniteError: one is not; names it.
+        NonFiniteError: one is; names it.
     """
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.is_meta:
@@ -38,31 +34,23 @@ def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
         wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch asks this of no type of 8 bits
         if not bool(torch.isfinite(wide).all()):
             count = int((~torch.isfinite(wide)).sum())
-            raise NonFiniteError(
-                f"{name} is not saved: {count:,} of its {tensor.numel():,} numbers are NaN or infinite",
-                where=str(where),
-                how="resume from the last checkpoint, with a lower learning_rate or with max_grad_norm set",
-            )
+            what = f"{name} is not saved: {count:,} of its {tensor.numel():,} numbers are NaN or infinite"
+            how = "resume from the last checkpoint, with a lower learning_rate or with max_grad_norm set"
+            raise NonFiniteError(what, where=str(where), how=how)
 
 
 def check_written(file: Path, expected: Mapping[str, Tensor], also: int = 0) -> None:
-    """Read a file of tensors back, and compare it bit for bit with memory: names, shapes, types and values.
-
-    Args:
-        file: in safetensors' format.
-        expected: what was to be written.
-        also: this many numbers at the least must be there.
+    """Read a safetensors file back, and compare it bit for bit with memory: names, shapes, types and values.
 
     Raises:
-        DiskError: something differs; names the tensor.
+        DiskError: something differs, or fewer numbers are there than `also` says; names the tensor.
     """
     try:
         with safe_open(file, "pt") as opened:
             names, count = set(opened.keys()), 0
             if differing := sorted(names ^ expected.keys()):
-                raise _differs(
-                    f"{differing[0]} is only {'in the file' if differing[0] in names else 'in memory'}", file
-                )
+                place = "in the file" if differing[0] in names else "in memory"
+                raise _differs(f"{differing[0]} is only {place}", file)
             for name in sorted(names):
                 tensor = opened.get_tensor(name)
                 if not same_bits(tensor, expected[name]):
@@ -83,11 +71,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _differs(what: str, file: Path) -> DiskError:
-    return DiskError(
-        f"what was written does not read back as it was written: {what}",
-        where=str(file),
-        how="look after the disk; what was saved before is untouched",
-    )
+    what = f"what was written does not read back as it was written: {what}"
+    return DiskError(what, where=str(file), how="look after the disk; what was saved before is untouched")
 
 
 SAMPLE_BYTES = 1024
@@ -100,13 +85,7 @@ def base_fingerprint(records: Mapping[str, TensorRecord]) -> str:
     Of every tensor it takes name, type and shape as they are stored, and of its bytes the first, the middle and the
     last 1024: so it costs a few reads per tensor however large the model is. Training changes nearly every weight, so a
     model that was trained on has another fingerprint; a change of a few bytes elsewhere is not seen. How the tensors
-    are divided among files does not matter.
-
-    Args:
-        records: where a model's tensors are, such as a `GlobalBinaryIndex`.
-
-    Raises:
-        ReadError: a file could not be read.
+    are divided among files does not matter. A file that cannot be read is a `ReadError`.
     """
     whole = sha256()
     for name in sorted(records):

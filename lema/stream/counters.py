@@ -42,14 +42,10 @@ class StreamCounters:
 
 
 class RunningCounters:
-    """Counters that are counted up.
-
-    Attributes:
-        total: so far.
-    """
+    """Counters that are counted up."""
 
     def __init__(self) -> None:
-        self.total = StreamCounters()
+        self.total = StreamCounters()  # so far
 
     def add(self, **more: float) -> None:
         """Count some of them up."""

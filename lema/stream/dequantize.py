@@ -33,29 +33,20 @@ def expand_into(expanded: Tensor, slot: Tensor, layer: LayerBytes) -> None:
 
 
 class ExpandedBuffers:
-    """Memory that weights are expanded into: one buffer, or as many as layers have been on lease at once.
+    """Memory that the weights of `layers` are expanded into: one buffer, or as many as have been on lease at once.
 
     A buffer is written to by computation on the device, so after all that was queued before it was given back.
-
-    Args:
-        layers: those that are leased.
-        backend: the device.
     """
 
     def __init__(self, layers: Iterable[LayerBytes], backend: Backend) -> None:
-        self._nbytes = max((layer.expanded_bytes for layer in layers), default=0)
+        self.nbytes = max((layer.expanded_bytes for layer in layers), default=0)  # of one buffer; 0: none is quantised
         self._device = backend.device
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         self._free: list[Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one buffer: the largest layer expanded; 0: nothing is quantised."""
-        return self._nbytes
-
     def take(self) -> Tensor:
         """Return a buffer that is not in use."""
-        return self._free.pop() if self._free else torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        return self._free.pop() if self._free else torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Say that nothing will be queued any more that reads the buffer."""

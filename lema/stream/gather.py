@@ -39,9 +39,7 @@ class _Buffer:
 
 
 class GatheredBuffers:
-    """The layers that are whole on the device, and the leases to come.
-
-    One layer is on lease at a time.
+    """The layers that are whole on the device, and the leases to come; one layer is on lease at a time.
 
     Args:
         parts: bytes of each layer's part, in every process.

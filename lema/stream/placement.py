@@ -81,31 +81,23 @@ class Placed:
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Bytes that follow each other in one file, and where the first of them goes in the slot.
-
-    Attributes:
-        alone: the slot's pages that it begins and ends in hold no other tensor, so whole pages may be read into them.
-    """
+    """Bytes that follow each other in one file, and where the first of them goes in the slot."""
 
     file: Path
     offset: int
     nbytes: int
     slot_offset: int
+    # The slot's pages that it begins and ends in hold no other tensor, so whole pages may be read into them.
     alone: bool = True
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A tensor that is read aside, then cast into its place; or a piece of one, which is moved as well.
-
-    Attributes:
-        placed: the place of the whole tensor.
-        move: from the stored tensor to the place; None: the whole tensor, in its order.
-    """
+    """A tensor that is read aside, then cast into its place; or a piece of one, which is moved as well."""
 
     record: TensorRecord
-    placed: Placed
-    move: Move | None = None
+    placed: Placed  # the place of the whole tensor
+    move: Move | None = None  # from the stored tensor to the place; None: the whole tensor, in its order
 
     def ranges(self) -> tuple[list[tuple[int, int]], Move | None]:
         """Return the `(offset, bytes)` of the file to read, and the move from these bytes, laid end to end."""
@@ -116,38 +108,23 @@ class Cast:
 
 @dataclass(frozen=True)
 class Expansion:
-    """A quantised parameter: its stored tensors in the slot, and the place it is expanded into, in a buffer beside it.
+    """A quantised parameter: its stored tensors in the slot, and the place it expands into, in a buffer beside it."""
 
-    Attributes:
-        library: whose format it is.
-        parts: what the library calls each stored tensor -> its place in the slot.
-        about: what the library says of the parameter beside its tensors.
-        placed: the parameter's place in the buffer of expanded weights.
-    """
-
-    library: str
-    parts: Mapping[str, Placed]
-    about: Mapping[str, Any]
-    placed: Placed
+    library: str  # whose format it is
+    parts: Mapping[str, Placed]  # what the library calls each stored tensor -> its place in the slot
+    about: Mapping[str, Any]  # what the library says of the parameter beside its tensors
+    placed: Placed  # the parameter's place in the buffer of expanded weights
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One layer as bytes: its tensors' places, the runs to read, the casts to make, the slot it needs.
+    """One layer as bytes: its tensors' places, the runs to read, the casts to make, the slot it needs."""
 
-    Attributes:
-        tensors: the parameters that are used where they lie in the slot.
-        runs: what is read straight into the slot.
-        casts: what is read aside, then cast into its place.
-        nbytes: of the slot.
-        expansions: the parameters that lie in the slot quantised.
-    """
-
-    tensors: tuple[Placed, ...]
-    runs: tuple[ByteRun, ...]
-    casts: tuple[Cast, ...]
-    nbytes: int
-    expansions: tuple[Expansion, ...] = ()
+    tensors: tuple[Placed, ...]  # the parameters that are used where they lie in the slot
+    runs: tuple[ByteRun, ...]  # what is read straight into the slot
+    casts: tuple[Cast, ...]  # what is read aside, then cast into its place
+    nbytes: int  # of the slot
+    expansions: tuple[Expansion, ...] = ()  # the parameters that lie in the slot quantised
 
     @property
     def expanded_bytes(self) -> int:

@@ -42,9 +42,6 @@ def fill(
     Args:
         residents: layers that stay on the device.
         host_cached: layers that stay in host memory.
-        layers: every layer of the model, as bytes.
-        backend: the device.
-        reader: the threads that read.
         spans: the bytes of each layer's buffer that are uploaded.
         shared: whether all processes keep the same bytes, so that those of a machine need them once.
 

@@ -25,16 +25,11 @@ class LayerRing:
     """Host buffers and device slots that layers pass through.
 
     Args:
-        layers: each layer as bytes.
         passing: the layers that are leased from here.
         host: those of them that stay in host memory, and that memory by layer.
-        backend: the device.
         num_slots: slots, and host buffers, at most.
         spans: the bytes of each layer that are uploaded.
-        reader: the threads that read.
         in_use: returns the layers that may not be overwritten now.
-        counters: where bytes, layers and seconds are counted.
-        trace: records uploads and stalls.
         clock: seconds, for the counters.
 
     Attributes:
@@ -94,10 +89,9 @@ class LayerRing:
         self.pump()
 
     def take(self, layer: int) -> Upload:
-        """Return a layer on its way into a slot, to be waited for and released; an order not announced starts afresh.
+        """Return a layer on its way into a slot, to be waited for and released, or raise `ReadError`.
 
-        Raises:
-            ReadError: reading this layer failed.
+        An order that was not announced starts afresh.
         """
         assert len(self._in_use()) < len(self.slots), "more layers are on lease at once than there are slots"
         if self._order.first != layer:
@@ -169,9 +163,7 @@ class LayerRing:
     def forget(self, layer: int, written: Callable[[], None] | None = None) -> None:
         """Let no slot hold a layer, nor anything be copied from its host memory, because that is about to change.
 
-        Args:
-            layer: its number.
-            written: blocks until it has changed; None: it changes before the ring is asked for anything else.
+        `written` blocks until it has changed; None: it changes before the ring is asked for anything else.
         """
         if written is not None:
             self._changing[layer] = written

@@ -15,16 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = [
-    "Order",
-    "fetched",
-    "fetched_per_step",
-    "forward_order",
-    "place_to_refill",
-    "reads_per_step",
-    "training_order",
-    "uploads_per_step",
-]
+__all__ = ["Order", "fetched", "fetched_per_step", "forward_order", "place_to_refill", "training_order"]
 
 
 def forward_order(num_layers: int) -> tuple[int, ...]:
@@ -68,54 +59,13 @@ def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tu
 def fetched_per_step(
     num_layers: int, places: int, held: Collection[int] = (), lowest_trained: int = 0
 ) -> tuple[int, ...]:
-    """Return the layers that one training step after many others fetches; arguments as `fetched`."""
+    """Return the layers that one training step after many others fetches; arguments as `fetched`.
+
+    A step that is announced less than a step ahead may fetch fewer if `lowest_trained > 0`: what has not been fetched
+    ahead has pushed nothing out. It never fetches more.
+    """
     order = training_order(num_layers, lowest_trained)
     return fetched(order * 2, places, held)[len(fetched(order, places, held)) :]
-
-
-def reads_per_step(
-    num_layers: int,
-    residents: Collection[int] = (),
-    host_cached: Collection[int] = (),
-    slots: int = 1,
-    lowest_trained: int = 0,
-) -> int:
-    """Return how many layers a training step reads from disk, in the steady state.
-
-    A step that is announced less than a step ahead may read fewer if `lowest_trained > 0`: what has not been read ahead
-    has pushed nothing out. It never reads more.
-
-    Args:
-        num_layers: decoder layers.
-        residents: layers that stay on the device.
-        host_cached: layers that stay in host memory.
-        slots: places of the ring.
-        lowest_trained: no layer below it is visited on the way down.
-    """
-    return _per_step(num_layers, {*residents, *host_cached}, slots, lowest_trained)
-
-
-def uploads_per_step(num_layers: int, residents: Collection[int] = (), slots: int = 1, lowest_trained: int = 0) -> int:
-    """Return how many layers a training step uploads, in the steady state; arguments as `reads_per_step`."""
-    return _per_step(num_layers, set(residents), slots, lowest_trained)
-
-
-def _per_step(num_layers: int, held: Collection[int], places: int, lowest_trained: int) -> int:
-    """`len(fetched_per_step(...))`, in closed form.
-
-    Of `n` layers that pass through `k < n` places, `b` lie below the lowest that trains and are leased once, as is the
-    top. The turn at the top spares the `k` layers leased last, one less if the top itself passes through (it is one
-    lease, not two); the turn at the bottom spares the `k` lowest layers, less the `b` that the way down does not reach.
-    """
-    passing = [layer for layer in range(num_layers) if layer not in held]
-    n, k = len(passing), places
-    if k >= n:
-        return 0
-    below = sum(layer < lowest_trained for layer in passing)
-    top = num_layers - 1 not in held
-    down = n - top - min(below, n - top)  # leases on the way down
-    spared = min(k - top, down) + max(0, min(k, n - top) - below)
-    return n + down - spared
 
 
 class Order:

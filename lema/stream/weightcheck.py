@@ -56,11 +56,7 @@ def first_non_finite(memory: Tensor, dtype: torch.dtype) -> int | None:
 
 
 class BaseGuard:
-    """Refuses weights that are not finite, wherever in the model they belong.
-
-    Args:
-        records: where each tensor is stored, by its name in the model.
-    """
+    """Refuses weights that are not finite; `records` says where each tensor is stored, by its name in the model."""
 
     def __init__(self, records: Mapping[str, Stored]) -> None:
         found: dict[Path, list[tuple[int, str, TensorRecord]]] = {}
@@ -129,12 +125,9 @@ def refusal(
     at = "" if element is None else f", element {element}"
     cast = "" if dtype is None else f", as {str(dtype).removeprefix('torch.')}"
     stored = "" if record.name == name else f" (stored as {record.name})"
-    return NonFiniteError(
-        f"a weight of the model is NaN or infinite: {name}{cast}",
-        where=f"{record.file}{stored}{at}",
-        how="fetch or prepare the model again; a model that is meant to hold such weights opens with "
-        "check_base_weights: false",
-    )
+    what = f"a weight of the model is NaN or infinite: {name}{cast}"
+    how = "fetch or prepare the model again; one meant to hold such weights opens with check_base_weights: false"
+    return NonFiniteError(what, where=f"{record.file}{stored}{at}", how=how)
 
 
 def _stored(records: Mapping[str, Stored]) -> Iterable[tuple[str, TensorRecord]]:

@@ -105,12 +105,7 @@ class Ticket:
 
 
 class Workers:
-    """Threads that do the parts of tickets, started when they are needed.
-
-    Args:
-        count: how many, at most.
-        name: of the threads.
-    """
+    """At most `count` threads that do the parts of tickets, started when they are needed."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name

@@ -14,9 +14,7 @@ from lema.stream.schedule import (
     fetched,
     fetched_per_step,
     forward_order,
-    reads_per_step,
     training_order,
-    uploads_per_step,
 )
 from lema_cpu import CpuBackend
 
@@ -70,7 +68,7 @@ def test_a_step_costs_what_the_formula_says(
     )
     order = training_order(num_layers, lowest)
     turn = num_layers  # the trainer announces the next step behind the forward
-    reads = reads_per_step(num_layers, residents, cached, depth + 1, lowest)
+    reads = len(fetched_per_step(num_layers, depth + 1, residents | cached, lowest))
     stream.announce(order * (1 + ahead))
     before = None
     for _ in range(4):
@@ -102,7 +100,7 @@ def test_a_step_costs_what_the_formula_says(
     poison=st.booleans(),
     data=st.data(),
 )
-def test_uploads_from_host_memory_cost_what_the_formula_says(
+def test_uploads_from_host_memory_cost_what_a_step_fetches(
     stored: Stored, num_layers: int, depth: int, poison: bool, data: st.DataObject
 ) -> None:
     residents = data.draw(st.sets(st.integers(0, num_layers - 1)))
@@ -115,7 +113,7 @@ def test_uploads_from_host_memory_cost_what_the_formula_says(
         host_cached=range(num_layers),
     )
     order = training_order(num_layers, lowest)
-    per_step = stored.layers[0].nbytes * uploads_per_step(num_layers, residents, depth + 1, lowest)
+    per_step = stored.layers[0].nbytes * len(fetched_per_step(num_layers, depth + 1, residents, lowest))
     stream.announce(order * 5)
     uploaded = []
     for _ in range(3):
@@ -202,7 +200,7 @@ def test_the_lowest_layers_stay_when_nothing_is_announced(stored: Stored) -> Non
     stream.announce(training_order(MOST))
     assert follow(stream, stored, (0, 1, 2)).layers_kept >= 3
     after = follow(stream, stored, training_order(MOST)[3:]).layers_read
-    assert after - before == reads_per_step(MOST, slots=3)
+    assert after - before == len(fetched_per_step(MOST, 3))
     stream.close()
 
 

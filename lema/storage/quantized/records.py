@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lema.config.quiet import hushed
 from lema.errors import ConfigError, ModelError, WeightsError
-from lema.storage.header import TensorRecord
+from lema.storage.header import TensorRecord, are_sizes
 from lema.storage.index import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord
 
@@ -36,21 +36,13 @@ CHANGES_PRODUCTS = ("act_quant_kwargs", "act_pre_scale")
 
 @dataclass(frozen=True)
 class QuantizedRecord:
-    """One parameter that is stored quantised.
-
-    Attributes:
-        name: the parameter's.
-        library: whose format it is: "torchao" or "bitsandbytes".
-        parts: what the library calls each stored tensor -> where it is.
-        shape: of the parameter.
-        about: what the library says of the parameter beside its tensors.
-    """
+    """One parameter that is stored quantised."""
 
     name: str
-    library: str
-    parts: Mapping[str, TensorRecord]
+    library: str  # whose format it is
+    parts: Mapping[str, TensorRecord]  # what the library calls each stored tensor -> where it is
     shape: tuple[int, ...]
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # what the library says of the parameter beside its tensors
 
     @property
     def file(self) -> Path:
@@ -95,22 +87,18 @@ def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
             raise _nonsense(name, index.path)
         changing = [key for key in CHANGES_PRODUCTS if data.get(key) is not None or key in names]
         if kind not in TORCHAO_CLASSES or changing:
-            raise ModelError(
-                f"the parameter is quantised as torchao's {kind}" + (f" with {changing[0]}" if changing else ""),
-                where=f"{index.path}: {name}",
-                how="use weights that are quantised alone, to int8 or fp8, or the unquantised model",
-            )
+            what = f"the parameter is quantised as torchao's {kind}" + (f" with {changing[0]}" if changing else "")
+            how = "use weights that are quantised alone, to int8 or fp8, or the unquantised model"
+            raise ModelError(what, where=f"{index.path}: {name}", how=how)
         owner, _, leaf = name.rpartition(".")
         parts = _collected(index, name, {part: f"{owner}._{leaf}_{part}" for part in names})
         block, shape = data.get("block_size"), parts["qdata"].shape
         if block != [1] * (len(shape) - 1) + [*shape[-1:]] or any(
             part.shape != (*shape[:-1], 1) for what, part in parts.items() if what != "qdata"
         ):
-            raise ModelError(
-                f"the parameter has blocks of {block}, and only one scale per row is expanded here",
-                where=f"{index.path}: {name}",
-                how="quantise it by row: `lema prepare --quantize` does",
-            )
+            what = f"the parameter has blocks of {block}, and only one scale per row is expanded here"
+            how = "quantise it by row: `lema prepare --quantize` does"
+            raise ModelError(what, where=f"{index.path}: {name}", how=how)
         found.append(QuantizedRecord(name, "torchao", parts, shape, about))
     return found
 
@@ -127,7 +115,7 @@ def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
         with record.file.open("rb") as stream:
             stream.seek(record.offset)
             about = _parsed(stream.read(record.nbytes), name, index.path)
-        if about.get("quant_type") != kind or not _are_sizes(about.get("shape")):
+        if about.get("quant_type") != kind or not are_sizes(about.get("shape")):
             raise _nonsense(name, index.path)
         wanted = {"": name, "absmax": f"{name}.absmax", "quant_map": f"{name}.quant_map"}
         if "nested_offset" in about:
@@ -154,11 +142,9 @@ def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
             with layout.file.open("rb") as stream:
                 stream.seek(layout.offset)
                 if layout.nbytes != 1 or stream.read(1) != b"\0":
-                    raise ModelError(
-                        "the parameter is laid out in tiles, as bitsandbytes did for older devices",
-                        where=f"{index.path}: {weight.name}",
-                        how="save the model again with a newer bitsandbytes, or use the unquantised one",
-                    )
+                    what = "the parameter is laid out in tiles, as bitsandbytes did for older devices"
+                    how = "save the model again with a newer bitsandbytes, or use the unquantised one"
+                    raise ModelError(what, where=f"{index.path}: {weight.name}", how=how)
             parts["weight_format"] = layout
         found.append(QuantizedRecord(weight.name, "bitsandbytes", parts, weight.shape, {"quant_type": "int8"}))
     return found
@@ -167,7 +153,7 @@ def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
 def _fits(parts: Mapping[str, TensorRecord], about: Mapping[str, Any]) -> bool:
     """Whether tensors are as long as the library takes them to be: it does not ask, and would read past their ends."""
     block, nested = about.get("blocksize"), about.get("nested_blocksize", 1)
-    if not _are_sizes([block, nested]) or 0 in (block, nested):
+    if not are_sizes([block, nested]) or 0 in (block, nested):
         return False
     if "nested_absmax" in parts and not (type(about["nested_offset"]) is float and about.get("nested_dtype") in FLOATS):
         return False
@@ -179,17 +165,11 @@ def _fits(parts: Mapping[str, TensorRecord], about: Mapping[str, Any]) -> bool:
     return all(parts[part].nbytes == nbytes for part, nbytes in sizes.items())
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
 def _collected(index: GlobalBinaryIndex, name: str, wanted: Mapping[str, str]) -> dict[str, TensorRecord]:
     if missing := [stored for stored in wanted.values() if stored not in index]:
-        raise WeightsError(
-            f"the quantised parameter {name!r} lacks {', '.join(missing)}",
-            where=str(index.path),
-            how="download or prepare the model again; the copy is not complete",
-        )
+        what = f"the quantised parameter {name!r} lacks {', '.join(missing)}"
+        how = "download or prepare the model again; the copy is not complete"
+        raise WeightsError(what, where=str(index.path), how=how)
     return {part: index[stored] for part, stored in wanted.items()}
 
 
@@ -204,11 +184,8 @@ def _parsed(text: str | bytes, name: str, where: Path) -> dict[str, Any]:
 
 
 def _nonsense(name: str, where: Path) -> WeightsError:
-    return WeightsError(
-        f"what is stored beside the quantised parameter {name!r} does not say how to expand it",
-        where=str(where),
-        how="download or prepare the model again",
-    )
+    what = f"what is stored beside the quantised parameter {name!r} does not say how to expand it"
+    return WeightsError(what, where=str(where), how="download or prepare the model again")
 
 
 PartSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # part -> dtype, shape
@@ -219,21 +196,14 @@ PIECE_ON_HOST, PIECE_ON_DEVICE = 1 << 20, 1 << 24  # weights
 
 
 def quiet_import(module: str) -> Any:
-    """Import a module of one of the libraries.
-
-    Raises:
-        ConfigError: the library is not installed.
-    """
+    """Import a module of one of the libraries; one that is not installed is a `ConfigError`."""
     try:
         with hushed():
             return importlib.import_module(module)
     except ImportError as error:
         library = module.partition(".")[0]
-        raise ConfigError(
-            f"the weights are quantised in the format of {library}, which cannot be imported: {error}",
-            where=library,
-            how='pip install "lema[quantize]"',
-        ) from error
+        what = f"the weights are quantised in the format of {library}, which cannot be imported: {error}"
+        raise ConfigError(what, where=library, how='pip install "lema[quantize]"') from error
 
 
 def pieces(tensor: Tensor) -> Iterator[slice]:

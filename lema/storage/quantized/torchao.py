@@ -67,10 +67,7 @@ def metadata(abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
 def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[str, Any]:  # noqa: ARG001  as for others
     """Return the `quantization_config` by which `transformers` loads what is written.
 
-    Args:
-        kind: "int8" or "fp8".
-        dtype: what weights expand to.
-        unchanged: the linear modules that are not quantised.
+    Weights expand to `dtype`; the linear modules `unchanged` are not quantised.
     """
     from transformers import TorchAoConfig
 

@@ -1,4 +1,4 @@
-"""The phases of a run, one after the other, as data: where each begins, which one a step is in."""
+"""The phases of a run, one after the other, as data: and where each begins."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from lema.config.problems import Problem, as_problem
 from lema.config.settings import Settings, part
 from lema.config.types import Count
 from lema.config.yaml import from_yaml
-from lema.data.interleave import Fade, Interleaving, faded_rates
+from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
@@ -28,7 +28,7 @@ from lema.train.phases.derived import (
 from lema.train.phases.phase import Phase, between_phases
 from lema.train.phases.steps import GlobalBatch, TokenSteps, solve_batch, steps_of
 
-__all__ = ["Boundary", "PhasePlan", "Place"]
+__all__ = ["Boundary", "PhasePlan"]
 
 
 def _named(phases: Any) -> Any:
@@ -47,31 +47,14 @@ def _with_name(phase: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where a phase begins and ends, counted in optimizer steps and tokens of the whole run.
-
-    Args:
-        first_step: its first step, from 0.
-        stop_step: the step after its last one.
-        first_token: tokens of the run before it.
-        stop_token: tokens of the run when it has ended; exactly `stop_step` steps' worth.
-        leftover: tokens asked for that are less than a step, and not trained on.
-    """
+    """Where a phase begins and ends, counted in optimizer steps and tokens of the whole run."""
 
     name: str
-    first_step: int
-    stop_step: int
-    first_token: int
-    stop_token: int
-    leftover: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a step of the run is: the phase, its index, and the step counted from 0 in it."""
-
-    index: int
-    phase: Phase
-    step: int
+    first_step: int  # from 0
+    stop_step: int  # the step after its last one
+    first_token: int  # tokens of the run before it
+    stop_token: int  # tokens of the run when it has ended; exactly `stop_step` steps' worth
+    leftover: int  # tokens asked for that are less than a step, and not trained on
 
 
 class PhasePlan(Settings):
@@ -128,28 +111,9 @@ class PhasePlan(Settings):
         """
         return from_yaml(cls, path, overrides)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Make a plan of what `to_json` wrote.
-
-        Raises:
-            ConfigError: it is not JSON, or a setting is wrong.
-        """
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"a phase plan is not JSON: {error}", where="phase plan") from error
-        if not isinstance(values, dict):
-            raise ConfigError("a phase plan is a JSON object", where="phase plan")
-        return cls(**values)
-
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
         return self.model_dump(mode="json")
-
-    def to_json(self) -> str:
-        """Every setting as JSON."""
-        return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def batch(self, num_processes: int = 1) -> GlobalBatch:
         """Return how the rows of a step are divided.
@@ -179,17 +143,6 @@ class PhasePlan(Settings):
             step = stop
         return tuple(found)
 
-    def phase_at(self, step: int) -> Place:
-        """Return where a step of the run is, counted from 0: of the step at a boundary, the phase that begins there.
-
-        Raises:
-            IndexError: the run has no such step.
-        """
-        for index, boundary in enumerate(self.boundaries()):
-            if boundary.first_step <= step < boundary.stop_step:
-                return Place(index, self.phases[index], step - boundary.first_step)
-        raise IndexError(f"steps are 0 to {self.num_steps - 1}, and {step} is none of them")
-
     def factor(self, index: int) -> Callable[[int], float]:
         """Return a phase's factor of the learning rate, as a function of the step counted from 0 in that phase."""
         phase, steps = self.phases[index], self.steps(index).steps
@@ -203,10 +156,6 @@ class PhasePlan(Settings):
     def learning_rate(self, index: int, step: int) -> float:
         """Return the learning rate of a step counted from 0 in its phase."""
         return self.phases[index].learning_rate * self.factor(index)(step)
-
-    def rates(self, index: int, step: int) -> dict[str, float]:
-        """Return the rate of each data set, by name, at the first sample of a step counted from 0 in its phase."""
-        return faded_rates(self.phases[index].mixture, self.fade(index), step * self.batch_size)
 
     def fade(self, index: int) -> Fade | None:
         """Return the fade that a phase begins with; None: its mixture holds from its first sample on."""

@@ -1,5 +1,6 @@
 """Fades between mixtures, and data sets that are gone on with: a sample is a function of its place, rates are kept."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -229,12 +230,16 @@ def drawn(found: PhasePlan) -> list[list[Draw]]:
 
 def test_the_trace_of_rates_over_a_boundary() -> None:
     found = plan(phase(TEXT, 5), phase(BOTH, 8, fade={"steps": 4}))
-    trace = [found.rates(place.index, place.step)["text"] for place in map(found.phase_at, range(13))]
+
+    def rates(index: int, step: int) -> dict[str, float]:
+        return faded_rates(found.phases[index].mixture, found.fade(index), step * ROWS)
+
+    trace = [rates(index, step)["text"] for index, steps in enumerate((5, 8)) for step in range(steps)]
     assert trace == pytest.approx([1.0] * 5 + [1.0, 0.825, 0.65, 0.475] + [0.3] * 4)
     tokens = plan(phase(TEXT, 5), phase(BOTH, 8, fade={"tokens": 4 * STEP, "shape": "LINEAR"}))
     assert tokens.fade(1) == found.fade(1) == Fade(TEXT, 16, "linear")
     assert tokens.fingerprint() == found.fingerprint()
-    assert found.fade(0) is None and found.rates(0, 0) == {"text": 1.0}
+    assert found.fade(0) is None and rates(0, 0) == {"text": 1.0}
 
 
 def test_what_is_read_in_a_phase_is_counted_without_reading() -> None:
@@ -333,10 +338,11 @@ def test_a_data_set_has_one_style_in_a_fade() -> None:
         plan(phase(TEXT), phase(CHAT, fade={"steps": 2}) | packed)
 
 
-def test_a_fade_comes_back_from_json() -> None:
+def test_a_fade_comes_back_from_settings() -> None:
     found = plan(phase(TEXT), phase(CHAT, fade={"tokens": 64, "shape": "sigmoid"}, data="restart"))
-    assert PhasePlan.from_json(found.to_json()) == found
-    assert PhasePlan.from_json(found.to_json()).fingerprint() == found.fingerprint()
+    again = PhasePlan(**json.loads(json.dumps(found.to_dict())))
+    assert again == found
+    assert again.fingerprint() == found.fingerprint()
 
 
 def test_windows_of_the_mixture_begin_where_the_fade_ends() -> None:

@@ -45,7 +45,7 @@ def test_t4_the_stage_of_every_token() -> None:
     plan = stages().plan()
 
     def stage_of(token: int) -> str | None:
-        return plan.phase_at(token // PER_STEP).phase.name
+        return next(one.name for one in plan.boundaries() if token // PER_STEP < one.stop_step)
 
     ends = [8 * PER_STEP, 11 * PER_STEP, 16 * PER_STEP]
     names = ["pre-lora-1", "pre-lora-2", "post-lora-1"]
@@ -54,7 +54,7 @@ def test_t4_the_stage_of_every_token() -> None:
         name for name, first, stop in zip(names, [0, *ends], ends, strict=False) for _ in range(first, stop)
     ]
     straight = stages(pre_lora_tokens=[], pre_lora_datasets=[]).plan()
-    assert {straight.phase_at(step).phase.trains for step in range(straight.num_steps)} == {"lora"}
+    assert {one.trains for one in straight.phases} == {"lora"}
 
 
 class Rows:
@@ -127,8 +127,7 @@ def test_t7_the_learning_rate_of_every_step_counts_from_the_beginning_of_its_pha
         **parts,
     }
     plan = PhasePlan(phases=[one, {**one, "trains": "lora", "learning_rate": 0.5}], batch_size=ROWS, max_length=BLOCK)
-    places = [plan.phase_at(step) for step in range(plan.num_steps)]
-    trace = [plan.learning_rate(place.index, place.step) for place in places]
+    trace = [plan.learning_rate(index, step) for index in range(2) for step in range(plan.steps(index).steps)]
     assert trace == pytest.approx([*TRACES[schedule], *(rate / 2 for rate in TRACES[schedule])], abs=1e-6)
 
 

@@ -85,8 +85,8 @@ def test_lengths_of_the_schedule_are_fractions_of_it() -> None:
 
 def trace(found: LoRATrainerConfig) -> list[float]:
     plan = found.plan()
-    places = [plan.phase_at(step) for step in range(plan.num_steps)]
-    return [plan.learning_rate(place.index, place.step) for place in places]
+    lengths = [plan.steps(index).steps for index in range(len(plan.phases))]
+    return [plan.learning_rate(index, step) for index, steps in enumerate(lengths) for step in range(steps)]
 
 
 def test_stages_share_a_schedule_and_adapters_begin_their_own() -> None:
