@@ -101,9 +101,9 @@ def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator
         found.ask(index, "forward", rows)
         return made
 
-    def to_logits(hidden: Tensor, *rest: Any) -> Tensor:
-        made = head(hidden, *rest)
-        if split.model.training in split._learnt:  # else it is a few tokens, by which the split learns
+    def to_logits(hidden: Tensor, *rest: Any, **options: Any) -> Tensor:
+        made = head(hidden, *rest, **options)
+        if split.model.training in split._cut:  # else it is a few tokens, by which the split learns
             found.made.append(weakref.ref(made))
             found.ask(TOP, "head", len(hidden))
         return made

@@ -89,11 +89,6 @@ LLAMA_70B = dense(8192, 80, 28672, 64, 8)
 GLM_4_6 = moe(5120, 92, 1536, 160, 96, 8, n_routed_experts=160, intermediate_size=12288, first_k_dense_replace=3)
 KIMI_K2 = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 1}
 TYPE_OF_K2 = 'model_type "deepseek_v3" in its config.json, for transformers has none called "kimi_k2"'
-TABLE = (
-    "a slot for a table of 95 GiB in one of its layers, until tables there are read by row; "
-    "that it is of this type is told by the name of that table alone"
-)
-
 CHECKPOINTS = (
     Checkpoint("Qwen3-8B", "qwen3", sizes=dense(4096, 36, 12288, 32, 8)),
     Checkpoint("Qwen3-32B", "qwen3", sizes=dense(5120, 64, 25600, 64, 8)),
@@ -160,7 +155,7 @@ CHECKPOINTS = (
     Checkpoint("Kimi-K2-Thinking", "deepseek_v3", "int4 experts", KIMI_K2, TYPE_OF_K2),
     Checkpoint("Kimi-K2.5", "kimi_k25", "int4 experts", KIMI_K2),
     Checkpoint("Kimi-K2.6", "kimi_k25", "int4 experts", KIMI_K2),
-    Checkpoint("Qwen3.8-Flash-Next", "qwen4_exp", needs=TABLE),
+    Checkpoint("Qwen3.8-Flash-Next", "qwen4_exp"),
     Checkpoint("Kimi-K3", "kimi_k3", "mxfp4"),
 )
 
@@ -250,7 +245,8 @@ is documented with the checkpoint, the sizes are its defaults. The largest slot 
 the device; what is quantised takes its expanded size there as well while it is leased.
 
 Not in the table, because no config of theirs is known here: DeepSeek-V4.1-Flash (a V4 with Engram tables) and
-Mistral-Large-3.
+Mistral-Large-3. That Qwen3.8-Flash-Next is of the type it has here is told by the name of its table alone (95 GiB in
+one layer, of which rows are read).
 """
 
 
