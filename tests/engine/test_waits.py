@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lema import LemaModel
 from lema.data import collate
 from lema.engine.loss import split_batch
+from lema.model import flow
 
 # What makes the host wait for a device: numbers, truth values and sizes that depend on values.
 WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2"}
@@ -34,7 +35,9 @@ class Waits(TorchDispatchMode):
 
     def note(self, name: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-        frame = [frame for frame in frames if Path(frame.filename) != Path(__file__)][-1]
+        # What the model's own code runs beside its layers is passed through `lema.model.flow`.
+        between = {Path(__file__), Path(flow.__file__)}
+        frame = [frame for frame in frames if Path(frame.filename) not in between][-1]
         self.places.append(f"{name} in {Path(frame.filename).name}: {frame.line}")
 
 
