@@ -107,6 +107,7 @@ def test_a_limit_on_files_costs_no_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.picture
 def test_an_adapter_that_cannot_be_written_leaves_the_one_before(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
