@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -45,10 +45,14 @@ class Generators:
 
     def put_back(self, backend: Backend) -> None:
         """Let the generators go on from here."""
+        self.put_back_on_host()
+        backend.set_rng_state(self.device)
+
+    def put_back_on_host(self) -> None:
+        """Let the generators of the host go on from here."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
-        backend.set_rng_state(self.device)
 
     def to_json(self) -> dict[str, Any]:
         """Return the states as JSON types."""
@@ -91,4 +95,4 @@ def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
         Generators.from_json(saved[rank]).put_back(backend)
     else:
         torch.manual_seed(anew)  # every device's
-        replace(Generators.from_json(saved[rank]), device=backend.rng_state()).put_back(backend)
+        Generators.from_json(saved[rank]).put_back_on_host()
