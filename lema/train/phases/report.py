@@ -129,8 +129,7 @@ def phase_report(
         ConfigError: a phase selects nothing, its rows are longer than the model's positions, or data sets do not fit.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
-    known: dict[str, StepNeeds] = {}
-    entries = []
+    known, entries = dict[str, StepNeeds](), list[PhaseEntry]()
     for index in range(len(plan.phases)) if sources is not None else ():
         mixture_of(plan, index, sources or {})  # which refuses what does not fit
     for index, phase in enumerate(plan.phases):
