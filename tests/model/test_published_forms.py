@@ -36,6 +36,7 @@ TYPES = {
     "fp4 experts, fp8": "deepseek_v4",
     "mxfp4": "gpt_oss",
     "int4 experts": "kimi_k25",
+    "nvfp4": "qwen3",
 }
 
 

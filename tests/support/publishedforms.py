@@ -125,6 +125,25 @@ def fp8_channels(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]
     return _each(weights, LINEAR, one), _compressed("float-quantized", scheme, ["lm_head"])
 
 
+def nvfp4(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
+    """What llm-compressor writes for NVIDIA's devices: two E2M1 a byte, fp8 scales of 16, and one for the tensor."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    name_of_form = "nvfp4-pack-quantized"
+    scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    compressor = BaseCompressor.get_value_from_registry(name_of_form)
+    whole = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**scheme), format=name_of_form)
+
+    def one(name: str, weight: Tensor) -> Tensors:
+        largest = (torch.finfo(FP8).max * 6 / weight.float().abs().max()).reshape(1)
+        scale = weight.float().unflatten(-1, (-1, 16)).abs().amax(-1) / 6 * largest
+        parts = {"weight": weight, "weight_scale": scale.to(FP8).float(), "weight_global_scale": largest}
+        return {name.removesuffix("weight") + part: made for part, made in compressor.compress(parts, whole).items()}
+
+    return _each(weights, LINEAR, one), _compressed(name_of_form, scheme, ["lm_head"])
+
+
 FORMS: Mapping[str, Form] = {
     "bf16": plain,
     "bf16, experts fused": fused,
@@ -134,6 +153,7 @@ FORMS: Mapping[str, Form] = {
     "fp4 experts, fp8": fp4_experts,
     "mxfp4": mxfp4,
     "int4 experts": int4,
+    "nvfp4": nvfp4,
 }
 
 
