@@ -47,9 +47,9 @@ __all__ = [
     "NameMap",
     "checkpoint_dtype",
     "grouped",
+    "is_rearranged",
     "map_names",
     "match_names",
-    "needs_conversion",
     "open_quantizer",
     "stored_name",
     "target_dtypes",
@@ -104,7 +104,7 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
     return names.stored | {name: names.stored[source] for name, source in names.tied.items()}
 
 
-def needs_conversion(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
+def is_rearranged(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
     """Whether tensors are rearranged whenever they are read, which `lema prepare` would do once.
 
     Raises:
