@@ -14,8 +14,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
 from lema import LemaConfig, LemaModel
+from lema.convert.tensors import read_tensor
 from lema.engine.loss import targets_of
-from lema.errors import WeightsError
+from lema.errors import ModelError, WeightsError
 from lema.model import meta_model, read_config
 from lema.model.skeleton import auto_class
 from lema.model.weight_names import map_names
@@ -106,3 +107,25 @@ def test_how_the_part_that_reads_text_is_quantised_is_found(tmp_path: Path) -> N
     config["text_config"]["quantization_config"] = config.pop("quantization_config")
     file.write_text(json.dumps(config))
     assert map_names(meta_model(read_config(published)), GlobalBinaryIndex(published)).quantized
+
+
+def test_int8_of_bitsandbytes_is_what_the_library_expands(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    functional = pytest.importorskip("bitsandbytes.functional")
+    published = write_published(tiny_config("qwen3"), "bf16", tmp_path)
+    weights, expected = load_file(published / "model.safetensors"), dict[str, torch.Tensor]()
+    for name in [one for one in weights if one.endswith("proj.weight")]:
+        codes, scales, _ = functional.int8_vectorwise_quant(weights[name].half())
+        expected[name] = functional.int8_vectorwise_dequant(codes, scales).to(torch.bfloat16)
+        owner = name.removesuffix("weight")
+        weights |= {name: codes, f"{owner}SCB": scales, f"{owner}weight_format": torch.tensor(0, dtype=torch.uint8)}
+    save_file(weights, published / "model.safetensors", {"format": "pt"})
+    index, model = GlobalBinaryIndex(published), meta_model(read_config(published), torch.bfloat16)
+    names = map_names(model, index)
+    assert set(names.quantized) == expected.keys() and not names.unused
+    assert all(torch.equal(read_tensor(names.stored[name], torch.bfloat16), one) for name, one in expected.items())
+    weights |= {name: one + 1 for name, one in weights.items() if name.endswith("weight_format")}
+    save_file(weights, published / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="laid out in tiles"):
+        map_names(model, GlobalBinaryIndex(published))
