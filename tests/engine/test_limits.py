@@ -15,6 +15,7 @@ from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.cost import Speeds
 from lema.plan.meter import Tally
+from lema.plan.step import LayerSeconds
 
 LENGTH, ROWS, COUNT = 64, 2, 3
 LAYER = 765_952  # bytes
@@ -83,6 +84,7 @@ def unlimited(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Outc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_seconds")
 @pytest.mark.parametrize("layers", [0, 1, 3.5, 8, 40], ids=lambda layers: f"room for {layers} layers")
 def test_a_step_holds_no_more_than_device_memory_allows(
     directory: Path, tmp_path: Path, floor: int, unlimited: Outcome, layers: float
@@ -100,7 +102,15 @@ def test_less_than_the_floor_is_refused(directory: Path, tmp_path: Path, floor: 
         step_within(directory, tmp_path, device_memory=floor - 1)
 
 
+@pytest.fixture
+def known_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every layer take the same time, whatever else this machine does meanwhile."""
+    seconds = LayerSeconds(1e-3, 1e-3, 2e-3, 0.0)
+    monkeypatch.setattr("lema.plan.measure.layer_seconds", lambda *_: seconds)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_seconds")
 @pytest.mark.parametrize(
     ("disk", "layers", "kept"),
     [(1.0, 4, "residents"), (1e15, 12, "saved")],
