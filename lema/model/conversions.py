@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
+from lema.errors import is_out_of_memory
 from lema.model.copies import CopyTrace
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.published import LIBRARY, PLAN, Plan, Step, cut
@@ -183,6 +184,8 @@ class Conversion:
             with torch.no_grad():
                 made: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+            if is_out_of_memory(error):  # at a lease, where it is tried again with less at once
+                raise
             raise Misfit(str(error) or type(error).__name__) from error
         return made
 
