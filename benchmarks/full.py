@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.train.full import FullTraining
 
 

@@ -32,7 +32,7 @@ from peers_arms import deepspeed_engine, deepspeed_settings, deepspeed_step, sha
 from plainloop import ALPHA, SEED, adamw, peft_model, plain_step
 from torch import Tensor
 
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 
 __all__ = ["ARMS", "FRUGAL", "RATE", "Job", "Prepared", "installed"]
 

@@ -18,7 +18,7 @@ from plainloop import ALPHA, RANK, SEED, peft_model, plain_step
 from torch import Tensor
 
 from lema import LemaConfig, LemaModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 
 __all__ = ["parity"]
 

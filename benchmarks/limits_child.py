@@ -57,7 +57,7 @@ def _measured(step: Callable[[], float]) -> dict[str, Any]:
 
 def _lema(arguments: argparse.Namespace, ids: torch.Tensor) -> Callable[[], float]:
     from lema import LemaConfig, LemaModel
-    from lema.engine.loss import split_batch
+    from lema.engine.head.loss import split_batch
 
     config = LemaConfig(
         str(arguments.model),

@@ -102,7 +102,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from lema import LemaConfig, LemaModel
-    from lema.engine.loss import split_batch
+    from lema.engine.head.loss import split_batch
     from lema.stream.schedule import fetched, training_order
 
     before = memory_kinds()["anonymous"]

@@ -32,7 +32,7 @@ from rich.table import Table
 from lema import LemaConfig, LemaModel
 from lema.backend.trace import NO_TRACE, NoTrace, Trace
 from lema.config import MemoryStrategy
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.plan import Allocation
 from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.simulator import simulate

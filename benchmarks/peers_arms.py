@@ -37,7 +37,7 @@ from common import memory_kinds
 from plainloop import ALPHA, RANK, RATE, SEED, adamw, peft_model, plain_step
 from torch import Tensor
 
-from lema.engine.loss import split_batch, trained_tokens
+from lema.engine.head.loss import split_batch, trained_tokens
 
 __all__ = [
     "ARMS",

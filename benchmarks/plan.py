@@ -186,7 +186,7 @@ class _Training:
         import torch
 
         from lema import LemaConfig, LemaModel
-        from lema.engine.loss import split_batch
+        from lema.engine.head.loss import split_batch
 
         self.settings = settings = LemaConfig.from_yaml(config)
         self.model = LemaModel(settings)

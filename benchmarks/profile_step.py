@@ -13,7 +13,7 @@ import torch
 from common import Shape, write_model
 
 from lema import LemaConfig, LemaModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 
 
 def main() -> None:

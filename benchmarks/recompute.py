@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
 from lema import LemaConfig, LemaModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "vocab_size": 2000, "num_hidden_layers": 6}
 SHAPES: dict[str, PreTrainedConfig] = {

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lema import LemaConfig, LemaModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader

@@ -100,7 +100,7 @@ def _trace_of_a_small_model(tokens: int, directory: Path | None) -> list[dict[st
 
     from lema import LemaConfig, LemaModel
     from lema.backend.trace import Trace
-    from lema.engine.loss import split_batch
+    from lema.engine.head.loss import split_batch
 
     shape = Shape(hidden=1024, intermediate=2816, layers=12, vocabulary=8000)
     trace = Trace()

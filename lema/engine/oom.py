@@ -25,7 +25,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lema.backend import Backend
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.errors import MemoryLimitError, is_out_of_memory
 from lema.stream import LayerStream
 

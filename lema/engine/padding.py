@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lema.config import LemaConfig
-from lema.engine.loss import IGNORED
+from lema.engine.head.loss import IGNORED
 from lema.errors import ConfigError, DataError
 
 __all__ = ["Padding", "cut", "padding_of"]

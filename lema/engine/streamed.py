@@ -20,9 +20,9 @@ from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import AtOnce
 from lema.backend.watchdog import Watchdog
-from lema.engine.embed_head import EmbedHead
 from lema.engine.frozen_prefix import PrefixCache
-from lema.engine.loss import LossChunks, targets_of
+from lema.engine.head.gradients import EmbedHead
+from lema.engine.head.loss import LossChunks, targets_of
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit, visit_frozen, visit_top

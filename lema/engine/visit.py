@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
-from lema.engine.embed_head import EmbedHead
+from lema.engine.head.gradients import EmbedHead
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears

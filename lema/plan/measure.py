@@ -26,7 +26,7 @@ from lema.activations.kept import BoundaryArena
 from lema.backend import Backend
 from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
-from lema.engine.loss import LossChunks
+from lema.engine.head.loss import LossChunks
 from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit

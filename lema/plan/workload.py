@@ -287,7 +287,7 @@ def _layer_work(
 
 
 def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
-    """Run one chunk, cut as `lema.engine.loss` cuts it, and take as many as there are; `beside` bytes are there."""
+    """Run one chunk, cut as `lema.engine.head.loss` cuts it, and take as many as there are beside `beside` bytes."""
     rows, length = hidden.shape[:2]
     block = (min(rows, max(1, chunk_tokens // length)), min(length, chunk_tokens))
     leaf = torch.empty_like(hidden[: block[0], : block[1]]).requires_grad_()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.convert import prepare_directory
-from lema.engine.loss import trained_tokens
+from lema.engine.head.loss import trained_tokens
 from lema.lora.attach import lora_config
 from lema.train import LemaModel
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.engine.loss import IGNORED
+from lema.engine.head.loss import IGNORED
 from lema.errors import DataError
 
 __all__ = ["as_batch"]

@@ -14,7 +14,7 @@ from lema.config import LemaConfig
 from lema.data import Batches
 from lema.data.mixture import Mixture
 from lema.engine import StreamedModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.train.guards import non_finite_loss, worst
 
 __all__ = ["evaluate", "passes_of_mixture", "passes_of_rows"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.data import Batch, Batches
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 
 __all__ = ["StepSampler"]
 

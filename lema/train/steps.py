@@ -19,7 +19,7 @@ from lema.backend import Replicas
 from lema.backend.collectives import first_alone
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.loss import attended_tokens, trained_tokens
+from lema.engine.head.loss import attended_tokens, trained_tokens
 from lema.errors import NonFiniteError
 from lema.storage.diskspace import check_room
 from lema.train.checkpoint.format import Writer

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, set_rates, set_update
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.storage import GlobalBinaryIndex

@@ -11,7 +11,7 @@ from torch import Tensor
 from lema.config import LemaConfig
 from lema.data import collate
 from lema.engine import StreamedModel
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.engine.padding import Padding, padding_of
 from lema.errors import ConfigError, DataError
 from lema.plan.step import step_shape

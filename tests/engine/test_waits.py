@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema import LemaModel
 from lema.data import collate
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.model import flow
 
 # What makes the host wait for a device: numbers, truth values and sizes that depend on values.

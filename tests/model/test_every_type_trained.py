@@ -18,7 +18,7 @@ from trainedways import disturb, unwarned
 from transformers import AutoConfig
 
 from lema import LemaConfig, LemaModel
-from lema.engine.loss import targets_of
+from lema.engine.head.loss import targets_of
 from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from lema import LemaConfig, LemaModel
 from lema.convert.tensors import read_tensor
-from lema.engine.loss import targets_of
+from lema.engine.head.loss import targets_of
 from lema.errors import ModelError, WeightsError
 from lema.model import meta_model, read_config
 from lema.model.skeleton import auto_class

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.backend.collectives import first_alone
 from lema.convert.prepare import prepare
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.errors import ConfigError
 from lema.model.partition import layout_of, planned_parallel, whole_tensor
 from lema.plan import Allocation

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lema import LemaModel
 from lema.data import Batches
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.errors import NonFiniteError
 
 ROWS = token_rows(8)

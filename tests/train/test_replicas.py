@@ -19,7 +19,7 @@ from smallrun import opened, settings, token_rows, write_model
 from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.data import collate
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.train.metrics import read_metrics
 
 Launch = Callable[..., Path]
@@ -127,7 +127,7 @@ from smallrun import draw_b, settings, token_rows
 from lema import LemaModel
 from lema.data import Batches
 from lema.errors import ConfigError, DataError, DiskError
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.backend.collectives import check_alike, first_alone
 from lema_cpu import CpuBackend
 

@@ -27,7 +27,7 @@ from lema.backend import Download
 from lema.backend.collectives import sum_gradients
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.loss import trained_tokens
+from lema.engine.head.loss import trained_tokens
 from lema.engine.optim import make_optimizer, set_update
 from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.errors import NonFiniteError

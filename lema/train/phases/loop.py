@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend.collectives import first_alone
 from lema.data.mixture import Mixture, Source
-from lema.engine.loss import split_batch
+from lema.engine.head.loss import split_batch
 from lema.engine.optim import follow
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents

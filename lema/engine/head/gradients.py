@@ -24,7 +24,7 @@ from lema.model.capture import leaves, tensors_in
 from lema.model.flow import LayerCall
 
 if TYPE_CHECKING:
-    from lema.engine.loss import LossChunks
+    from lema.engine.head.loss import LossChunks
 
 __all__ = ["EmbedHead"]
 
