@@ -16,7 +16,7 @@ from lema.convert.tensors import METADATA, bytes_of, stored_name
 from lema.convert.transfer import transfer
 from lema.errors import ModelError
 from lema.model import meta_model, read_config
-from lema.model.skeleton import find_layers
+from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import NameMap, checkpoint_dtype, map_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
 from lema.storage.diskspace import disk_error
@@ -81,7 +81,7 @@ def write_weights(
         transfer(out, order, model, names, dtypes, quantizer)
     written = _written(quantizer, names)
     if quantizer is None and names.quantized:  # what is written is not
-        return replace(written, changes={"quantization_config": None, "dtype": model.dtype})
+        return replace(written, changes={"quantization_config": None, "dtype": main_dtype(model)})
     return written
 
 

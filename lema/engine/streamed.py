@@ -5,9 +5,11 @@ So weights are transferred twice per optimizer step, however many micro-batches 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lema.backend.torchstreams import AtOnce
 from lema.backend.watchdog import Watchdog
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
+from lema.engine.head.labels import shifts_labels
 from lema.engine.head.loss import LossChunks, targets_of
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
@@ -120,6 +123,21 @@ class StreamedModel:
         if self.split.compiled is not None:
             raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
         self._engine.trained = trained
+
+    @cached_property
+    def shifts_labels(self) -> bool:
+        """Whether a position is trained on the label of the next one; if not, on its own, as the model does by itself.
+
+        Warns of the latter, because data that are made for the former would train the model to repeat its input.
+        """
+        if shifts := shifts_labels(self.split.model, self.split.layers):
+            return shifts
+        warnings.warn(
+            f"{type(self.split.model).__name__} compares a position with its own label and not with the next one's, "
+            "and is trained so here, as by transformers: give labels that are shifted already",
+            stacklevel=2,
+        )
+        return shifts
 
     @property
     def stop(self) -> Interrupt:
@@ -309,7 +327,7 @@ class StreamedModel:
     ) -> tuple[list[dict[str, Tensor]], LossChunks]:
         """Return the inputs of a step on the device, and its loss."""
         micro_batches = [self._padding.of(batch) for batch in micro_batches]
-        targets = [targets_of(batch["labels"]) for batch in micro_batches]
+        targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in micro_batches]
         pairs = zip(micro_batches, targets, strict=True)
         placed = self._inputs.place([{**_inputs_of(batch), TARGETS: target} for batch, target in pairs])
         there = [batch.pop(TARGETS) for batch in placed]

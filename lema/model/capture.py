@@ -36,6 +36,7 @@ __all__ = [
     "depends_on",
     "has_values",
     "leaves",
+    "passed_by",
     "replaced_tensors",
     "same_structure",
     "structure",
@@ -301,6 +302,23 @@ def with_bytes(value: object, device: torch.device) -> object:
     if not isinstance(value, Tensor) or has_values(value):
         return value
     return torch.zeros(value.shape, dtype=value.dtype).to(device)
+
+
+@contextmanager
+def passed_by(layers: nn.ModuleList, rest: tuple[None, ...]) -> Iterator[None]:
+    """Have layers return the hidden state that they are given, in a `with` block, and after it what `rest` has."""
+
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, *rest) if rest else hidden
+
+    for layer in layers:
+        layer.forward = passed
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class Step:
 
     Attributes:
         differentiable: whether autograd follows it, which it does not within a `torch.autograd.Function`.
+        autocast: whether it is done under autocast where its layer is, which the model's own code may switch off.
     """
 
     function: Callable[..., Any]
@@ -50,6 +52,7 @@ class Step:
     kwargs: dict[str, Any]
     makes: Any
     differentiable: bool
+    autocast: bool
 
     @property
     def uses(self) -> set[int]:
@@ -59,7 +62,9 @@ class Step:
     def run(self, values: dict[int, Any]) -> None:
         """Do it with `values`, and add what it makes to them."""
         args, kwargs = _filled((self.args, self.kwargs), values)
-        made = self.function(*args, **kwargs)
+        device = next(tensors_in((args, kwargs))).device.type
+        with nullcontext() if self.autocast else torch.autocast(device, enabled=False):
+            made = self.function(*args, **kwargs)
         if made is not None:  # as of one that writes into its first argument
             values.update(_numbered(self.makes, made))
 
@@ -224,7 +229,8 @@ class Tape(TorchFunctionMode):
         if not _numbers(given):
             return out
         makes = self._follow(written)
-        self.steps[-1].append(Step(function, given[0], given[1], makes, torch.is_grad_enabled()))
+        autocast = torch.is_autocast_enabled(next(tensors_in((args, kwargs))).device.type)
+        self.steps[-1].append(Step(function, given[0], given[1], makes, torch.is_grad_enabled(), autocast))
         return out if out is None else self._seen(makes, out)
 
     def _seen(self, noted: Any, values: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
+from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.errors import LemaError, ModelError
-from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in, without_values
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, passed_by, tensors_in, without_values
 from lema.storage.index import check_inside
 from lema.storage.modelfiles import read_config_file
 from lema.storage.remotecode import check_code
@@ -45,6 +46,7 @@ __all__ = [
     "find_layers",
     "find_towers",
     "is_in",
+    "main_dtype",
     "meta_model",
     "read_config",
 ]
@@ -224,7 +226,45 @@ def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractCont
     with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
         model = auto_class(config).from_config(config, **options)
     assert isinstance(model, PreTrainedModel)
+    if main_dtype(model) != torch.get_default_dtype():
+        with SizeLimit():
+            _make_buffers_again(model)
     return model
+
+
+def main_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype that a model was asked for in, in which it computes.
+
+    `transformers` goes by the first parameter, and that may be one of those that some models have in float32 whatever
+    is asked for. A model whose parameters were converted since has the dtype of the first one.
+    """
+    asked: object = getattr(model.config, "dtype", None)
+    if isinstance(asked, torch.dtype) and any(one.dtype == asked for one in model.parameters()):
+        return asked
+    first: torch.dtype = model.dtype
+    return first
+
+
+def _make_buffers_again(model: PreTrainedModel) -> None:
+    """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own initialisation.
+
+
+    While the model was built its dtype was the default one, so what a buffer was computed of may have been rounded to
+    it; `from_pretrained` makes such buffers a second time, when that is over.
+    """
+
+    def make(module: nn.Module, owner: PreTrainedModel) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child in module.children():
+            make(child, owner)
+        if module._non_persistent_buffers_set:
+            for name, one in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+                # As `from_pretrained` marks what a checkpoint has, so that it is left alone.
+                one._is_hf_initialized = name not in module._non_persistent_buffers_set  # type: ignore[attr-defined]
+            owner._init_weights(module)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():
+        make(model, model)
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -344,23 +384,10 @@ def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
     """Name the parameters outside the layers that the model's forward does not use on token ids; none if it fails."""
     inside = {id(one) for one in layers.parameters()}
     for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
-
-        def passed(*args: Any, _rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            return (hidden, *_rest) if _rest else hidden
-
         uses = _Uses()
         with without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad():
             names = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
-            for layer in layers:
-                layer.forward = passed
-            try:
-                with uses:
-                    model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False)
+            with suppress(*PASSED_THROUGH_THE_MODEL), passed_by(layers, rest), uses:
+                model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False)
                 return {name for name, one in names if one not in uses.seen and one not in inside}
-            except PASSED_THROUGH_THE_MODEL:
-                continue
-            finally:
-                for layer in layers:
-                    del layer.forward
     return set()

@@ -44,7 +44,7 @@ from lema.model.capture import (
 from lema.model.compiled import CompiledLayers, differentiable
 from lema.model.flow import LayerCall, Tape
 from lema.model.row_tables import RowTables
-from lema.model.skeleton import find_layers
+from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import LayerNames, stored_name
 
 __all__ = ["Prelude", "Split", "without_casts"]
@@ -114,7 +114,7 @@ class Split:
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self.lazy = not has_addresses(backend.device)
-        self._dtype = model.dtype
+        self._dtype = main_dtype(model)
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self.tables: RowTables | None = None

@@ -35,7 +35,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.model.conversions import Conversion, Misfit
-from lema.model.skeleton import find_towers, is_in
+from lema.model.skeleton import find_towers, is_in, main_dtype
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored, fold
@@ -185,7 +185,7 @@ def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
 
 def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     """In-memory name -> dtype `from_pretrained` would give it: the model's, but for the few it keeps in float32."""
-    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(main_dtype(model))
     state: dict[str, Tensor] = model.state_dict()
     if not plan:
         return {name: tensor.dtype for name, tensor in state.items()}

@@ -33,6 +33,7 @@ from lema.engine.visit import Engine, visit
 from lema.model import Split
 from lema.model.capture import replaced_tensors, tensors_in
 from lema.model.flow import LayerCall
+from lema.model.skeleton import main_dtype
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Speeds
 from lema.plan.machine import Machine
@@ -150,7 +151,7 @@ def probe(
     speeds = _speeds(blueprint.layers, backend)
     largest = max(blueprint.layers, key=lambda layer: layer.nbytes)
     total, host = backend.memory().total, psutil.virtual_memory().total
-    dtype = blueprint.model.dtype
+    dtype = main_dtype(blueprint.model)
     rate = _matmul(largest, shape.micro_batch.tokens, dtype, backend)
     timings = _Timer(blueprint, config, shape, backend, split, clock).timings(workload, rate)
     half = dtype.itemsize < 4

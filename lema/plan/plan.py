@@ -10,6 +10,7 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.data import needs_tokenizer, prepare_data
+from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, phases, saved_elsewhere
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, workload_of
@@ -131,7 +132,7 @@ def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code
     return Plan(
         machine=planner.machine,
         measured=planner.site.speeds == "measured",
-        itemsize=planner.blueprint.model.dtype.itemsize,
+        itemsize=main_dtype(planner.blueprint.model).itemsize,
         tokens=planner.shape.tokens,
         micro_batch=planner.shape.micro_batch,
         allocation=allocation,

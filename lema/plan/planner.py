@@ -21,6 +21,7 @@ from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.errors import MemoryLimitError, ModelError
 from lema.model.partition import open_backend, planned_parallel
+from lema.model.skeleton import main_dtype
 from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Allocation, Demand, HostTraining, Speeds, Traffic, device_parts, host_parts, traffic
@@ -314,7 +315,7 @@ def planner_of(
             # The process is looked at with what computing a layer has left behind in it, as it does in training.
             site = replace(site, machine=measured, process_bytes=process_bytes())
         elif workload is not None and site.speeds == "profile":
-            timings = by_arithmetic(workload, blueprint.layers, site.machine, blueprint.model.dtype.itemsize)
+            timings = by_arithmetic(workload, blueprint.layers, site.machine, main_dtype(blueprint.model).itemsize)
     return Planner(config, blueprint, site, workload, timings, shape, processes, device_memory, note)
 
 

@@ -96,9 +96,10 @@ class Steps(Protocol):
         """Let the settings of these names hold from the next step on, as `config` has them now."""
 
 
-def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], replicas: Replicas) -> tuple[int, int]:
+def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedModel) -> tuple[int, int]:
     """Return how many tokens all processes train, and how many are not padding; each gives its share of the rows."""
-    counted = replicas.exchange((trained_tokens(micro_batches), attended_tokens(micro_batches)))
+    trained = trained_tokens(micro_batches, shifted=model.shifts_labels)
+    counted = model.backend.replicas.exchange((trained, attended_tokens(micro_batches)))
     return sum(trained for trained, _ in counted), sum(tokens for _, tokens in counted)
 
 

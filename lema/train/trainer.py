@@ -135,7 +135,7 @@ class LemaTrainer:
         """
         optimizer, replicas = self.ready(), self.backend.replicas
         place = f"step {self.global_step + 1}{where}"
-        trained, tokens = count_tokens(micro_batches, replicas)
+        trained, tokens = count_tokens(micro_batches, self.model)
         if self.accumulation_step == 0:
             self._denominator, self._trained_tokens = trained, 0
         self._trained_tokens += trained

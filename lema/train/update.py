@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lema.backend.collectives import sum_gradients
 from lema.engine import StreamedModel
+from lema.model.skeleton import main_dtype
 
 __all__ = ["Update", "read_numbers"]
 
@@ -30,7 +31,9 @@ class Update:
     def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
         self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
         self._unscaled = False  # since the scaler was last updated
-        self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=model.split.model.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            self._backend.device.type, enabled=main_dtype(model.split.model) == torch.float16
+        )
 
     def accumulate(
         self,

@@ -1,6 +1,6 @@
 """Every type of causal or image-text model of `transformers`: streamed, its numbers are those of the whole model.
 
-Logits, loss and the gradient of every adapter of every linear, fp32: bitwise. What cannot be streamed is refused with
+Logits, loss and the gradient of every adapter of every linear: bitwise, in fp32 and under autocast of bf16. What cannot be streamed is refused with
 one sentence, and listed here with it.
 """
 
@@ -8,7 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
-from everytype import CLOSE, MODEL_TYPES, NOT_BUILT, REFUSED, STREAMED, Comparison, compare
+from everytype import (
+    CLOSE,
+    MODEL_TYPES,
+    NOT_BUILT,
+    REFUSED,
+    STREAMED,
+    UNTAKEN,
+    compare,
+    compare_ways,
+)
 from huggingface_hub.errors import StrictDataclassError
 
 from lema.errors import ModelError, WeightsError
@@ -21,10 +30,16 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("model_type", STREAMED)
-def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
-    found = compare(model_type, tmp_path)
-    assert found.worst < 1e-6 if model_type in CLOSE else found.worst == 0, describe(found)
-    assert not found.idle_layers, "these layers have no adapter with a gradient"
+def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_type: str, tmp_path: Path) -> None:
+    """In fp32 and under autocast of bf16, rows as they are, padded, and several packed into one."""
+    found = compare_ways(model_type, tmp_path)
+    least = {"float": 1e-6, "two": 1e-6, "bfloa": 2e-2} if model_type in CLOSE else {}
+    assert not {way: apart for way, apart in found.items() if apart > least.get(way.split()[0][:5], 0)}
+    assert len(found) == 1 + 2 * (3 - len(UNTAKEN.get(model_type, ())))
+
+
+def test_the_list_of_what_is_not_equal_is_short() -> None:
+    assert len(CLOSE.keys() | UNTAKEN.keys()) <= 3
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -60,8 +75,3 @@ def test_the_table_of_models_claims_nothing_that_is_not_so(model_type: str) -> N
 def test_more_than_200_types_stream() -> None:
     assert len(STREAMED) >= 200
     assert not (REFUSED.keys() | NOT_BUILT.keys() | CLOSE.keys()) - set(MODEL_TYPES)
-
-
-def describe(found: Comparison) -> str:
-    worst = sorted(found.gradients.items(), key=lambda item: -item[1])[:3]
-    return f"logits {found.logits}, loss {found.loss}, gradients {worst}"

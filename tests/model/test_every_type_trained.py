@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from everytype import CLOSE, STREAMED, difference, micro_batches, write_model
+from everytype import CLOSE, STREAMED, difference, micro_batches, whole_loss, write_model
 from parity import DRAWS, SEED, trained
 from peft import get_peft_model
 from tinyconfig import tiny_config
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 from trainedways import disturb, unwarned
 from transformers import AutoConfig
 
 from lema import LemaConfig, LemaModel
-from lema.engine.head.loss import targets_of
 from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 
@@ -40,6 +38,7 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
     loss = model.adapter.loss(batches)
     loss.backward()
     found = {name: parameter.grad for name, parameter in trained(model.lora_manager).items()}
+    shifted = model.adapter.shifts_labels
     adapter = deepcopy(model.lora_manager.peft_config["default"])
     model.close()
 
@@ -51,7 +50,7 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
     assert all(torch.equal(begun[name], parameter) for name, parameter in trained(whole).items())
     disturb(whole)
     torch.manual_seed(DRAWS)
-    expected = whole_loss(whole, batches)
+    expected, _ = whole_loss(whole, batches, shifted=shifted)
     gradients = {name: parameter.grad for name, parameter in trained(whole).items()}
     assert found.keys() == gradients.keys()
     ends = [name for name, gradient in gradients.items() if "modules_to_save" in name and gradient is not None]
@@ -65,15 +64,3 @@ def ends_of(model: nn.Module) -> list[str]:
     """Name the embeddings, and the head where the model has one of its own."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if any(module is end for end in ends)]
-
-
-def whole_loss(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Accumulate gradients over the micro-batches; return the loss of the step. Some types have losses of their own."""
-    tokens = sum(int((targets_of(batch["labels"]) != -100).sum()) for batch in batches)
-    total = torch.zeros(())
-    for batch in batches:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
-        summed = cross_entropy(logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum")
-        (summed / tokens).backward()
-        total = total + summed.detach() / tokens
-    return total

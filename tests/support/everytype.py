@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from parity import DRAWS, draw_b, trained
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from tinyconfig import VOCABULARY, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from lema import LemaConfig, LemaModel
+from lema.engine.head.loss import targets_of, trained_tokens
 from lema.lora.survey import model_types
 from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
@@ -70,6 +71,12 @@ NOT_BUILT = {
 # Equal to 1e-6 relative only, and why.
 CLOSE = {
     "longcat_flash": "a product with one column, whose last bit depends on the address of the weight",
+}
+
+# Ways to lay out rows that `transformers` itself does not take.
+UNTAKEN = {
+    "git": ("plain", "padded", "packed"),  # with labels it looks for an image
+    "xlnet": ("padded",),  # "output with shape [12, 12, 1, 1] doesn't match the broadcast shape [12, 12, 2, 1]"
 }
 
 MODEL_TYPES = model_types()
@@ -162,23 +169,14 @@ def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> C
         adapter = model.lora_manager.peft_config["default"]
         bytes_offloaded = model.adapter.counters.bytes_offloaded
         layers_name, num_layers = model.split.layers_name, model.split.num_layers
+        shifted = model.adapter.shifts_labels
     base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32)
     base.config.use_cache = False
     torch.manual_seed(SEED)
     whole = get_peft_model(base, adapter).train()
     draw_b(whole)
     torch.manual_seed(DRAWS)
-    expected, outputs = torch.zeros(()), []
-    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    for batch in batches:
-        output = whole(input_ids=batch["input_ids"], use_cache=False)
-        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-        part = torch.nn.functional.cross_entropy(
-            output.logits.float().flatten(0, 1), shifted.flatten(), ignore_index=-100, reduction="sum"
-        )
-        (part / tokens).backward()
-        expected = expected + part.detach() / tokens
-        outputs.append(output.logits.detach())
+    expected, outputs = whole_loss(whole, batches, shifted=shifted)
     gradients = {name: parameter.grad for name, parameter in trained(whole).items()}
     assert streamed.keys() == gradients.keys()
     active = {name for name, found in gradients.items() if found is not None and bool(found.any())}
@@ -189,6 +187,108 @@ def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> C
         [layer for layer in range(num_layers) if not any(f".{layers_name}.{layer}." in name for name in active)],
         bytes_offloaded,
     )
+
+
+def whole_loss(
+    model: torch.nn.Module, batches: list[dict[str, Tensor]], *, shifted: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Accumulate gradients over micro-batches on the whole model; return the loss of the step, and the logits."""
+    tokens, total, outputs = trained_tokens(batches, shifted=shifted), torch.zeros(()), []
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        targets = targets_of(batch["labels"], shifted=shifted)
+        summed = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        (summed / tokens).backward()
+        total = total + summed.detach() / tokens
+        outputs.append(logits.detach())
+    return total, outputs
+
+
+def ways() -> dict[str, dict[str, Tensor]]:
+    """One micro-batch of two rows in each of the ways in which rows are laid out."""
+    plain = micro_batches()[0]
+    ids, labels, length = plain["input_ids"], plain["labels"], plain["input_ids"].shape[1]
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    padding = {"input_ids": ids * mask, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
+    begins = torch.cat([torch.arange(7), torch.arange(length - 7)]).repeat(2, 1)
+    several = {"input_ids": ids, "labels": labels.masked_fill(begins == 0, -100), "position_ids": begins}
+    return {"plain": plain, "padded": padding, "packed": several}
+
+
+Step = tuple[Tensor, list[Tensor], dict[str, Tensor | None]]
+"""The loss of a step, the logits of its micro-batches, and the gradient of every adapter."""
+
+
+def compare_ways(model_type: str, directory: Path) -> dict[str, float]:
+    """Train one micro-batch in each way and in two dtypes, streamed and on the whole model, which is given the labels.
+
+    Returns:
+        The largest difference of loss, logits and gradients, by dtype and way; those ways that `transformers` takes,
+        and in fp32 a step of two micro-batches of different lengths.
+    """
+    published, found = write_model(tiny_config(model_type), directory / "published"), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        with opened(published, dtype=name) as model:
+            whole = _whole(published, dtype, model.lora_manager)
+            if dtype is torch.float32:
+                found["two micro-batches"] = farthest(_streamed_step(model, *micro_batches()), _two(whole, model))
+            for way, batch in ways().items():
+                if way not in UNTAKEN.get(model_type, ()):
+                    streamed, expected = _streamed_step(model, batch), _whole_step(whole, batch, dtype)
+                    found[f"{name} {way}"] = farthest(streamed, expected)
+    return found
+
+
+def farthest(one: Step, other: Step) -> float:
+    """Return the largest difference of two steps."""
+    assert one[2].keys() == other[2].keys()
+    assert any(gradient is not None and bool(gradient.any()) for gradient in other[2].values())
+    gradients = (difference(one[2][name], gradient) for name, gradient in other[2].items())
+    logits = (difference(mine, theirs) for mine, theirs in zip(one[1], other[1], strict=True))
+    return max(difference(one[0], other[0]), *logits, *gradients)
+
+
+def _whole(published: Path, dtype: torch.dtype, streamed: PeftModel) -> PeftModel:
+    base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=dtype)
+    torch.manual_seed(SEED)
+    whole = get_peft_model(base, streamed.peft_config["default"]).train()
+    for model in (streamed, whole):
+        draw_b(model)
+    return whole
+
+
+def _streamed_step(model: LemaModel, *batches: dict[str, Tensor]) -> Step:
+    torch.manual_seed(DRAWS)
+    logits: list[Tensor] = []
+    loss = model.adapter.loss(batches, logits=logits)
+    loss.backward()
+    return loss.detach(), logits, _taken(model.lora_manager)
+
+
+def _two(whole: PeftModel, streamed: LemaModel) -> Step:
+    torch.manual_seed(DRAWS)
+    loss, logits = whole_loss(whole, micro_batches(), shifted=streamed.adapter.shifts_labels)
+    name, gradients = streamed.split.layers_name, _taken(whole)
+    for layer in range(streamed.split.num_layers):
+        inside = [one for key, one in gradients.items() if f".{name}.{layer}." in key]
+        assert any(one is not None and bool(one.any()) for one in inside), f"layer {layer} has no gradient"
+    return loss, logits, gradients
+
+
+def _whole_step(whole: PeftModel, batch: dict[str, Tensor], dtype: torch.dtype) -> Step:
+    torch.manual_seed(DRAWS)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+        output = whole(**batch, use_cache=False)
+    output.loss.backward()
+    return output.loss.detach(), [output.logits.detach()], _taken(whole)
+
+
+def _taken(model: PeftModel) -> dict[str, Tensor | None]:
+    gradients = {name: parameter.grad for name, parameter in trained(model).items()}
+    model.zero_grad(set_to_none=True)
+    return gradients
 
 
 def difference(one: Tensor | None, other: Tensor | None) -> float:

@@ -23,14 +23,17 @@ __all__ = ["IGNORED", "LossChunks", "attended_tokens", "split_batch", "targets_o
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
 
-def targets_of(labels: Tensor) -> Tensor:
-    """Shift labels `[batch, sequence]` so that position t holds the token that t predicts; the last predicts none."""
-    return pad(labels, (0, 1), value=IGNORED)[..., 1:]
+def targets_of(labels: Tensor, *, shifted: bool = True) -> Tensor:
+    """Shift labels `[batch, sequence]` so that position t holds the token that t predicts; the last predicts none.
+
+    Not `shifted`, they are so already; see `lema.engine.head.labels`.
+    """
+    return pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted else labels
 
 
-def trained_tokens(batches: Iterable[Mapping[str, Any]]) -> int:
+def trained_tokens(batches: Iterable[Mapping[str, Any]], *, shifted: bool = True) -> int:
     """Return how many tokens some batches train: `labels` that some position predicts and that are not -100."""
-    return sum(_count(targets_of(batch["labels"])) for batch in batches)
+    return sum(_count(targets_of(batch["labels"], shifted=shifted)) for batch in batches)
 
 
 def attended_tokens(batches: Sequence[Mapping[str, Any]]) -> int:

@@ -117,7 +117,7 @@ class FullTraining:
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
         """Take one optimizer step of one pass, as `lema.train.steps.Steps` says."""
-        trained, tokens = count_tokens(micro_batches, self.model.backend.replicas)
+        trained, tokens = count_tokens(micro_batches, self.model)
         loss = float(self.step([micro_batches], trained, where=where))
         return StepResult(loss, trained, tokens, self.grad_norm, self.dropped)
 
@@ -151,7 +151,8 @@ class FullTraining:
         """
         replicas = self.model.backend.replicas
         if num_tokens is None and (len(passes) > 1 or replicas.size > 1):
-            num_tokens = sum(replicas.exchange(sum(trained_tokens(one) for one in passes)))
+            mine = sum(trained_tokens(one, shifted=self.model.shifts_labels) for one in passes)
+            num_tokens = sum(replicas.exchange(mine))
         total = torch.zeros((), dtype=torch.float32, device=self.model.backend.device)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
         self._hidden = HiddenGradients()

@@ -1,0 +1,65 @@
+"""Which label a position is trained on: that of the next position, or, in some models, its own.
+
+A causal language model predicts the next token, so `transformers` shifts the labels that it is given. The decoders of
+encoder-decoder models expect that whoever makes the batch has shifted them, and compare each position with its own. The
+model itself is asked, by running its forward with labels and without values, and past its layers.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, passed_by, without_values
+
+__all__ = ["shifts_labels"]
+
+FEW_TOKENS = 8
+SAME_LABELS = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.contiguous, Tensor.to, Tensor.long})
+
+
+def shifts_labels(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
+    """Whether a model's own loss compares a position with the label of the next one; if not, with its own.
+
+    A model that does not compute a cross-entropy of labels alone is taken to shift them, as nearly all do.
+
+    Args:
+        model: it, with adapters or without.
+        layers: its decoder layers, which are not run.
+    """
+    for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
+        with without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad():
+            labels = torch.ones(2, FEW_TOKENS, dtype=torch.long)
+            targets = _Targets(labels)
+            with suppress(*PASSED_THROUGH_THE_MODEL), passed_by(layers, rest), targets:
+                model(input_ids=torch.ones_like(labels), labels=labels, use_cache=False)
+            if targets.compared:
+                return not targets.own
+    return True
+
+
+class _Targets(TorchFunctionMode):
+    """Follows labels as they were given, until a cross-entropy takes them or something else in their place."""
+
+    def __init__(self, labels: Tensor) -> None:
+        super().__init__()
+        self._same = {id(labels): labels}  # the tensors are kept, because an `id` is of those that live
+        self.compared = self.own = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is cross_entropy:
+            self.compared = True
+            self.own |= id(given["target"] if "target" in given else args[1]) in self._same
+        made = func(*args, **given)
+        if func in SAME_LABELS and id(args[0]) in self._same:
+            self._same[id(made)] = made
+        return made
