@@ -1,7 +1,7 @@
 """Every type of causal or image-text model of `transformers`: streamed, its numbers are those of the whole model.
 
-Logits, loss and the gradient of every adapter of every linear: bitwise, in fp32 and under autocast of bf16. What cannot be streamed is refused with
-one sentence, and listed here with it.
+Logits, loss and the gradient of every adapter of every linear are bitwise equal, in fp32 and under autocast of bf16.
+What cannot be streamed is refused with one sentence, and listed here with it.
 """
 
 import re
