@@ -91,7 +91,7 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
     """
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
-    embeddings = set() if selection is None else _embeddings(model)
+    embeddings, head = (set(), set()) if selection is None else (_embeddings(model), _head(model))
     found, unmatched, towers = set(), set(phase.trainable or ()), find_towers(model)
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{layers_name}.")
@@ -107,7 +107,11 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
             unmatched -= ends
             wanted = within and (phase.trainable is None or bool(ends))
         else:
-            wanted = selection is not None and (selection.embeddings if id(parameter) in embeddings else selection.head)
+            # A tied head is the embeddings' weight, which trains with either, as it does in the whole model.
+            wanted = selection is not None and (
+                (selection.embeddings and id(parameter) in embeddings)
+                or (selection.head and (id(parameter) in head or id(parameter) not in embeddings))
+            )
         if wanted:
             found.add(name)
     if unmatched and found:
@@ -121,6 +125,22 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
             how="name the ends of modules' names, such as those that `lema models DIRECTORY` prints",
         )
     return found.__contains__
+
+
+def tied_note(phase: Phase, model: PreTrainedModel) -> str:
+    """Say that embeddings and head are one weight, where a phase selects one of them by name; empty: they are not."""
+    named = {"embeddings", "head"} & set(phase.layers or ())
+    if len(named) != 1 or not _embeddings(model) & _head(model):
+        return ""
+    (name,) = named
+    other = "the embeddings" if name == "head" else "the head"
+    return f"phase {phase.name}: {name} trains {other} too, because the model has one weight for both (they are tied)"
+
+
+def _head(model: PreTrainedModel) -> set[int]:
+    """Return the identities of the parameters of a model's output embeddings; none where it does not say."""
+    head = model.get_output_embeddings()
+    return set() if head is None else {id(parameter) for parameter in head.parameters()}
 
 
 def _embeddings(model: PreTrainedModel) -> set[int]:

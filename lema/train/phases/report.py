@@ -23,7 +23,7 @@ from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
-from lema.train.phases.kinds import chosen_by, settings_of_phase
+from lema.train.phases.kinds import chosen_by, settings_of_phase, tied_note
 from lema.train.phases.loop import mixture_of
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -129,7 +129,7 @@ def phase_report(
         ConfigError: a phase selects nothing, its rows are longer than the model's positions, or data sets do not fit.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
-    known, entries = dict[str, StepNeeds](), list[PhaseEntry]()
+    known, entries, selected = dict[str, StepNeeds](), list[PhaseEntry](), []
     for index in range(len(plan.phases)) if sources is not None else ():
         mixture_of(plan, index, sources or {})  # which refuses what does not fit
     for index, phase in enumerate(plan.phases):
@@ -141,13 +141,14 @@ def phase_report(
                 error.where = f"phase {phase.name}: {error.where}"
                 raise
         entries.append(_entry(config, plan, index, known[kind]))
+        selected.append((phase, known[kind].blueprint.model))
     on_device, in_host = site.limits(config.device_memory, config.host_memory)
     known_hours = [one.hours for one in entries if one.hours is not None]
     hours = math.fsum(known_hours) if len(known_hours) == len(entries) else None
-    notes = {one.planner.note for one in known.values()} - {""}
+    notes = {one.planner.note for one in known.values()} | {tied_note(*one) for one in selected}
     return PhaseReport(
         phases=tuple(entries),
-        warnings=(*map(str, plan.warnings(processes)), *sorted(notes)),
+        warnings=(*map(str, plan.warnings(processes)), *sorted(notes - {""})),
         machine=site.machine.name,
         device_memory=on_device,
         host_memory=in_host,

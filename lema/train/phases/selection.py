@@ -96,8 +96,8 @@ Choice = tuple[Sequence[int | str] | None, Sequence[str] | None]
 def may_overlap(one: Choice, other: Choice) -> bool:
     """Whether two phases, each by its `layers` and `trainable`, may train one weight; false: in no model they can."""
     (layers, ends), (others, other_ends) = one, other
-    if set(_ENDS) & set(layers or ()) & set(others or ()):
-        return True
+    if set(_ENDS) & set(layers or ()) and set(_ENDS) & set(others or ()):
+        return True  # the embeddings may be the head's weight too
     if ends is not None and other_ends is not None and not any(_same_module(a, b) for a in ends for b in other_ends):
         return False
     first, second = _layers_of(layers), _layers_of(others)

@@ -25,7 +25,10 @@ from transformers import AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema.errors import AdapterError, ConfigError, NonFiniteError
+from lema.model import meta_model
 from lema.train.full import FullTraining, save_trained
+from lema.train.phases import Phase
+from lema.train.phases.kinds import chosen_by, tied_note
 from lema_cpu import CpuBackend
 
 
@@ -53,6 +56,30 @@ def test_any_subset_may_train(
     checkpoint = checkpoint_of(name)
     config = config_of(checkpoint, max_grad_norm=clipped)
     assert_same(streamed(config, selection, 2, steps=4), whole(checkpoint, config, selection, 2, steps=4))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("ends", [["head"], ["embeddings"]])
+def test_a_head_that_is_selected_trains_what_is_tied_to_it(
+    tied: bool, ends: list[str], checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    """As in a plain loop over the whole model, of which the same module was told to train."""
+    checkpoint = checkpoint_of("llama", tied)
+    config = config_of(checkpoint, max_grad_norm=0.5)
+    phase = Phase(layers=["last:2", *ends], tokens=1, mixture=[{"name": "x", "rate": 1.0}], learning_rate=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.published).requires_grad_(False)
+    for part in model.model.layers[-2:], *([model.lm_head, model.model.norm] * (ends == ["head"])):
+        part.requires_grad_(True)
+    if ends == ["embeddings"]:
+        model.model.embed_tokens.requires_grad_(True)
+    chosen = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert ("model.embed_tokens.weight" in chosen) == (tied or ends == ["embeddings"])
+    skeleton = meta_model(model.config)
+    named = {name for name, _ in skeleton.named_parameters() if chosen_by(phase, skeleton)(name)}
+    assert named == chosen
+    assert bool(tied_note(phase, skeleton)) == tied
+    found = streamed(config, named.__contains__, 2, steps=4)
+    assert_same(found, whole(checkpoint, config, chosen.__contains__, 2, steps=4))
 
 
 @pytest.mark.slow

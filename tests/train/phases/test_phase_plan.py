@@ -267,7 +267,8 @@ SELECTIONS = [
     ((["first:2"], None), ([2], None), False),
     ((["first:2"], None), ([2, "last:1"], None), True),
     ((["embeddings"], None), (["embeddings", 3], None), True),
-    ((["embeddings"], None), (["head"], None), False),
+    ((["embeddings"], None), (["head"], None), True),  # of a model that has one weight for both
+    ((["embeddings"], None), (["last:2"], None), False),
     ((["head"], None), (["last:2"], None), False),
     ((["head"], None), (None, ["q_proj"]), False),
     (([1], ["q_proj"]), (None, ["self_attn.q_proj"]), True),
