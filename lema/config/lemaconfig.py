@@ -28,6 +28,7 @@ from lema.config.types import (
     Name,
     NotNegative,
     Offloading,
+    Optimizer,
     Reports,
     RowSplit,
     Scale,
@@ -122,10 +123,18 @@ class LemaConfig(AdapterSettings, _First):
     """Decay of AdamW's first moment."""
     adam_beta2: Said[Beta] = 0.999
     """Decay of AdamW's second moment."""
+    optim: Refused[Optimizer] = "adamw_torch"
+    """The optimizer of adapters, by `transformers`' name; weights that train themselves have adamw_torch."""
+    optim_args: Refused[Name | None] = None
+    """Further arguments of that optimizer, as `transformers` takes them: "alpha=2,beta3=0.999" of ademamix."""
+    loraplus_lr_ratio: Refused[Annotated[float, Field(gt=0)] | None] = None
+    """LoRA+ (arXiv:2402.12354): the learning rate of adapters' B is so many times that of A; None: the same."""
     adam_epsilon: Said[Annotated[float, Field(gt=0)]] = 1e-8
     """Added to AdamW's denominator."""
     lr_scheduler_type: Said[Scheduler] = "linear"
     """How the learning rate moves, by `transformers`' name; or wsd, wsds, cosine_rewarm (`lema.engine.schedules`)."""
+    lr_scheduler_kwargs: Said[dict[str, Any] | None] = None
+    """What else a schedule of `transformers` takes: {min_lr_rate: 0.1} of cosine_with_min_lr, for one."""
     warmup_steps: Said[NotNegative] = 0
     """Optimizer steps over which the learning rate rises from 0."""
     warmup_ratio: Said[Beta] = 0.0

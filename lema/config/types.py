@@ -28,6 +28,7 @@ __all__ = [
     "Names",
     "NotNegative",
     "Offloading",
+    "Optimizer",
     "Pattern",
     "Patterns",
     "PhaseScheduler",
@@ -166,6 +167,32 @@ Scheduler = Literal[
     "cosine_rewarm",
 ]
 PhaseScheduler = Literal["constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"]
+
+# Those of transformers.training_args.OptimizerNames that torch, transformers and bitsandbytes have, and whose state is
+# plain tensors and numbers: a checkpoint holds nothing that is pickled.
+Optimizer = Literal[
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adafactor",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "ademamix",
+    "ademamix_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+]
 
 Positive = Annotated[float, Field(gt=0)]
 

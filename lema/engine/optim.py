@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeAlias, cast
 
 import torch
+from peft import PeftModel
+from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -20,29 +23,96 @@ from lema.errors import ConfigError
 __all__ = ["check_optimizer", "follow", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: LemaConfig) -> Optimizer:
-    """Return AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) with the config's settings.
+Place: TypeAlias = tuple[torch.device, torch.dtype]
 
-    On a device that has it, the update is one kernel, which reads there whether gradients overflowed. In host memory it
-    is the plain one, whose bits do not depend on the processor.
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    config: LemaConfig,
+    model: nn.Module | None = None,
+    names: Iterable[str] | None = None,
+) -> Optimizer:
+    """Return the optimizer that `optim` names, with the config's settings; by default it is AdamW (Loshchilov and
+    Hutter, https://arxiv.org/abs/1711.05101).
+
+    On a device that has it, AdamW's update is one kernel, which reads there whether gradients overflowed. In host
+    memory it is the plain one, whose bits do not depend on the processor.
+
+    Args:
+        parameters: those that train.
+        config: of the run.
+        model: in which they have names, by which biases and norms are known: as in `transformers.Trainer` their weights
+            do not decay. None: all decay.
+        names: of the parameters, in their order, where they stand for those of the model; None: they are its own.
 
     Raises:
-        ConfigError: a parameter is in float16.
+        ConfigError: a parameter is in float16, or there is no such optimizer here.
     """
     trained = list(parameters)
     _check_precision(trained)
     places = {(parameter.device, parameter.dtype) for parameter in trained}
-    optimizer = AdamW(
-        trained,
-        **_update_of(config),
-        fused=all(device.type != "cpu" and _has_fused_kernel(device, dtype) for device, dtype in places) or None,
-    )
-    if not all(has_addresses(device) for device, _ in places):
+    kind, options = _kind_of(config, places)
+    if config.loraplus_lr_ratio is not None and isinstance(model, PeftModel):
+        ratio, decay = config.loraplus_lr_ratio, config.weight_decay
+        options |= {"loraplus_lr_ratio": ratio, "loraplus_weight_decay": decay}
+        optimizer = create_loraplus_optimizer(model, kind, **options)
+        _mark(optimizer, config)
+        return optimizer
+    groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
+    if model is not None and (exempt := _without_decay(model)):
+        own = list(names) if names is not None else _names_of(model, trained)
+        kept = [one for one, name in zip(trained, own, strict=True) if name not in exempt]
+        others = [one for one, name in zip(trained, own, strict=True) if name in exempt]
+        groups[0]["params"] = kept
+        groups += [{"params": others, "weight_decay": 0.0}] if others else []
+    optimizer = kind([group for group in groups if group["params"]], **options)
+    _mark(optimizer, config)
+    if kind is AdamW and not all(has_addresses(device) for device, _ in places):
         _begin(optimizer)
     return optimizer
 
 
-def _begin(optimizer: AdamW) -> None:
+def _without_decay(model: nn.Module) -> set[str]:
+    """Name the parameters whose weights `transformers.Trainer` does not decay: biases, and those of norms."""
+    from transformers import Trainer
+
+    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))  # of its own it needs nothing
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad} - decayed
+
+
+def _names_of(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def _mark(optimizer: Optimizer, config: LemaConfig) -> None:
+    """Note in each parameter group what sets it apart, so that changed settings reach it in the same proportion."""
+    for group in optimizer.param_groups:
+        group["lr_ratio"] = float(group["lr"]) / config.learning_rate if config.learning_rate else 1.0
+        group["decays"] = group.get("weight_decay", 0.0) == config.weight_decay
+
+
+def _kind_of(config: LemaConfig, places: Collection[Place]) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the class of the optimizer and its arguments: but for AdamW those that `transformers.Trainer` gives it."""
+    if config.optim == "adamw_torch":
+        fused = all(device.type != "cpu" and _has_fused_kernel(device, dtype) for device, dtype in places) or None
+        betas = (config.adam_beta1, config.adam_beta2)
+        update = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+        return AdamW, {**update, "weight_decay": config.weight_decay, "fused": fused}
+    from transformers import Trainer
+
+    names = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim_args")
+    given = SimpleNamespace(optim=config.optim, **{name: getattr(config, name) for name in names})
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(cast(Any, given))
+    except (ImportError, ValueError, TypeError) as error:
+        how = "install the library it is from, correct optim_args, or leave optim out for AdamW"
+        raise ConfigError(f"this optimizer cannot be made: {error}", where=f"optim: {config.optim}", how=how) from error
+    options.pop("weight_decay", None)  # each group has its own
+    return kind, options
+
+
+def _begin(optimizer: Optimizer) -> None:
     """Give AdamW its initial state, because a lazy device would need a graph for the first step alone to make it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     zeros = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in parameters]
@@ -54,18 +124,13 @@ def _begin(optimizer: AdamW) -> None:
 
 def set_update(optimizer: Optimizer, config: LemaConfig) -> None:
     """Let an optimizer that `make_optimizer` made, and that was restored since, update as the config says now."""
+    update = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     for group in optimizer.param_groups:
-        group.update(_update_of(config))
+        group.update({name: value for name, value in update.items() if name in group and config.optim == "adamw_torch"})
+        group["lr"] = config.learning_rate * group.get("lr_ratio", 1.0)
+        if group.get("decays", True):
+            group["weight_decay"] = config.weight_decay
         group.pop("initial_lr", None)  # a schedule goes by that
-
-
-def _update_of(config: LemaConfig) -> dict[str, Any]:
-    return {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-        "weight_decay": config.weight_decay,
-    }
 
 
 def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -132,10 +197,10 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step
         how = "use one that is a function of the step, such as cosine"
         raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how)
     try:
-        schedule = get_scheduler(name, optimizer, warmup, num_steps)
+        schedule = get_scheduler(name, optimizer, warmup, num_steps, config.lr_scheduler_kwargs)
     except (ValueError, TypeError) as error:
         what = f"this schedule needs settings that cannot be given here: {error}"
-        how = "use linear, cosine, constant, constant_with_warmup, polynomial or inverse_sqrt"
+        how = "give them as lr_scheduler_kwargs: {...}, by transformers' names, or use linear, cosine or constant"
         raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how) from error
     assert isinstance(schedule, LambdaLR)
     return _at_step(schedule, step)
@@ -158,7 +223,7 @@ def follow(
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)
     if learning_rate is not None:
-        set_rates(optimizer, [learning_rate] * len(optimizer.param_groups))
+        set_rates(optimizer, [learning_rate * group.get("lr_ratio", 1.0) for group in optimizer.param_groups])
     return _at_step(LambdaLR(optimizer, factor), step)
 
 

@@ -28,7 +28,7 @@ from lema.train.batch import as_batch
 from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import Writer
+from lema.train.checkpoint.format import Writer, check_savable
 from lema.train.checkpoint.resume import check_sound
 from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -222,6 +222,7 @@ class LemaTrainer:
             else:
                 run.begin(weights_only=weights_only)
             if self.config.save_steps:
+                check_savable(optimizer)
                 self.require_room(1 if resume else 2)
             if self.schedule is None:
                 taken = self.global_step - self.skipped_steps
@@ -334,7 +335,7 @@ class LemaTrainer:
         """Return the optimizer, made if need be, with the model in training mode."""
         self._adapters().train()
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self._parameters(), self.config)
+            self.optimizer = make_optimizer(self._parameters(), self.config, self.peft_model)
         return self.optimizer
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -7,14 +7,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import TrainingArguments, get_scheduler
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from lema.config import LemaConfig
-from lema.config.types import Scheduler
-from lema.engine.optim import make_optimizer, make_schedule
+from lema.config.types import Optimizer, Scheduler
+from lema.engine.optim import follow, make_optimizer, make_schedule, set_update
 from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError
-from lema.train.checkpoint.format import optimizer_state, restore_optimizer, write_checkpoint
+from lema.train.checkpoint.format import check_savable, optimizer_state, restore_optimizer, write_checkpoint
 
 STEPS = 12
 WITHOUT_SETTINGS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
@@ -132,6 +133,99 @@ def test_a_gpu_gets_one_kernel_and_keeps_its_numbers() -> None:
         fused.step()
         plain.step()
     assert all(torch.allclose(one.cpu(), other, rtol=1e-5) for one, other in zip(ours, theirs, strict=True))
+
+
+OPTIMIZERS = sorted(set(get_args(Optimizer)))
+
+
+@pytest.mark.filterwarnings("ignore")  # of bitsandbytes, on a machine without a GPU
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_transformers_own_and_goes_on_from_its_checkpoint_to_the_bit(name: str, tmp_path: Path) -> None:
+    given = {"learning_rate": 0.01, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
+    config = LemaConfig("m", optim=name, **given)
+    one, other, theirs = (large() for _ in range(3))
+    ours, second = make_optimizer([one], config), make_optimizer([other], config)
+    check_savable(ours)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(
+        TrainingArguments(optim=name, use_cpu=True, report_to="none", **given)
+    )
+    whole = kind([theirs], **{"weight_decay": 0.1, **options})
+    for step in range(4):
+        drawn = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+        if step == 2:
+            write_checkpoint(tmp_path / "saved", optimizer_state(ours), {"global_step": 2})
+            state = json.loads((tmp_path / "saved" / "state.json").read_text())
+            restore_optimizer(second, tmp_path / "saved", state["optimizer"])
+            other.data.copy_(one.data)
+        for parameter, stepped in ((one, ours), (theirs, whole), *([(other, second)] if step >= 2 else [])):
+            parameter.grad = drawn.clone()
+            stepped.step()
+    assert torch.equal(one, theirs)
+    assert torch.equal(one, other)
+
+
+def large() -> torch.nn.Parameter:
+    """A parameter large enough for moments to be quantised."""
+    return torch.nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(9)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_before_its_first_step() -> None:
+    from torchao.optim import AdamW8bit
+
+    with pytest.raises(ConfigError, match="cannot be saved without pickling"):
+        check_savable(AdamW8bit([large()]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_of_an_optimizer_that_are_wrong_are_refused() -> None:
+    given = {"optim": "ademamix", "optim_args": "alpha=2.0,beta3=0.99"}
+    assert make_optimizer([large()], LemaConfig("m", **given)).param_groups[0]["alpha"] == 2.0
+    with pytest.raises(ConfigError, match="cannot be made") as caught:
+        make_optimizer([large()], LemaConfig("m", optim="ademamix", optim_args="alpha=two"))
+    assert caught.value.where == "optim: ademamix"
+
+
+def test_biases_and_norms_do_not_decay_as_in_trainer() -> None:
+    """Of the weights of a phase that trains all, and of adapters with their biases."""
+    whole = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4), "input_layernorm": torch.nn.LayerNorm(4)})
+    trainer = Trainer(whole, TrainingArguments(weight_decay=0.1, use_cpu=True, report_to="none"))
+    expected = {
+        id(parameter): group["weight_decay"]
+        for group in trainer.create_optimizer().param_groups
+        for parameter in group["params"]
+    }
+    ours = make_optimizer(whole.parameters(), LemaConfig("m", weight_decay=0.1), whole)
+    found = {id(parameter): group["weight_decay"] for group in ours.param_groups for parameter in group["params"]}
+    assert found == expected
+    assert sorted(found.values()) == [0.0, 0.0, 0.0, 0.1]
+    set_update(ours, LemaConfig("m", weight_decay=0.3, learning_rate=1.0))
+    assert [(group["lr"], group["weight_decay"]) for group in ours.param_groups] == [(1.0, 0.3), (1.0, 0.0)]
+
+
+def test_lora_plus_has_the_rates_that_peft_gives() -> None:
+    base = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["0", "1"]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = LemaConfig("m", learning_rate=0.01, loraplus_lr_ratio=16, weight_decay=0.1)
+    ours = make_optimizer(trained, config, model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {names[id(one)]: group["lr"] for group in ours.param_groups for one in group["params"]}
+    assert len(found) == len(trained) == 4
+    assert all(rate == pytest.approx(0.16 if "lora_B" in name else 0.01) for name, rate in found.items())
+    schedule = make_schedule(ours, config, 10)
+    for _ in range(5):
+        ours.step()
+        schedule.step()
+    assert {round(rate / 0.005) for rate in schedule.get_last_lr()} <= {0, 1, 16}
+    follow(ours, lambda _: 1.0, 0.02)
+    assert {round(group["lr"] / 0.02) for group in ours.param_groups if group["params"]} == {1, 16}
+
+
+def test_a_schedule_takes_what_transformers_gives_it() -> None:
+    config = LemaConfig("m", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
+    expected = rates(get_scheduler("cosine_with_min_lr", optimizer(), 0, STEPS, {"min_lr_rate": 0.1}), STEPS)
+    assert rates(make_schedule(optimizer(), config, STEPS), STEPS) == expected
 
 
 @pytest.mark.parametrize("saved_fused", [False, True])

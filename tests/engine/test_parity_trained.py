@@ -12,9 +12,10 @@ from parity import all_gradients, assert_same, relative_difference, streamed_ste
 from tiny import NUM_LAYERS, Architecture, Checkpoint, micro_batches, wide_batch
 from tinyconfig import tiny_config
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
 from trainedways import WAYS, assert_begins_as, disturb, options_of, streamed_model, whole_model
 
+from lema import LemaConfig
+from lema.engine.optim import make_optimizer
 from lema.model import read_config
 from lema.model.capture import tensors_in
 from lema.stream.schedule import fetched_per_step
@@ -89,7 +90,7 @@ def test_optimizer_steps_of_several_passes_leave_what_a_plain_loop_leaves(
     checkpoint, batches = checkpoint_of("llama", tied=way == "tied"), micro_batches(4)
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches[:2])
     whole = whole_model(checkpoint, **STEPS[way])
-    optimizer = AdamW(trained(whole).values(), lr=1e-2, weight_decay=0.1)
+    optimizer = make_optimizer(trained(whole).values(), LemaConfig("m", learning_rate=1e-2, weight_decay=0.1), whole)
     for _ in range(3):
         for batch in batches:
             whole(**batch, num_items_in_batch=tokens).loss.backward()

@@ -1,8 +1,8 @@
 """Which label a position is trained on: that of the next position, or, in some models, its own.
 
-A causal language model predicts the next token, so `transformers` shifts the labels that it is given. Decoders that were
-made to follow an encoder expect that whoever makes the batch has shifted them, and compare each position with its own.
-The model itself is asked, by running its forward with labels and without values, and past its layers.
+A causal language model predicts the next token, so `transformers` shifts the labels that it is given. Decoders that
+were made to follow an encoder expect that whoever makes the batch has shifted them, and compare each position with its
+own. The model itself is asked, by running its forward with labels and without values, and past its layers.
 """
 
 from __future__ import annotations

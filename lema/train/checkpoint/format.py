@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerState
 
@@ -37,6 +39,7 @@ __all__ = [
     "OptimizerState",
     "Writer",
     "about_run",
+    "check_savable",
     "checkpoints",
     "delete_checkpoint",
     "forget_old_checkpoints",
@@ -201,13 +204,16 @@ def restore_optimizer(
         )
     try:
         tensors = load_file(directory / OPTIMIZER)
-        state: dict[int, dict[str, Any]] = {int(key): dict(value) for key, value in plain["state"].items()}
+        state: dict[int, dict[str, Any]] = {}
+        for index, entries in plain["state"].items():
+            for path, value in entries.items():
+                _place(state.setdefault(int(index), {}), path, value)
         layouts = _layouts(optimizer)
         for name, tensor in tensors.items():
-            index, _, key = name.partition(".")
+            index, _, path = name.partition(".")
             divided = parallel is not None and tensor.dim() and int(index) < len(layouts)
             held = held_tensor(parallel, tensor, layouts[int(index)]) if parallel is not None and divided else tensor
-            state.setdefault(int(index), {})[key] = held
+            _place(state.setdefault(int(index), {}), path, held)
         groups = [
             {**saved, **{key: own[key] for key in IMPLEMENTATION & own.keys()}}
             for saved, own in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -221,6 +227,36 @@ def restore_optimizer(
         ) from error
 
 
+PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameters in fp32 to quantise its moments
+
+
+def check_savable(optimizer: Optimizer) -> None:
+    """Refuse, before its first step, an optimizer whose state no checkpoint could hold.
+
+    Another one of its class takes a step with a parameter of its own. Of a class that cannot be made from its defaults
+    nothing is known until the first checkpoint.
+
+    Raises:
+        ConfigError: its state, or its parameter groups, are not tensors and numbers.
+    """
+    first = optimizer.param_groups[0]["params"][0]
+    probe = nn.Parameter(torch.zeros(PROBE, device=first.device, dtype=first.dtype))
+    probe.grad = torch.ones_like(probe)
+    tried = optimizer_state(optimizer)
+    _json({"optimizer": tried.plain})  # its parameter groups, before anything is run
+    with suppress(TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError):
+        other = type(optimizer)([probe], **optimizer.defaults)
+        other.step()
+        tried = optimizer_state(other)
+    _json({"optimizer": tried.plain})
+    if other_kind := next((type(one) for one in tried.tensors.values() if type(one) is not Tensor), None):
+        raise ConfigError(
+            f"the state of the run cannot be saved without pickling: {other_kind.__name__} is no plain tensor",
+            where=f"optimizer {tried.plain['class']}",
+            how="use an optimizer whose state is tensors and numbers, such as adamw_8bit in place of torchao's",
+        )
+
+
 def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
     """Return what a checkpoint keeps of an optimizer; each of the processes that hold its parameters calls this."""
     whole = optimizer.state_dict()
@@ -228,7 +264,7 @@ def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> O
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for index, entries in whole["state"].items():
-        for key, value in entries.items():
+        for key, value in _flat(entries):
             if isinstance(value, Tensor):
                 divided = parallel is not None and value.dim()  # how many steps there were is the same for all
                 kept = whole_tensor(parallel, value, layouts[index]) if parallel and divided else value.detach().cpu()
@@ -237,6 +273,26 @@ def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> O
                 plain.setdefault(str(index), {})[key] = value
     name = type(optimizer).__qualname__
     return OptimizerState(tensors, {"class": name, "state": plain, "param_groups": whole["param_groups"]})
+
+
+INSIDE = "/"  # between the names of an entry and of one that it holds, as bitsandbytes nests them
+
+
+def _flat(entries: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a parameter's state that are no mappings of tensors, each with the names that lead to it."""
+    for key, value in entries.items():
+        if isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values()):
+            yield from _flat(value, f"{outer}{key}{INSIDE}")
+        else:
+            yield f"{outer}{key}", value
+
+
+def _place(entries: dict[str, Any], path: str, value: Any) -> None:
+    """Put an entry where the names lead to it."""
+    *outer, key = path.split(INSIDE)
+    for name in outer:
+        entries = entries.setdefault(name, {})
+    entries[key] = value
 
 
 def _layouts(optimizer: Optimizer) -> list[Layout | None]:

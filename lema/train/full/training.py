@@ -30,7 +30,7 @@ from lema.engine import StreamedModel
 from lema.engine.head.loss import trained_tokens
 from lema.engine.optim import make_optimizer, set_update
 from lema.engine.trained_weights import Leaves, TrainedWeights
-from lema.errors import NonFiniteError
+from lema.errors import ConfigError, NonFiniteError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
 from lema.train.checkpoint.changes import UPDATE
@@ -78,7 +78,10 @@ class FullTraining:
         self.model, self.config, self._gbi = model, config, gbi
         self.places = Masters(model, config, chosen)
         self.masters = self.places.by_name
-        self.optimizer = make_optimizer(self.masters.values(), config)
+        if config.optim != "adamw_torch":
+            what = "weights that train themselves are stepped by AdamW, a layer at a time"
+            raise ConfigError(what, where=f"optim: {config.optim}", how="leave optim out, or train adapters")
+        self.optimizer = make_optimizer(self.masters.values(), config, model.split.model, self.masters)
         self.places.attach(self.optimizer)
         self._layers_name = f"{model.split.layers_name}."
         own = {layer: [self.places.own(name) for name in names] for layer, names in self.places.by_layer.items()}

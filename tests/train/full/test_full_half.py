@@ -31,7 +31,7 @@ def whole(
         parameter.requires_grad_(chosen(name))
     weights = {name: parameter for name, parameter in model.train().named_parameters() if parameter.requires_grad}
     masters = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
-    optimizer, losses = make_optimizer(masters.values(), config), []
+    optimizer, losses = make_optimizer(masters.values(), config, model, masters), []
     for _ in range(STEPS):
         losses.append(accumulate(model, micro_batches(count), autocast=torch.bfloat16).detach())
         for name, weight in weights.items():
