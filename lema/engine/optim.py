@@ -59,8 +59,8 @@ def make_optimizer(
         _mark(optimizer, config)
         return optimizer
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
-    if model is not None and (exempt := _without_decay(model)):
-        own = list(names) if names is not None else _names_of(model, trained)
+    if model is not None:
+        exempt, own = _without_decay(model), list(names) if names is not None else _names_of(model, trained)
         kept = [one for one, name in zip(trained, own, strict=True) if name not in exempt]
         others = [one for one, name in zip(trained, own, strict=True) if name in exempt]
         groups[0]["params"] = kept
@@ -77,7 +77,7 @@ def _without_decay(model: nn.Module) -> set[str]:
     from transformers import Trainer
 
     decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))  # of its own it needs nothing
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad} - decayed
+    return {name for name, _ in model.named_parameters()} - decayed
 
 
 def _names_of(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
