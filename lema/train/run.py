@@ -14,7 +14,7 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes
-from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
+from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
 from lema.errors import ConfigError
 from lema.model.files import ModelFiles
 from lema.train.model import LemaModel
@@ -61,7 +61,7 @@ def train(
             each = "each" if held == 1 else f"each {held} of them"
             out(f"{replicas.num_processes} processes, {each} with its share of every batch")
         train_data, eval_data = load_data(model)
-        out(f"training data: {train_data.counts}")
+        out("\n".join((f"training data: {train_data.counts}", *train_data.notes)))
         if eval_data is not None:
             out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
@@ -108,11 +108,12 @@ def read_data(config: LemaConfig, files: ModelFiles, paths: str | Iterable[str])
         ConfigError: `max_length` is more than the model's positions.
         DataError: the data is missing or malformed.
     """
-    text = files.config.get_text_config()
+    text, forms = files.config.get_text_config(), forms_of(config)
     return prepare_data(
         paths,
-        files.tokenizer if needs_tokenizer(paths) else None,
+        files.tokenizer if needs_tokenizer(paths, forms) else None,
         max_length=longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
         overlong=config.overlong,
         vocab_size=getattr(text, "vocab_size", None),
+        forms=forms,
     )
