@@ -87,10 +87,10 @@ def _split(value: Any) -> Any:
     return value
 
 
-COLUMNS = (  # that data may call by other names; the last two are of a message
-    "input_ids labels attention_mask messages conversations tools system prompt completion instruction input output "
-    "text train weight role content"
-).split()
+# That data may call by other names; the last two are of a message.
+_OF_TOKENS, _OF_CHATS = ("input_ids", "labels", "attention_mask"), ("messages", "conversations", "tools", "system")
+_OF_TEXT = ("prompt", "completion", "instruction", "input", "output", "text")
+COLUMNS = (*_OF_TOKENS, *_OF_CHATS, *_OF_TEXT, "train", "weight", "role", "content")
 
 
 def _columns(value: dict[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lema.data.chat.messages import Chat, read_conversations, read_messages
 from lema.data.files import Row
@@ -13,7 +13,20 @@ from lema.data.forms import MESSAGE_FIELDS, Forms
 from lema.data.values import flag_of, list_of, text_of
 from lema.errors import ConfigError
 
-__all__ = ["IGNORED", "Chat", "Example", "Kind", "Text", "Tokens", "detect", "left_out", "longest_row", "num_trained", "parse", "unused"]
+__all__ = [
+    "IGNORED",
+    "Chat",
+    "Example",
+    "Kind",
+    "Text",
+    "Tokens",
+    "detect",
+    "left_out",
+    "longest_row",
+    "num_trained",
+    "parse",
+    "unused",
+]
 
 IGNORED = -100
 """The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""

@@ -73,8 +73,8 @@ class TokenDataset(Sequence[TokenRow]):
     """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt.
 
     Labels stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the
-    columns in their order, or all; `dropped` is the number that was left out, if it is not the columns'. `notes` are what
-    a user should know of the data, a line each.
+    columns in their order, or all; `dropped` is the number that was left out, if it is not the columns'. `notes` are
+    what a user should know of the data, a line each.
     """
 
     def __init__(

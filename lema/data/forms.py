@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Forms", "Remarks", "TrainOn", "forms_of"]
 
 TrainOn: TypeAlias = Literal["assistant", "last", "all", "completion"]
-"""What is trained on: every answer; the last one; every token; or what answers the last words that are not a model's."""
+"""What is trained on: every answer; the last one; every token; or the answers after the user's last message."""
 
 MESSAGE_FIELDS = ("role", "content")
 """Names of `columns` that mean fields of a message rather than columns of a row."""

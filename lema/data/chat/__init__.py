@@ -1,4 +1,4 @@
-"""Chats: their messages as data sets write them, the template that renders them, and where the assistant's words are."""
+"""Chats: their messages as data sets write them, their template, and where in what it writes the answers are."""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Chat", "Chats", "tokenize_spans"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__, {"Chat": "messages", "Chats": "tokens", "tokenize_spans": "tokens"}
-)
+__getattr__, __dir__ = lazy_exports(__name__, {"Chat": "messages", "Chats": "tokens", "tokenize_spans": "tokens"})

@@ -98,24 +98,23 @@ def _stretches(text: str) -> list[tuple[int, int]]:
     return found if len(found) <= _MOST else [*found[: _MOST - 1], found[-1]]
 
 
-def without_marks(text: str) -> tuple[str, dict[int, int]]:
-    """The text without its marks, and the place in it where each mark stood first."""
-    places: dict[int, int] = {}
+def without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
+    """The text without its marks, and the places in it where each mark stood."""
+    places: dict[int, list[int]] = {}
     parts, at, length = [], 0, 0
     for mark in _MARKS.finditer(text):
         parts.append(text[at : mark.start()])
         length += mark.start() - at
-        places.setdefault(ord(mark.group()) - FIRST, length)
+        places.setdefault(ord(mark.group()) - FIRST, []).append(length)
         at = mark.end()
     return "".join([*parts, text[at:]]), places
 
 
-def last_mark(text: str) -> tuple[int | None, str]:
-    """The last mark of a text, None where it has none, and what follows it."""
-    last = None
-    for last in _MARKS.finditer(text):
-        pass
-    return (None, text) if last is None else (ord(last.group()) - FIRST, text[last.end() :])
+def last_mark(text: str) -> tuple[int | None, int, str]:
+    """The last mark of a text, None where it has none; how often it is there; and what follows it."""
+    if not (marks := _MARKS.findall(text)):
+        return None, 0, text
+    return ord(marks[-1]) - FIRST, marks.count(marks[-1]), text[text.rindex(marks[-1]) + 1 :]
 
 
 def has_marks(text: str) -> bool:

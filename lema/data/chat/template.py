@@ -1,13 +1,13 @@
 """A chat template: a program from outside that writes messages as the model has met them.
 
 `transformers` renders it in jinja's sandbox, which keeps it from files, modules and attributes that lead to them, and
-bounds `range`. It bounds neither loops within loops nor powers (https://jinja.palletsprojects.com/en/stable/sandbox says
-that the caller must), so rendering has a time limit here. The memory of a product of texts is not bounded.
+bounds `range`. It bounds neither loops within loops nor powers (https://jinja.palletsprojects.com/en/stable/sandbox
+says that the caller must), so rendering has a time limit here. The memory of a product of texts is not bounded.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,12 +17,11 @@ import jinja2
 
 from lema.config import timelimit
 from lema.data.files import Row
-from lema.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_SECONDS", "Template", "check_template", "limited", "literals_of", "open_template"]
+__all__ = ["MAX_SECONDS", "Template", "check_template", "forms_of_messages", "limited", "literals_of", "open_template"]
 
 MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
@@ -97,31 +96,29 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        how = dict(self.tokenizer.special_tokens_map, tools=self.tools, chat_template=self.text)
+        how: dict[str, Any] = dict(self.tokenizer.special_tokens_map, tools=self.tools, chat_template=self.text)
 
-        texts, places = _call(
-            row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how)
-        )
+        texts, places = _call(row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how))
         return str(texts[0]), [(int(start), int(end)) for start, end in places[0] if start < end]
 
-    def accepted(self, messages: Messages, row: Row) -> Messages:
-        """The messages in the form that the template takes.
 
-        Tool calls have their arguments as objects, which is what templates are told to expect. Some join them to text as
-        they are: those take JSON, and a text, perhaps an empty one, beside each call.
-        """
-        if not any(message.get("tool_calls") for message in messages):
-            return messages
-        try:
-            self.render(messages, row)
-            return messages
-        except DataError as refused:
-            written = [_written(message) for message in messages]
-            try:
-                self.render(written, row)
-            except DataError:
-                raise refused from refused.__cause__
-            return written
+def forms_of_messages(messages: Messages) -> Iterator[Messages]:
+    """The forms in which templates take messages, the usual one first.
+
+    Tool calls have their arguments as objects, which is what templates are told to expect. Some join them to text as
+    they are: those take JSON, and a text, perhaps an empty one, beside each call. Models that see images take blocks of
+    text.
+    """
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield [_written(message) for message in messages]
+    if any(isinstance(message["content"], str) for message in messages):
+        yield [
+            {**message, "content": [{"type": "text", "text": message["content"] or ""}]}
+            if not isinstance(message["content"], list)
+            else message
+            for message in messages
+        ]
 
 
 def _written(message: dict[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,8 @@ def tokenize_spans(
         first, last = bisect_right(ends, start, 0, count), bisect_right(ends, stop, 0, count)
         inside[first:last] = [True] * (last - first)
     return list(encoded["input_ids"]), inside
+
+
 def _by_prefixes(
     text: str, spans: list[Span], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
 ) -> tuple[list[int], list[bool]]:
@@ -141,5 +143,3 @@ def _by_prefixes(
 
 def _common(ids: list[int], other: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other, strict=False)))
-
-

@@ -1,11 +1,11 @@
-"""Where each answer of a rendered chat begins and ends: after what the model is given, and with the token that ends it."""
+"""Where each answer of a rendered chat begins and ends: after what the model is given, with the token that ends it."""
 
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lema.data.chat.marks import TAG, Marked, Piece, has_marks, last_mark, mark_messages, without_marks
-from lema.data.chat.template import Template, literals_of
+from lema.data.chat.marks import FIRST, TAG, Marked, Piece, has_marks, last_mark, mark_messages, without_marks
+from lema.data.chat.template import Template, forms_of_messages, literals_of
 from lema.data.files import Row
 from lema.errors import DataError
 
@@ -35,7 +35,7 @@ class Known:
     """
 
     specials: re.Pattern[str]  # a special token
-    tails: dict[Any, tuple[str, str]] = field(default_factory=dict)
+    tails: dict[Any, tuple[int, str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "Known":
@@ -45,8 +45,7 @@ class Known:
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         return cls(re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
 
-
-    def keep(self, key: Any, tails: tuple[str, str]) -> None:
+    def keep(self, key: Any, tails: tuple[int, str, str]) -> None:
         """Remember tails; forget all where they are too many, which takes data of many shapes."""
         if len(self.tails) >= _MOST_KNOWN:
             self.tails.clear()
@@ -63,7 +62,8 @@ class Rendered:
     messages: list[dict[str, Any]]
     marked: Marked
     text: str
-    places: dict[int, int]  # of the marks that are there
+    places: dict[int, list[int]]  # of the marks that are there
+    tail: tuple[int | None, int, str]  # the last mark, how often it is there, and what follows it
     said: list[Span] | None  # what the template itself says is the assistant's; None: it does not say
     _signature: list[Any] = field(default_factory=list)
 
@@ -74,9 +74,9 @@ class Rendered:
             DataError: the answer, or a tool call in it, is not there, or is not where the template puts it alone.
         """
         shown = self._shown(number)
-        start, end = (self._start(number, shown), self._end(number, shown)) if self.said is None else self._said(number, shown)
+        start, end = self._found(number, shown) if self.said is None else self._said(number, shown)
         first, last = self._ends(shown)
-        others = (place for mark, place in self.places.items() if self._piece(mark).message != number)
+        others = (places[0] for mark, places in self.places.items() if self._piece(mark).message != number)
         if not start <= first <= last <= end or any(start < place < end for place in others):
             raise self.row.broken(REWRITTEN, at=f"message {number + 1}", how=MARK_IT)
         return start, end
@@ -88,61 +88,71 @@ class Rendered:
         key = ("next", self.template.text, following["role"], *self._signatures(len(self.messages)))
         if key not in self.known.tails:
             try:
-                _, tail = last_mark(self.template.render([*self.marked.messages, following], self.row))
+                tail = last_mark(self.template.render([*self.marked.messages, following], self.row))[2]
             except DataError:
                 tail = ""
-            _, closing = last_mark(self.template.render(self.marked.messages, self.row))
-            found = self.known.specials.match(tail, len(closing)) if tail.startswith(closing) else None
-            self.known.keep(key, (found.group() if found else "", ""))
-        return self.known.tails[key][0]
+            closing = len(self.tail[2])
+            found = self.known.specials.match(tail, closing) if tail.startswith(self.tail[2]) else None
+            self.known.keep(key, (0, found.group() if found else "", ""))
+        return self.known.tails[key][1]
 
     def _piece(self, mark: int) -> Piece:
         return self.marked.pieces[mark // 2]
 
+    def is_whole(self) -> bool:
+        """Whether the words and the tool calls of every answer are there."""
+        return all(not self._missing(n) for n, one in enumerate(self.messages) if one["role"] == "assistant")
+
+    def _missing(self, number: int) -> str:
+        """What of an answer the template leaves out, but for its reasoning and for words beside a tool call."""
+        calls = [one for one in self.marked.of[number] if self.marked.pieces[one].part == "call"]
+        words = [one for one in self.marked.of[number] if self.marked.pieces[one].part == "content"]
+        if any(2 * one not in self.places for one in calls):
+            return "the tool call"
+        return "the assistant's words" if words and not calls and 2 * words[-1] not in self.places else ""
+
     def _shown(self, number: int) -> list[int]:
         """The marked pieces of an answer that the template shows; refuses one whose words are not there."""
-        own = self.marked.of[number]
-        shown = [one for one in own if 2 * one in self.places and 2 * one + 1 in self.places]
         at, pieces = f"message {number + 1}", self.marked.pieces
-        if not own:
+        shown = [one for one in self.marked.of[number] if 2 * one in self.places and 2 * one + 1 in self.places]
+        if missing := self._missing(number):
+            what = f"the chat template leaves out {missing}, so that something else would be learnt as the answer"
+            raise self.row.broken(what, at=at, how="give a chat_template that writes it, or say train: false")
+        if not shown:
             how = "remove the message, or say that it is not to be learnt: train: false"
             raise self.row.broken("the answer is empty: its end alone would be learnt", at=at, how=how)
-        if any(pieces[one].part == "call" and one not in shown for one in own):
-            what = "the chat template leaves out the tool call, so that something else would be learnt as the answer"
-            raise self.row.broken(what, at=at, how="give a chat_template that writes tool calls")
-        words = [one for one in own if pieces[one].part == "content"]
-        calls = any(pieces[one].part == "call" for one in own)
-        if not shown or (words and words[-1] not in shown and not calls):
-            what = "the chat template leaves out the assistant's words"
-            raise self.row.broken(what, at=at, how="give a chat_template that writes them")
-        for one in words:
-            start, end = self.places.get(2 * one, 0), self.places.get(2 * one + 1, 0)
-            if one in shown and self.text[start:end] != pieces[one].words:
-                raise self.row.broken("the chat template changes the assistant's words", at=at, how=MARK_IT)
+        if any(pieces[one].part == "content" and self._text_of(one) != pieces[one].words for one in shown):
+            raise self.row.broken("the chat template changes the assistant's words", at=at, how=MARK_IT)
         return shown
+
+    def _text_of(self, piece: int) -> str:
+        return self.text[self.places[2 * piece][0] : self.places[2 * piece + 1][0]]
 
     def hidden(self, number: int) -> bool:
         """Whether something of a message is left out by the template."""
         return any(2 * piece not in self.places for piece in self.marked.of[number])
 
     def _ends(self, shown: list[int]) -> Span:
-        return min(self.places[2 * one] for one in shown), max(self.places[2 * one + 1] for one in shown)
+        return min(self.places[2 * one][0] for one in shown), max(self.places[2 * one + 1][0] for one in shown)
 
     def _said(self, number: int, shown: list[int]) -> Span:
         """What the template marks as this answer: the stretches with its words, and those after it without words."""
         assert self.said is not None
         first, last = self._ends(shown)
-        others = [place for mark, place in self.places.items() if mark // 2 not in shown]
+        others = [places[0] for mark, places in self.places.items() if mark // 2 not in shown]
         until = min((place for place in others if place >= last), default=len(self.text))
         spans = [
             (start, end)
             for start, end in self.said
-            if end > first and start < until and not any(start <= place < end for place in others)
+            if end > first and start < until and not any(start < place < end for place in others)
         ]
         if not spans:
             what = "the chat template marks the assistant's words, and not these"
             raise self.row.broken(what, at=f"message {number + 1}", how="mend the {% generation %} of the template")
         return min(one[0] for one in spans), max(one[1] for one in spans)
+
+    def _found(self, number: int, shown: list[int]) -> Span:
+        return self._start(number, shown), self._end(number)
 
     def _start(self, number: int, shown: list[int]) -> int:
         """Where the generation prompt ends, as far as a finished turn has it: its rest, such as an opened block of
@@ -150,10 +160,7 @@ class Rendered:
         at = f"message {number + 1}"
         if number == 0:
             raise self.row.broken("the chat begins with the assistant, before anything to answer", at=at, how=MARK_IT)
-        mark, closed, prompted = self._tails(number)
-        if mark is not None and mark not in self.places:
-            raise self.row.broken(REWRITTEN, at=at, how=MARK_IT)
-        anchor = 0 if mark is None else self.places[mark]
+        _, anchor, closed, prompted = self._tails(number)
         first, lead = self._ends(shown)[0], self.marked.pieces[shown[0]].before
         first -= len(lead) if lead and self.text.endswith(lead, 0, first) else 0
         if self.text.startswith(prompted, anchor) and anchor + len(prompted) <= first:
@@ -167,15 +174,15 @@ class Rendered:
                 return anchor + cut
         raise self.row.broken(REWRITTEN, at=at, how=MARK_IT)
 
-    def _end(self, number: int, shown: list[int]) -> int:
+    def _end(self, number: int) -> int:
         """Where the answer's turn ends, its end token included; what follows that is never generated."""
-        last = self._ends(shown)[1]
         if number == len(self.messages) - 1:
-            closing = self.text[last:]
+            mark, _, closing = self.tail
+            last = len(self.text) - len(closing)
         else:
-            mark, closing, _ = self._tails(number + 1)
-            if mark is None or self.places.get(mark) != last:
-                raise self.row.broken(REWRITTEN, at=f"message {number + 1}", how=MARK_IT)
+            mark, last, closing, _ = self._tails(number + 1)
+        if mark is None or self._piece(mark).message != number:
+            raise self.row.broken(REWRITTEN, at=f"message {number + 1}", how=MARK_IT)
         length, token = self._turn(closing)
         if self.text.startswith(closing[:length], last):
             end = last + length
@@ -197,27 +204,28 @@ class Rendered:
                 end = (found.start(), found.end())  # what stood before is a part of the words' frame
             elif end[1] == found.start():
                 end = (end[0], found.end())
-        if end is None or closing[end[1] :].strip() and self.known.specials.sub("", closing[end[1] :]).strip():
+        if end is None or self.known.specials.sub("", closing[end[1] :]).strip():
             return len(closing), ""
         return end[1], closing[end[0] : end[1]]
 
-    def _tails(self, count: int) -> tuple[int | None, str, str]:
-        """The last mark of the first `count` messages, and what follows it: without a generation prompt, and with."""
+    def _tails(self, count: int) -> tuple[int | None, int, str, str]:
+        """The last mark of the first `count` messages, its place here, and what follows it there: without a generation
+        prompt, and with. There may be another text in front of it, and fewer words after it, than here."""
         own = self.marked.of[count - 1]
         end, key = 2 * own[-1] + 1 if own else -1, None
         if end in self.places and self._piece(end).part == "content":
             key = (self.template.text, self.template.tools is None, self._piece(end).after, *self._signatures(count))
-            if (known := self.known.tails.get(key)) is not None:
-                return end, *known
+            if (known := self.known.tails.get(key)) is not None and known[0] <= len(self.places[end]):
+                return end, self.places[end][known[0] - 1], *known[1:]
         messages = self.marked.messages[:count]
-        mark, closed = last_mark(self.template.render(messages, self.row))
-        with_prompt, prompted = last_mark(self.template.render(messages, self.row, prompt=True))
-        if with_prompt != mark:
+        mark, times, closed = last_mark(self.template.render(messages, self.row))
+        with_prompt, _, prompted = last_mark(self.template.render(messages, self.row, prompt=True))
+        if with_prompt != mark or (mark is not None and len(self.places.get(mark, ())) < times):
             raise self.row.broken(REWRITTEN, at=f"message {count}", how=MARK_IT)
         plain = all(message.keys() <= _PLAIN_KEYS for message in self.messages[:count])
         if key is not None and mark == end and plain:
-            self.known.keep(key, (closed, prompted))
-        return mark, closed, prompted
+            self.known.keep(key, (times, closed, prompted))
+        return mark, 0 if mark is None else self.places[mark][times - 1], closed, prompted
 
     def _signatures(self, count: int) -> list[Any]:
         """What of each message a template can go by: its shape, and which of the template's own texts are in it."""
@@ -241,12 +249,28 @@ def _common(one: str, other: str) -> int:
 
 
 def render_chat(template: Template, known: Known, messages: list[dict[str, Any]], row: Row) -> Rendered:
-    """Render a chat, and find the words of its messages.
+    """Render a chat in the first form that the template shows in whole, and find the words of its messages.
 
     Raises:
         DataError: the template refuses the chat, or writes another one where words are marked.
     """
-    messages = template.accepted(messages, row)
+    refused, partly = None, None
+    for form in forms_of_messages(messages):
+        try:
+            rendered = _render(template, known, form, row)
+        except DataError as error:
+            refused = refused or error
+            continue
+        if rendered.is_whole():
+            return rendered
+        partly = partly or rendered
+    if partly is not None:
+        return partly
+    assert refused is not None
+    raise refused
+
+
+def _render(template: Template, known: Known, messages: list[dict[str, Any]], row: Row) -> Rendered:
     said = None
     if template.marks_answers:
         text, said = template.render_marked(messages, row)
@@ -254,13 +278,14 @@ def render_chat(template: Template, known: Known, messages: list[dict[str, Any]]
         text = template.render(messages, row)
     if has_marks(text):
         what = "a message holds characters of the last private plane of Unicode, which mark words here"
-        raise row.broken(what, how=f"remove the characters from U+{0x108000:X} on")
+        raise row.broken(what, how=f"remove the characters from U+{FIRST:X} on")
     try:
         marked = mark_messages(messages)
     except OverflowError as error:
         raise row.broken(f"the chat is too long to mark its words: {error}", how="split the chat") from error
-    again, places = without_marks(template.render(marked.messages, row))
+    with_marks = template.render(marked.messages, row)
+    again, places = without_marks(with_marks)
     if again != text:
         how = "give a chat_template that writes messages as they are, or give each answer as prompt + completion"
         raise row.broken("the chat template asks for words of a message, and changes with them", how=how)
-    return Rendered(template, known, row, messages, marked, text, places, said)
+    return Rendered(template, known, row, messages, marked, text, places, last_mark(with_marks), said)
