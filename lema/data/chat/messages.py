@@ -136,7 +136,7 @@ def _tool_call(row: Row, call: Any, at: str) -> dict[str, Any]:
             raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
     if not isinstance(arguments if arguments is not None else {}, Mapping):
         raise row.broken("the arguments of a tool call are no object", at=at, how=how)
-    rest = {key: value for key, value in call.items() if function is not call and key != "function"}
+    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
     named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
     return {"type": "function"} | {key: value for key, value in rest.items() if value is not None} | {"function": named}
 

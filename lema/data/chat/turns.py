@@ -165,8 +165,10 @@ class Rendered:
         first -= len(lead) if lead and self.text.endswith(lead, 0, first) else 0
         if self.text.startswith(prompted, anchor) and anchor + len(prompted) <= first:
             start = anchor + len(prompted)
-            # A template without generation prompts writes who speaks with the words; no model is to learn that.
-            return start if prompted != closed or not self.text[start:first].strip() else first
+            # A template without generation prompts writes who speaks with the words; no model is to learn that. What it
+            # writes in front of a tool call or of reasoning is the model's.
+            headed = prompted == closed and self.marked.pieces[shown[0]].part == "content"
+            return first if headed and self.text[start:first].strip() else start
         given = _common(closed, prompted)
         cuts = [tag.start() for tag in TAG.finditer(prompted) if tag.start() > given]
         for cut in reversed(cuts):
