@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes
-from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
+from lema.data import TokenDataset
 from lema.errors import ConfigError
-from lema.model.files import ModelFiles
+from lema.train.batch import read_data
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
-__all__ = ["load_data", "read_data", "train"]
+__all__ = ["load_data", "train"]
 
 
 def train(
@@ -99,21 +99,3 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
     if config.eval_split:
         return train_data.split(config.eval_split, config.seed)
     return train_data, None
-
-
-def read_data(config: LemaConfig, files: ModelFiles, paths: str | Iterable[str]) -> TokenDataset:
-    """Read and tokenise data files with the tokenizer of a model and the config's limits.
-
-    Raises:
-        ConfigError: `max_length` is more than the model's positions.
-        DataError: the data is missing or malformed.
-    """
-    text, forms = files.config.get_text_config(), forms_of(config)
-    return prepare_data(
-        paths,
-        files.tokenizer if needs_tokenizer(paths, forms) else None,
-        max_length=longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
-        overlong=config.overlong,
-        vocab_size=getattr(text, "vocab_size", None),
-        forms=forms,
-    )

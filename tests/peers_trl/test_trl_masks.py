@@ -7,19 +7,23 @@ and what follows the end of a turn.
 
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trl.chat_template_utils
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
+from lema import LemaConfig
 from lema.data import Forms, Row
 from lema.data.columns import detect
 from lema.data.tokenize import Reading, tokenize_row
 from lema.errors import DataError
+from lema.model.files import ModelFiles
+from lema.train.batch import as_rows
 
 TEMPLATES = {
     file.stem: file
@@ -131,3 +135,19 @@ def check_own(made: Any, messages: Any, tools: Any, expected: tuple[list[int], l
             stretch = []
     for text in extra:
         assert not text.replace("</s>", "").strip() or text in prompt or text == f"<{BAR}tool▁outputs▁end{BAR}>", text
+
+
+def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
+    """Arrow fills the fields that a message does not have with nulls, which say nothing."""
+    from datasets import Dataset
+
+    template = TEMPLATES["qwen3"].read_text()
+    rows = [{"messages": CHATS["tools"][0]}, {"messages": [FIRST[0], FIRST[1] | {"train": False}, *SECOND]}]
+    files = SimpleNamespace(config=LlamaConfig(), tokenizer=tokenizer(template))
+    said: list[str] = []
+    config = LemaConfig("model", device="cpu")
+    found = as_rows(Dataset.from_list(rows), config, cast(ModelFiles, files), said.append)
+    expected = as_rows(rows, config, cast(ModelFiles, files), said.append)
+    assert [row["labels"] for row in found] == [row["labels"] for row in expected]
+    assert as_rows(found, config, None, said.append) is found
+    assert said[0].startswith("data: 2 rows")
