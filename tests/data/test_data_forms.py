@@ -194,3 +194,14 @@ def test_what_is_cut_off_is_counted(learn, make_tokenizer):
     cut = prepare_data([{"text": "the river " * 20}], tokenizer, max_length=16).counts
     assert (cut.cut_tokens, cut.cut_trained) == (len(whole[0]["input_ids"]) - 16,) * 2
     assert f"1 rows truncated ({cut.cut_tokens:,} tokens cut off" in str(cut)
+
+
+def test_an_answer_that_nothing_ends_is_said(make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ ' ' + m.role + ': ' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ' assistant: ' }}{% endif %}"
+    )
+    data = prepare_data([{"messages": CHAT}], make_tokenizer(template), max_length=256)
+    assert data.notes == (
+        "the chat template ends an answer with nothing that a model could stop at (1 row, the first is rows:1)",
+    )

@@ -141,7 +141,9 @@ def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None,
     if not tokenizer.chat_template:
         how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
-    text = _call(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
+    text = tokenizer.chat_template
+    if not isinstance(text, str):  # several by name, one of them for tools
+        text = _call(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
     if refused := check_template(text):
         raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
     return Template(text, tokenizer, tools)

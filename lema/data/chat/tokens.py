@@ -83,13 +83,14 @@ class Chats:
 
     def _ended(self, rendered: Rendered, span: Span) -> tuple[str, Span]:
         """The text with the last answer's end token, where a template leaves ending a turn to the next message."""
-        start, end = span
-        specials, text = self.known.specials, rendered.text
-        if any(found.end() == end for found in specials.finditer(text, start)):
+        (start, end), text = span, rendered.text
+        if rendered.ends_in_token(end):
             return text, span
         token = rendered.next_token()
         if not token:
-            self.remarks.add(rendered.row, "the chat template ends an answer with no token that a model could stop at")
+            if not rendered.tail[2].strip():
+                what = "the chat template ends an answer with nothing that a model could stop at"
+                self.remarks.add(rendered.row, what)
             return text, span
         return text[:end] + token, (start, end + len(token))
 

@@ -81,6 +81,11 @@ class Rendered:
             raise self.row.broken(REWRITTEN, at=f"message {number + 1}", how=MARK_IT)
         return start, end
 
+    def ends_in_token(self, end: int) -> bool:
+        """Whether a special token ends there."""
+        words = len(self.text) - len(self.tail[2])
+        return any(found.end() == end for found in self.known.specials.finditer(self.text, words))
+
     def next_token(self) -> str:
         """The special token that would follow the last message if another did; empty: there is none."""
         last = self.messages[-1]
