@@ -105,7 +105,8 @@ def evaluation_rows(model: "LemaModel", data: list[str] | None) -> "TokenDataset
     Raises:
         DataError: there are none.
     """
-    from lema.train.run import load_data, read_data
+    from lema.train.batch import read_data
+    from lema.train.run import load_data
 
     if paths := data or model.config.eval_data:
         return read_data(model.config, model.files, paths)

@@ -18,6 +18,7 @@ from lema.config.problems import Problem, SettingsError, problems_of, unknown_se
 from lema.config.settings import Settings
 from lema.config.types import (
     Beta,
+    Columns,
     Count,
     DataFiles,
     Dtype,
@@ -111,6 +112,14 @@ class LemaConfig(AdapterSettings, _First):
     """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
     overlong: OfData[Literal["truncate", "drop", "error"]] = "truncate"
     """What becomes of longer rows."""
+    columns: OfData[Columns] = Field(default_factory=dict)
+    """What the data call the columns read here: {prompt: question, completion: answer}; `role` and `content` are those
+    of a message."""
+    chat_template: OfData[Name | None] = None
+    """A .jinja file, the Jinja text itself, or one of the tokenizer's templates by name; None: the tokenizer's own."""
+    train_on: OfData[Literal["assistant", "last", "all", "completion"]] = "assistant"
+    """Which words are trained on: `assistant`: all answers; `last`: the last one; `completion`: those after the last
+    user's message; `all`: everything, prompts too."""
     shuffle: Refused[bool] = True
     """Draw the rows of each epoch in an order made from the seed."""
     num_train_epochs: Said[Annotated[float, Field(gt=0)]] = 1.0

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from lema.config.foreign import SAID_HERE
 from lema.config.peft import SETTING_OF
 from lema.errors import ConfigError
 
@@ -183,7 +184,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 def unknown_setting(key: str, known: Iterable[str]) -> Problem:
     """The problem of a key that is no setting, with the nearest names."""
-    if how := _NO_SETTINGS.get(key):
+    if how := _NO_SETTINGS.get(key) or SAID_HERE.get(key.lower().replace("-", "_")):
         return Problem(key, f"unknown setting {key!r}", how)
     known = list(known)
     near = nearest(key, known)

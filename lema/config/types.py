@@ -14,6 +14,7 @@ from lema.config.units import memory_bytes
 
 __all__ = [
     "Beta",
+    "Columns",
     "Count",
     "DataFiles",
     "Dtype",
@@ -87,6 +88,22 @@ def _split(value: Any) -> Any:
     return value
 
 
+# That data may call by other names; the last two are of a message.
+_OF_TOKENS, _OF_CHATS = ("input_ids", "labels", "attention_mask"), ("messages", "conversations", "tools", "system")
+_OF_TEXT = ("prompt", "completion", "instruction", "input", "output", "text")
+COLUMNS = (*_OF_TOKENS, *_OF_CHATS, *_OF_TEXT, "train", "weight", "role", "content")
+
+
+def _columns(value: dict[str, str]) -> dict[str, str]:
+    if wrong := [name for name in value if name not in COLUMNS]:
+        turned = value[wrong[0]] in COLUMNS
+        how = f"; write {{{value[wrong[0]]}: {wrong[0]}}}" if turned else f"; there are {', '.join(COLUMNS)}"
+        raise ValueError(f"must map names of columns that are read here to those of the data, not {wrong[0]!r}{how}")
+    if len(set(value.values())) < len(value):
+        raise ValueError("must name each column of the data once")
+    return value
+
+
 def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, PathLike) else value
 
@@ -129,6 +146,7 @@ Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
 # One data set, or several by name.
 DataFiles = Names | Annotated[dict[Name, Names], Field(min_length=1)]
+Columns = Annotated[dict[Name, Name], AfterValidator(_columns)]
 RowSplit = Annotated[int | float, BeforeValidator(_split)]
 Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]
 Pattern = Annotated[Name, AfterValidator(_pattern)]

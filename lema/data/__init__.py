@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lema.data.columns import longest_row
     from lema.data.dataset import Counts, TokenDataset
     from lema.data.files import Row, load_rows, read_rows
+    from lema.data.forms import Forms, forms_of
     from lema.data.read import needs_tokenizer, prepare_data
     from lema.data.sampling import Sampling
 
@@ -16,10 +17,12 @@ __all__ = [
     "Batch",
     "Batches",
     "Counts",
+    "Forms",
     "Row",
     "Sampling",
     "TokenDataset",
     "collate",
+    "forms_of",
     "load_rows",
     "longest_row",
     "needs_tokenizer",
@@ -32,6 +35,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         **dict.fromkeys(("Batch", "Batches", "collate"), "batches"),
         **dict.fromkeys(("Counts", "TokenDataset"), "dataset"),
+        **dict.fromkeys(("Forms", "forms_of"), "forms"),
         **dict.fromkeys(("Row", "load_rows", "read_rows"), "files"),
         **dict.fromkeys(("needs_tokenizer", "prepare_data"), "read"),
         "Sampling": "sampling",

@@ -3,15 +3,30 @@
 `parse` reads a row of a known kind, and `longest_row` says how many tokens a row may have.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from lema.data.chat.messages import Chat, read_conversations, read_messages
 from lema.data.files import Row
+from lema.data.forms import MESSAGE_FIELDS, Forms
+from lema.data.values import flag_of, list_of, text_of
 from lema.errors import ConfigError
 
-__all__ = ["IGNORED", "Chat", "Example", "Kind", "Text", "Tokens", "detect", "longest_row", "num_trained", "parse"]
+__all__ = [
+    "IGNORED",
+    "Chat",
+    "Example",
+    "Kind",
+    "Text",
+    "Tokens",
+    "detect",
+    "left_out",
+    "longest_row",
+    "num_trained",
+    "parse",
+    "unused",
+]
 
 IGNORED = -100
 """The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""
@@ -29,15 +44,15 @@ KINDS: tuple[Kind, ...] = (
     ("text",),
 )
 
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
+# What else is read of a row of a kind, by the first column of the kind.
+_BESIDE: dict[str, tuple[str, ...]] = {
+    "input_ids": ("attention_mask",),
+    "messages": ("tools",),
+    "conversations": ("tools", "system"),
+    "prompt": ("tools",),
+    "instruction": ("input",),
 }
+_FLAGS = ("train", "weight")  # of any row: false or 0 leaves it out
 
 # The wording of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), which such data sets assume when a
 # tokenizer has no chat template of its own.
@@ -69,17 +84,9 @@ class Text:
     completion: str
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """Messages for the tokenizer's chat template."""
-
-    messages: list[dict[str, Any]]  # dictionaries with `role` and `content`, as `transformers` takes them
-    tools: list[Any] | None = None  # JSON schemas of the tools on offer, or None
-    # How many leading messages are the prompt; None when every assistant message is learnt.
-    prompt_length: int | None = None
-
-
 Example: TypeAlias = Tokens | Text | Chat
+
+_AS_IT_IS = Forms()
 
 
 def num_trained(labels: list[int]) -> int:
@@ -87,60 +94,62 @@ def num_trained(labels: list[int]) -> int:
     return len(labels[1:]) - labels[1:].count(IGNORED)
 
 
-def detect(row: Row) -> Kind:
-    """The kind of a row, by the columns which are present and not null.
+def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
+    """The kind of a row, by the columns which are present and not null, and first of all by those the settings name.
 
     Raises:
         DataError: no kind fits; the message lists the columns found and those understood.
     """
     present = {name for name, value in row.values.items() if value is not None}
+    named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
     for kind in KINDS:
-        if present.issuperset(kind):
+        if present.issuperset(kind) and named.issubset(kind):
             return kind
     found = ", ".join(sorted(map(str, present))) or "none"
     known = "; ".join(" + ".join(kind) for kind in KINDS)
-    raise row.broken(f"the columns say nothing to train on (found: {found})", how=f"name the columns one of: {known}")
+    how = f"name the columns one of: {known}; or say what they are, for example `columns: {{prompt: question}}`"
+    raise row.broken(f"the columns say nothing to train on (found: {found})", how=how)
 
 
-def parse(row: Row, kind: Kind, *, chat_template: bool) -> Example:
+def unused(row: Row, kind: Kind) -> list[str]:
+    """The names of the columns that hold something and that nothing is read from."""
+    known = {*kind, *_BESIDE.get(kind[0], ()), *_FLAGS}
+    return sorted(str(name) for name, value in row.values.items() if value is not None and name not in known)
+
+
+def left_out(row: Row) -> bool:
+    """Whether the row says by `train: false` or `weight: 0` that it is not to be trained on.
+
+    Raises:
+        DataError: one of them is anything but true or false, 1 or 0.
+    """
+    said = [flag_of(row, row.values[name], f"'{name}'") for name in _FLAGS if row.values.get(name) is not None]
+    return not all(said)
+
+
+def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS) -> Example:
     """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats.
 
     Raises:
         DataError: a value is missing, of the wrong type, or empty; names file, line and column.
     """
+    fields = {name: forms.columns[name] for name in MESSAGE_FIELDS if name in forms.columns}
     match kind[0]:
         case "input_ids":
             return _tokens(row, labelled="labels" in kind)
         case "messages":
-            return Chat(_messages(row, "messages"), _tools(row))
+            return read_messages(row, "messages", fields)
         case "conversations":
-            return Chat(_conversations(row), _tools(row))
+            return read_conversations(row, fields)
         case "prompt":
-            return _prompt_completion(row)
+            return _prompt_completion(row, fields)
         case "instruction":
             return _instruction(row, chat_template)
     return Text("", _text(row, "text"))
 
 
-def _list(row: Row, column: str) -> list[Any]:
-    """A list; or one written as JSON in a string, which is the only way a .csv can hold one."""
-    value = row.values[column]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise row.broken(f"'{column}' should be a list, and the text there is not JSON: {error}") from error
-    elif hasattr(value, "tolist"):  # arrays and tensors, in rows from memory
-        value = value.tolist()
-    if not isinstance(value, (list, tuple)):
-        raise row.broken(f"'{column}' should be a list, not {type(value).__name__}")
-    if not value:
-        raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
-    return list(value)
-
-
 def _ints(row: Row, column: str) -> list[int]:
-    values = _list(row, column)
+    values = list_of(row, column)
     for place, value in enumerate(values):
         if type(value) is not int:  # bool is an int to isinstance, and is never a token
             raise row.broken(f"'{column}' should hold whole numbers, not {value!r}", at=f"position {place}")
@@ -162,29 +171,14 @@ def _tokens(row: Row, *, labelled: bool) -> Tokens:
     return Tokens([ids[i] for i in kept], [labels[i] for i in kept])
 
 
-def _string(row: Row, value: Any, name: str, at: str = "") -> str:
-    if not isinstance(value, str):
-        raise row.broken(f"{name} should be text, not {type(value).__name__}", at=at)
-    if "\0" in value:
-        raise row.broken(f"{name} holds a NUL character", at=at, how="remove it; the text is probably damaged")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            what = f"{name} holds half a surrogate pair, which is no character"
-            how = "the text was cut inside a character; repair or remove the row"
-            raise row.broken(what, at=at, how=how) from error
-    return value
-
-
 def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
-    value = _string(row, row.values[column], f"'{column}'")
+    value = text_of(row, row.values[column], f"'{column}'")
     if not may_be_empty and not value.strip():
         raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
     return value
 
 
-def _prompt_completion(row: Row) -> Example:
+def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
     """Two strings, or two lists of messages of which the second begins with the assistant's answer."""
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -192,74 +186,24 @@ def _prompt_completion(row: Row) -> Example:
     if isinstance(prompt, str) or isinstance(completion, str):
         how = "write both as text, or both as lists of messages"
         raise row.broken("one of 'prompt' and 'completion' is text and the other is not", how=how)
-    before, after = _messages(row, "prompt"), _messages(row, "completion")
-    if after[0]["role"] != "assistant":
+    before, after = read_messages(row, "prompt", fields), read_messages(row, "completion", fields)
+    if after.messages[0]["role"] != "assistant":
         raise row.broken("'completion' should begin with an assistant message", at="completion, message 1")
-    return Chat(before + after, _tools(row), len(before))
+    length = len(before.messages)
+    flags = (None,) * length + after.flags if after.flags else ()
+    return Chat(before.messages + after.messages, before.tools, length, flags)
 
 
 def _instruction(row: Row, chat_template: bool) -> Example:
     instruction, output = _text(row, "instruction"), _text(row, "output")
     given = row.values.get("input")
-    extra = _string(row, given, "'input'") if given is not None else ""
+    extra = text_of(row, given, "'input'") if given is not None else ""
     if chat_template:
         question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
         return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": output}])
     if extra.strip():
         return Text(_ALPACA_INPUT.format(instruction=instruction, input=extra), output)
     return Text(_ALPACA.format(instruction=instruction), output)
-
-
-def _messages(row: Row, column: str) -> list[dict[str, Any]]:
-    messages = []
-    for number, message in enumerate(_list(row, column), 1):
-        at = f"{column}, message {number}"
-        if not isinstance(message, Mapping):
-            raise row.broken(f"a message should be an object, not {type(message).__name__}", at=at)
-        if message.get("role") is None:
-            raise row.broken("a message has no 'role'", at=at, how='write {"role": "user", "content": "..."}')
-        _string(row, message["role"], "'role'", at)
-        _check_content(row, message, at)
-        messages.append(dict(message))
-    return messages
-
-
-def _check_content(row: Row, message: Mapping[str, Any], at: str) -> None:
-    content = message.get("content")
-    if content is None:
-        if not message.get("tool_calls"):
-            raise row.broken("a message has no 'content'", at=at, how='write {"role": "user", "content": "..."}')
-    elif isinstance(content, (list, tuple)):
-        for block in content:
-            if not isinstance(block, Mapping) or block.get("type") != "text":
-                raise row.broken("'content' holds something other than text", at=at, how="only text can be trained on")
-            _string(row, block.get("text"), "the text of a content block", at)
-    else:
-        _string(row, content, "'content'", at)
-
-
-def _conversations(row: Row) -> list[dict[str, Any]]:
-    """ShareGPT's `from` and `value`, turned to `role` and `content`; messages which already have those pass."""
-    turns = _list(row, "conversations")
-    if all(isinstance(turn, Mapping) and "from" not in turn for turn in turns):
-        return _messages(row, "conversations")
-    messages: list[dict[str, Any]] = []
-    if isinstance(row.values.get("system"), str) and row.values["system"].strip():
-        messages.append({"role": "system", "content": _text(row, "system")})
-    for number, turn in enumerate(turns, 1):
-        at = f"conversations, message {number}"
-        if not isinstance(turn, Mapping) or turn.get("from") is None or turn.get("value") is None:
-            raise row.broken("a message lacks 'from' or 'value'", at=at, how='write {"from": "human", "value": "..."}')
-        role = _SHAREGPT_ROLES.get(str(turn["from"]))
-        if role is None:
-            how = f"use one of: {', '.join(_SHAREGPT_ROLES)}"
-            raise row.broken(f"the speaker {turn['from']!r} is not known", at=at, how=how)
-        messages.append({"role": role, "content": _string(row, turn["value"], "'value'", at)})
-    return messages
-
-
-def _tools(row: Row) -> list[Any] | None:
-    return _list(row, "tools") if row.values.get("tools") else None
 
 
 DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at

@@ -3,13 +3,13 @@
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from lema.data.columns import num_trained
+from lema.data.columns import IGNORED, num_trained
 from lema.data.files import Row
 from lema.errors import DataError
 
@@ -27,10 +27,18 @@ class Counts:
     dropped: int  # rows left out, for being too long or for losing all they had to learn when cut
     tokens: int  # tokens kept
     trained_tokens: int  # tokens among them which the loss counts
+    left_out: int = 0  # rows that say not to be trained on
+    cut_tokens: int = 0  # tokens that truncation cut off the rows kept
+    cut_trained: int = 0  # tokens among them which the loss would have counted
 
     def __str__(self) -> str:
-        text = f"{self.rows:,} rows, {self.tokens:,} tokens of which {self.trained_tokens:,} are learnt"
-        return f"{text}; {self.truncated:,} rows truncated, {self.dropped:,} dropped"
+        text = [f"{self.rows:,} rows, {self.tokens:,} tokens of which {self.trained_tokens:,} are trained on"]
+        if self.truncated:
+            cut = f"{self.cut_tokens:,} tokens cut off, {self.cut_trained:,} of them to be trained on"
+            text.append(f"{self.truncated:,} rows truncated ({cut})")
+        text += [f"{self.dropped:,} rows dropped"] * bool(self.dropped)
+        text += [f"{self.left_out:,} left out, as they say"] * bool(self.left_out)
+        return "; ".join(text)
 
 
 @dataclass(slots=True)
@@ -41,19 +49,22 @@ class Columns:
     labels: "array[int]" = field(default_factory=lambda: array("i"))
     ends: "array[int]" = field(default_factory=lambda: array("q"))
     trained: "array[int]" = field(default_factory=lambda: array("q"))
-    truncated: "array[int]" = field(default_factory=lambda: array("b"))
+    cut: "array[int]" = field(default_factory=lambda: array("i"))  # tokens cut off each row
+    cut_trained: "array[int]" = field(default_factory=lambda: array("i"))
     source: "array[int]" = field(default_factory=lambda: array("i"))
     line: "array[int]" = field(default_factory=lambda: array("q"))
     sources: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
+    left_out: int = 0
 
-    def append(self, row: Row, ids: list[int], labels: list[int], *, truncated: bool) -> None:
-        """Take in one tokenised row."""
+    def append(self, row: Row, ids: list[int], labels: list[int], cut: list[int]) -> None:
+        """Take in one tokenised row; `cut` has the labels of the tokens that were cut off its end."""
         self.ids.extend(ids)
         self.labels.extend(labels)
         self.ends.append(len(self.ids))
         self.trained.append(num_trained(labels))
-        self.truncated.append(truncated)
+        self.cut.append(len(cut))
+        self.cut_trained.append(len(cut) - cut.count(IGNORED))
         self.source.append(self.sources.setdefault(row.source, len(self.sources)))
         self.line.append(row.line)
 
@@ -62,11 +73,18 @@ class TokenDataset(Sequence[TokenRow]):
     """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt.
 
     Labels stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the
-    columns in their order, or all; `dropped` is the number that was left out, if it is not the columns'.
+    columns in their order, or all; `dropped` is the number that was left out, if it is not the columns'. `notes` are
+    what a user should know of the data, a line each.
     """
 
-    def __init__(self, columns: Columns, rows: npt.NDArray[np.int64] | None = None, dropped: int | None = None) -> None:
-        self._columns = columns
+    def __init__(
+        self,
+        columns: Columns,
+        rows: npt.NDArray[np.int64] | None = None,
+        dropped: int | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self._columns, self.notes = columns, notes
         self._ids = np.frombuffer(columns.ids, dtype=np.int32) if columns.ids else np.empty(0, np.int32)
         self._labels = np.frombuffer(columns.labels, dtype=np.int32) if columns.labels else np.empty(0, np.int32)
         self._starts = np.concatenate([[0], np.asarray(columns.ends, dtype=np.int64)])
@@ -75,10 +93,13 @@ class TokenDataset(Sequence[TokenRow]):
         picked = self._rows
         self.counts = Counts(
             rows=len(picked),
-            truncated=int(np.asarray(columns.truncated, dtype=np.int64)[picked].sum()),
+            truncated=int((np.asarray(columns.cut, dtype=np.int64)[picked] > 0).sum()),
             dropped=columns.dropped if dropped is None else dropped,
             tokens=int(np.diff(self._starts)[picked].sum()),
             trained_tokens=int(np.asarray(columns.trained, dtype=np.int64)[picked].sum()),
+            left_out=columns.left_out if dropped is None else 0,
+            cut_tokens=int(np.asarray(columns.cut, dtype=np.int64)[picked].sum()),
+            cut_trained=int(np.asarray(columns.cut_trained, dtype=np.int64)[picked].sum()),
         )
 
     def __len__(self) -> int:
@@ -132,7 +153,8 @@ class TokenDataset(Sequence[TokenRow]):
             raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
         chosen = np.zeros(total, dtype=bool)
         chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
-        train = TokenDataset(self._columns, self._rows[~chosen], dropped=self.counts.dropped)
+        train = TokenDataset(self._columns, self._rows[~chosen], self.counts.dropped, self.notes)
+        train.counts = replace(train.counts, left_out=self.counts.left_out)
         return train, self.select(np.flatnonzero(chosen))
 
     def fingerprint(self) -> str:

@@ -5,10 +5,11 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from lema.data.columns import Kind, detect, num_trained
+from lema.data.columns import Kind, detect, left_out, num_trained, unused
 from lema.data.dataset import Columns, TokenDataset
 from lema.data.files import Row, find_files, read_rows
-from lema.data.tokenize import check_tokenizer, tokenize_row
+from lema.data.forms import Forms
+from lema.data.tokenize import Reading, check_tokenizer, tokenize_row
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ def prepare_data(
     max_length: int,
     overlong: Overlong = "truncate",
     vocab_size: int | None = None,
+    forms: Forms | None = None,
 ) -> TokenDataset:
     """Read, recognise and tokenise training data.
 
     The columns of a file say what its rows are: `input_ids` (+ `labels`), `messages` or `conversations`, `prompt` +
     `completion`, `instruction` (+ `input`) + `output`, or `text`. All rows of a file are of one kind. A row which loses
-    everything it had to learn when it is cut is dropped and counted.
+    everything it had to learn when it is cut is dropped and counted; one that says not to be trained on is left out.
 
     Args:
         data: .jsonl, .json, .csv, .parquet or .txt files, directories or globs of them; or rows as dictionaries.
@@ -43,6 +45,7 @@ def prepare_data(
         max_length: the most tokens a row may have.
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an "error".
         vocab_size: how many tokens the model knows; ids beyond it are an error. None: not checked.
+        forms: which columns are meant, which chat template, and what is trained on; None: as above.
 
     Raises:
         DataError: no rows, a malformed row (named by file and line), a row with nothing to learn, or none left.
@@ -52,46 +55,56 @@ def prepare_data(
         raise DataError(what, where="max_length", how="allow 2 or more")
     if overlong not in ("truncate", "drop", "error"):
         raise DataError(f"{overlong!r} is no way to treat a long row", where="overlong", how="truncate, drop or error")
-    columns = Columns()
-    for row, kind in _with_kinds(_rows(data)):
+    forms = forms or Forms()
+    if tokenizer is not None:
+        tokenizer = forms.with_template(tokenizer)
+    columns, reading = Columns(), Reading(tokenizer, forms, vocab_size)
+    for row, kind in _with_kinds(_rows(data), forms, reading):
         if tokenizer is not None and not columns.ends:
             check_tokenizer(tokenizer, kind)
-        ids, labels = tokenize_row(row, kind, tokenizer, vocab_size)
+        ids, labels = ([], []) if left_out(row) else tokenize_row(row, kind, reading)
+        if not ids:
+            columns.left_out += 1
+            continue
         length = len(ids)
         if length > max_length and overlong == "error":
             how = "raise max_length, shorten the row, or set overlong to truncate or drop"
             raise row.broken(f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how)
-        if length > max_length:
-            ids, labels = ids[:max_length], labels[:max_length]
-        if length > max_length and (overlong == "drop" or num_trained(labels) == 0):
+        cut = labels[max_length:]
+        if cut and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
             columns.dropped += 1
         else:
-            columns.append(row, ids, labels, truncated=length > max_length)
+            columns.append(row, ids[:max_length], labels[:max_length], cut)
     if not columns.ends:
         how = f"raise max_length={max_length} or shorten the rows" if columns.dropped else "give some rows"
-        raise DataError(f"no rows to train on: {columns.dropped:,} were dropped", where=_describe(data), how=how)
-    return TokenDataset(columns)
+        gone = f"{columns.dropped:,} were dropped, {columns.left_out:,} say not to be trained on"
+        raise DataError(f"no rows to train on: {gone}", where=_describe(data), how=how)
+    return TokenDataset(columns, notes=reading.remarks.lines())
 
 
-def needs_tokenizer(data: str | Path | Iterable[str | Path]) -> bool:
+def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
     """Whether any of the files holds something other than token ids; looks at the first row of each.
 
     Raises:
         DataError: as `prepare_data`, for the first rows.
     """
-    return any(detect(next(read_rows(file)))[0] != "input_ids" for file in find_files(data))
+    forms = forms or Forms()
+    firsts = (forms.renamed(next(read_rows(file))) for file in find_files(data))
+    return any(detect(first, forms)[0] != "input_ids" for first in firsts)
 
 
-def _with_kinds(rows: Iterable[Row]) -> Iterator[tuple[Row, Kind]]:
+def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading) -> Iterator[tuple[Row, Kind]]:
     """Each row with the kind of its file, which its first row decides."""
-    for _, group in groupby(rows, key=lambda row: row.source):
+    for _, group in groupby(map(forms.renamed, rows), key=lambda row: row.source):
         first = next(group)
-        kind = detect(first)
+        kind = detect(first, forms)
         for row in chain([first], group):
-            found = detect(row)
+            found = detect(row, forms)
             if found != kind:
                 what = f"the row is {' + '.join(found)}, and the file began with {' + '.join(kind)}"
                 raise row.broken(what, how="give every row of a file the same columns, or use one file per kind")
+            for name in unused(row, kind):
+                reading.remarks.add(row, f"nothing is read from the column {name!r}")
             yield row, kind
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes
-from lema.data import needs_tokenizer, prepare_data
+from lema.data import forms_of, needs_tokenizer, prepare_data
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, phases, saved_elsewhere
 from lema.plan.machine import Machine
@@ -150,11 +150,12 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     if not config.train_data:
         return None
     tokenizer, vocabulary = None, planner.blueprint.vocabulary or None
-    if needs_tokenizer(config.train_data):
+    forms = forms_of(config)
+    if needs_tokenizer(config.train_data, forms):
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
-    overlong = config.overlong
-    data = prepare_data(config.train_data, tokenizer, max_length=length, overlong=overlong, vocab_size=vocabulary)
+    how_read: dict[str, Any] = {"overlong": config.overlong, "vocab_size": vocabulary, "forms": forms}
+    data = prepare_data(config.train_data, tokenizer, max_length=length, **how_read)
     rows, tokens = data.counts.rows, data.counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
     part_of_full = planner.demand(scale=tokens / (rows * length))

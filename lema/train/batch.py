@@ -1,31 +1,42 @@
-"""A batch as a user hands it in: one mapping of tensors, checked before any layer is read."""
+"""What a user hands in to train on: a batch as one mapping of tensors, checked; data of any form as rows of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lema.config import LemaConfig
+from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
 from lema.engine.head.loss import IGNORED
 from lema.errors import DataError
+from lema.model.files import ModelFiles
 
-__all__ = ["as_batch"]
+__all__ = ["as_batch", "as_rows", "read_data"]
 
 
 NAMES = ("input_ids", "labels", "attention_mask")
 
 
 def as_batch(
-    inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None, vocab_size: int | None = None
+    inputs: Any,
+    labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    text_config: Any = None,
+    files: ModelFiles | None = None,
 ) -> dict[str, Tensor]:
     """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`.
 
+    The model's `text_config` tells the vocabulary, and with the tokenizer in its `files` what padding looks like.
+
     Raises:
         DataError: a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a token is
-            outside the vocabulary.
+            outside the vocabulary, or rows look padded and nothing says where.
     """
+    vocab_size = getattr(text_config, "vocab_size", None)
     if isinstance(inputs, Tensor):
         given: Mapping[str, Any] = {"input_ids": inputs}
     elif isinstance(inputs, Mapping) and "input_ids" in inputs:
@@ -41,12 +52,31 @@ def as_batch(
         raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
     if "labels" not in batch:
         ids, mask = batch["input_ids"], batch.get("attention_mask")
+        if mask is None and ids.ndim == 2:
+            # Only a tokenizer that was used is asked, because loading one takes seconds.
+            for source in (text_config, vars(files).get("tokenizer") if files is not None else None):
+                _check_padding(ids, getattr(source, "pad_token_id", None), getattr(source, "eos_token_id", None))
         batch["labels"] = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
     _check_shapes(batch)
     if vocab_size is not None:
         _check_range("input_ids", batch["input_ids"], vocab_size)
         _check_range("labels", batch["labels"][batch["labels"] != IGNORED], vocab_size)
     return batch
+
+
+def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
+    """Refuse rows that end or begin with padding: labels made of the tokens alone would have it learnt.
+
+    Many tokenizers pad with the token that ends a text; one of these at the end is no padding.
+    """
+    if pad is None or ids.numel() == 0:
+        return
+    once = 2 if pad == end or (isinstance(end, list) and pad in end) else 1
+    width = min(once, ids.shape[1])
+    edges = (ids[:, -width:], ids[:, : min(2, ids.shape[1])])  # one at the beginning may open a text
+    if ids.shape[1] > 2 and any(bool((edge == pad).all(dim=1).any()) for edge in edges):
+        how = "give the tokenizer's whole batch, train_step(batch), or attention_mask, or labels with -100 at padding"
+        raise DataError("rows are padded, and no attention_mask says where", where="train_step", how=how)
 
 
 def _check_shapes(batch: Mapping[str, Tensor]) -> None:
@@ -66,3 +96,51 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
             where="train_step",
             how="use the tokenizer of the model being trained; label -100 is what is not learnt",
         )
+
+
+def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callable[[str], None]) -> Any:
+    """Return data as rows of `input_ids` and `labels`: as they are where they have them, else tokenised as files are.
+
+    Args:
+        data: such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
+        config: says how they are read.
+        files: the model's, for its tokenizer.
+        say: called with what there is to say of data that were tokenised.
+
+    Raises:
+        DataError: as `lema.data.prepare_data`, and where there is no tokenizer.
+    """
+    if data is None or isinstance(data, TokenDataset):
+        return data
+    sized = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str | Mapping)
+    if sized and (len(data) == 0 or not isinstance(data[0], Mapping | str | Path)):
+        return data
+    if sized and isinstance(data[0], Mapping) and {"input_ids", "labels"} <= data[0].keys():
+        return data
+    if files is None:
+        how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"
+        raise DataError("the rows are no token ids, and this trainer knows no tokenizer", where="fit", how=how)
+    read = read_data(config, files, data)
+    for line in (f"data: {read.counts}", *read.notes):
+        say(line)
+    return read
+
+
+def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> TokenDataset:
+    """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
+
+    Raises:
+        ConfigError: `max_length` is more than the model's positions.
+        DataError: the data is missing or malformed.
+    """
+    text, forms = files.config.get_text_config(), forms_of(config)
+    paths = data[0] if isinstance(data, list | tuple) and data else data
+    of_files = isinstance(paths, str | Path) or isinstance(data, Mapping)
+    return prepare_data(
+        data,
+        files.tokenizer if not of_files or needs_tokenizer(data, forms) else None,
+        max_length=longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
+        overlong=config.overlong,
+        vocab_size=getattr(text, "vocab_size", None),
+        forms=forms,
+    )

@@ -205,6 +205,7 @@ class LemaModel:
             optimizer,
             self.memory,
             callbacks=callbacks,
+            files=self.files,
             **options,
         )
 

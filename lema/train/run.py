@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes
-from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
+from lema.data import TokenDataset
 from lema.errors import ConfigError
-from lema.model.files import ModelFiles
+from lema.train.batch import read_data
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
-__all__ = ["load_data", "read_data", "train"]
+__all__ = ["load_data", "train"]
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
             each = "each" if held == 1 else f"each {held} of them"
             out(f"{replicas.num_processes} processes, {each} with its share of every batch")
         train_data, eval_data = load_data(model)
-        out(f"training data: {train_data.counts}")
+        out("\n".join((f"training data: {train_data.counts}", *train_data.notes)))
         if eval_data is not None:
             out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
@@ -99,20 +99,3 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
     if config.eval_split:
         return train_data.split(config.eval_split, config.seed)
     return train_data, None
-
-
-def read_data(config: LemaConfig, files: ModelFiles, paths: str | Iterable[str]) -> TokenDataset:
-    """Read and tokenise data files with the tokenizer of a model and the config's limits.
-
-    Raises:
-        ConfigError: `max_length` is more than the model's positions.
-        DataError: the data is missing or malformed.
-    """
-    text = files.config.get_text_config()
-    return prepare_data(
-        paths,
-        files.tokenizer if needs_tokenizer(paths) else None,
-        max_length=longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
-        overlong=config.overlong,
-        vocab_size=getattr(text, "vocab_size", None),
-    )

@@ -20,11 +20,12 @@ from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, set_rates, set_update
 from lema.errors import AdapterError, ConfigError, NonFiniteError
+from lema.model.files import ModelFiles
 from lema.storage import GlobalBinaryIndex
 from lema.storage.locks import one_run
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
-from lema.train.batch import as_batch
+from lema.train.batch import as_batch, as_rows
 from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
@@ -51,6 +52,7 @@ class LemaTrainer:
         optimizer: over the adapters' parameters; None: AdamW as the config says, made at the first step.
         memory_manager: the stream of layers; None: the model's own.
         callbacks: `transformers.TrainerCallback`s that `fit` calls.
+        files: the model's, whose tokenizer reads data that are no token ids yet.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class LemaTrainer:
         memory_manager: LayerStream | None = None,
         *,
         callbacks: Sequence[Any] = (),
+        files: ModelFiles | None = None,
     ) -> None:
         if memory_manager is not None and memory_manager is not model_adapter.stream:
             raise ConfigError("memory_manager is not the stream of model_adapter", how="leave it out")
         self.config, self.model, self.gbi, self.peft_model = config, model_adapter, gbi, lora_manager
         self.memory, self.backend = model_adapter.stream, model_adapter.backend
         self.module = lora_manager  # what callbacks see as the model
-        self.callbacks, self.optimizer = list(callbacks), optimizer
+        self.callbacks, self.optimizer, self.files = list(callbacks), optimizer, files
         self._makes_optimizer = optimizer is None
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
@@ -101,8 +104,7 @@ class LemaTrainer:
             DataError: no token is trained, or the batch is malformed.
             ConfigError: a checkpoint is due, and another run writes to `output_dir`; the step was taken.
         """
-        vocab_size = getattr(self.model.split.model.config.get_text_config(), "vocab_size", None)
-        batch = as_batch(inputs, labels, attention_mask, vocab_size)
+        batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
         logits: list[Tensor] = []
         micro_batches = split_batch(batch, self.config.micro_batch_size)
         result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
@@ -197,8 +199,8 @@ class LemaTrainer:
         A trainer that has stepped already, or loaded a checkpoint, goes on at its `global_step`.
 
         Args:
-            dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
-            eval_dataset: such rows that are evaluated every `eval_steps`, or after each epoch.
+            dataset: rows with `input_ids` and `labels`; or of text, prompts or messages, or files, which are read.
+            eval_dataset: such data that are evaluated every `eval_steps`, or after each epoch.
             resume: go on from the newest checkpoint in `output_dir` that is sound; a newer one that is damaged is said.
             weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
             say: called with each line on what is gone on from.
@@ -214,7 +216,8 @@ class LemaTrainer:
             DiskFull: there is no room for two checkpoints, or, when the run ends, for the last.
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
-            run, optimizer = PlainRun(self, dataset, eval_dataset), self.ready()
+            read = partial(as_rows, config=self.config, files=self.files, say=say)
+            run, optimizer = PlainRun(self, read(dataset), read(eval_dataset)), self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
@@ -237,8 +240,9 @@ class LemaTrainer:
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
+        rows = as_rows(dataset, self.config, self.files, no_event)
         with watched(self.model, self.config):
-            return evaluate(self.model, passes_of_rows(dataset, self.config, self.backend.replicas))
+            return evaluate(self.model, passes_of_rows(rows, self.config, self.backend.replicas))
 
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,47 @@ def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LemaConfig("model", **{theirs: 1})
     assert caught.value.how == f"did you mean {ours}?"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("dataset_text_field", "columns: {text: NAME}"),
+        ("assistant_only_loss", "train_on: assistant"),
+        ("completion_only_loss", "train_on: assistant"),
+        ("train_on_inputs", "train_on: all"),
+        ("roles_to_train", "train_on:"),
+        ("mask_history", "train_on: last"),
+        ("chat_template_jinja", "chat_template:"),
+        ("field_messages", "columns: {messages: NAME}"),
+        ("message_property_mappings", "columns: {role: NAME, content: NAME}"),
+        ("message_field_training", "is obeyed as it is"),
+        ("excess_length_strategy", "overlong:"),
+    ],
+)
+def test_names_of_other_trainers_are_answered(theirs: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LemaConfig("m", **{theirs: "x"})
+    assert ours in caught.value.how and "did you mean" not in caught.value.how
+
+
+def test_every_setting_that_an_answer_names_is_there() -> None:
+    from lema.config.foreign import SAID_HERE
+
+    assert not SAID_HERE.keys() & LemaConfig.model_fields.keys()
+    named = {setting for how in SAID_HERE.values() for setting in re.findall(r"(?:here: |; )([a-z_]+): ", how)}
+    assert named <= LemaConfig.model_fields.keys() and {"columns", "train_on", "chat_template", "overlong"} <= named
+
+
+def test_columns_are_ours_to_theirs() -> None:
+    assert LemaConfig("m", columns={"prompt": "question", "role": "who"}).columns == {
+        "prompt": "question",
+        "role": "who",
+    }
+    with pytest.raises(ConfigError, match=r"not 'question'; write \{prompt: question\}"):
+        LemaConfig("m", columns={"question": "prompt"})
+    with pytest.raises(ConfigError, match="each column of the data once"):
+        LemaConfig("m", columns={"prompt": "a", "completion": "a"})
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_long_rows_are_cut_and_counted():
     counts = data.counts
     assert (counts.rows, counts.truncated, counts.dropped) == (2, 1, 1)
     assert (counts.tokens, counts.trained_tokens) == (9, 7)  # the first token of a row has nothing to be predicted from
-    assert "1 rows truncated, 1 dropped" in str(counts)
+    assert "1 rows truncated (4 tokens cut off, 4 of them to be trained on); 1 rows dropped" in str(counts)
 
 
 def test_a_cut_text_does_not_end(tokenizer):

@@ -5,8 +5,8 @@ import threading
 import pytest
 from faults.words import TEMPLATE, word_tokenizer
 
-from lema.data import chat as template
 from lema.data import prepare_data
+from lema.data.chat import template
 from lema.errors import DataError
 
 CHAT = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]

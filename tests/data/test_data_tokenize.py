@@ -6,7 +6,8 @@ from transformers import ByT5Tokenizer
 from lema.data import Row, TokenDataset, prepare_data
 from lema.data.chat import tokenize_spans
 from lema.data.columns import detect
-from lema.data.tokenize import tokenize_row
+from lema.data.forms import Forms
+from lema.data.tokenize import Reading, tokenize_row
 from lema.errors import DataError
 
 CHAT = [
@@ -19,9 +20,10 @@ CHAT = [
 ANSWERS = ["Long.<|im_end|>", "Old, the mill is old.<|im_end|>"]
 
 
-def tokenize(tokenizer, values, **kwargs):
-    row = Row(values, "data.jsonl", 3)
-    return tokenize_row(row, detect(row), tokenizer, **kwargs)
+def tokenize(tokenizer, values, **forms):
+    vocab_size, forms = forms.pop("vocab_size", None), Forms(**forms)
+    row = forms.renamed(Row(values, "data.jsonl", 3))
+    return tokenize_row(row, detect(row, forms), Reading(tokenizer, forms, vocab_size))
 
 
 def learnt_stretches(tokenizer, ids, labels):
@@ -125,7 +127,6 @@ def test_instructions_go_through_the_template(make_tokenizer, templates):
         (None, CHAT, "no chat template"),
         ("plain", CHAT[:2], "no message is the assistant's"),
         ("plain", CHAT[2:], "begins with the assistant"),
-        ("rewriting", CHAT, "message 3"),
         ("strict", CHAT, "no system role"),
         ("strict", [CHAT[1], {"role": "assistant", "content": [{"type": "text", "text": "Long."}]}], "does not take"),
     ],

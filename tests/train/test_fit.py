@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lema import LemaConfig
-from lema.data import Batches
+from lema.data import Batches, prepare_data
 from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError, DataError, NonFiniteError
 from lema.stream.schedule import fetched, training_order
@@ -270,3 +270,30 @@ def test_a_plain_run_follows_a_schedule_that_transformers_does_not_have(llama: P
     run_fit(config, token_rows(8))
     factor = factor_of("wsds", 4, spans_of("wsds", 4, warmup=1))
     assert list(logged(config, "learning_rate").values()) == [config.learning_rate * factor(step) for step in range(4)]
+
+
+def test_rows_that_are_no_tokens_are_tokenised_as_files_are(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A list of messages or texts, or a generator, trains as the data set that `prepare_data` makes of it."""
+    chats = [
+        {
+            "messages": [{"role": "user", "content": f"the mill {n}"}, {"role": "assistant", "content": "is old"}],
+            "id": n,
+        }
+        for n in range(6)
+    ]
+    config = settings(llama, tmp_path / "a", batch_size=2)
+    with opened(config) as model:
+        tokens = prepare_data(chats, model.tokenizer, max_length=128)
+    expected, adapter = run_fit(config, tokens, tokens)
+    assert "messages" not in capsys.readouterr().out
+    other = config.model_copy(update={"output_dir": str(tmp_path / "b")})
+    result, found = run_fit(other, chats, iter(chats))
+    assert result["train_loss"] == expected["train_loss"] and result["eval_loss"] == expected["eval_loss"]
+    assert all(torch.equal(found[name], value) for name, value in adapter.items())
+    assert "nothing is read from the column 'id' (6 rows, the first is rows:1)" in capsys.readouterr().out
+    with opened(other) as model:
+        assert model.get_trainer().evaluate(chats)["eval_tokens"] == tokens.counts.trained_tokens
+        with pytest.raises(DataError, match="say nothing to train on"):
+            model.get_trainer().fit([{"words": "the mill"}])

@@ -110,6 +110,23 @@ def test_what_a_tokenizer_returns_is_a_batch(model: LemaModel) -> None:
     assert loss == pytest.approx(float(expected), rel=1e-6)
 
 
+def test_padding_is_never_learnt(model: LemaModel) -> None:
+    """Tokens alone of texts that were padded are refused, because nothing says which of them are texts."""
+    encode = tokenizer()
+    encode.pad_token = encode.eos_token
+    model.files.__dict__["tokenizer"] = encode  # as it is once `model.tokenizer` was used
+    trainer = model.get_trainer()
+    for side in ("right", "left"):
+        encoded = encode(["the miller", "the mill by the river"], padding=True, padding_side=side, return_tensors="pt")
+        with pytest.raises(DataError, match="rows are padded") as caught:
+            trainer.train_step(encoded["input_ids"])
+        assert "train_step(batch)" in caught.value.how
+    ids = encode(["the mill by the river"] * 2, return_tensors="pt")["input_ids"]
+    ended = torch.cat([ids, torch.full((2, 1), encode.eos_token_id)], dim=1)  # the end of a text is no padding
+    trainer.train_step(ended)
+    trainer.train_step({"input_ids": encoded["input_ids"], "labels": encoded["input_ids"]})  # as the caller says
+
+
 def test_an_optimizer_of_the_user_s_is_the_one_that_steps(model: LemaModel) -> None:
     parameters = model.get_trainable_parameters()
     chosen = parameters[: len(parameters) // 2]

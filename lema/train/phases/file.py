@@ -282,7 +282,7 @@ def read_sources(
     """
     from lema.data.packed import PackedTokens
     from lema.model.files import ModelFiles
-    from lema.train.run import read_data
+    from lema.train.batch import read_data
 
     used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
     used |= {name: Style.PADDED for name in also if name not in used}

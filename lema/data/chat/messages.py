@@ -1,0 +1,182 @@
+"""The messages of a row, in the form that chat templates take, however the data set writes them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lema.data.files import Row
+from lema.data.values import flag_of, list_of, text_of
+
+__all__ = ["Chat", "read_conversations", "read_messages", "read_tools"]
+
+# Speakers as ShareGPT and the data sets after it name them.
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+}
+_CALLS = ("function_call", "tool_call")
+
+# What says of one message whether it is trained on: axolotl's names, and OpenAI's.
+FLAGS = ("train", "training", "weight")
+_DETAILS = ("train_detail", "training_detail")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages for the tokenizer's chat template."""
+
+    messages: list[dict[str, Any]]  # dictionaries with `role` and `content`, as `transformers` takes them
+    tools: list[Any] | None = None  # JSON schemas of the tools on offer, or None
+    # How many leading messages are the prompt; None when every assistant message is learnt.
+    prompt_length: int | None = None
+    flags: tuple[bool | None, ...] = ()  # of each message, whether the data say to train on it; empty: they do not say
+
+    def answers(self) -> list[int]:
+        """The assistant's messages that may be trained on: those after the prompt, unless the data say not to."""
+        first = self.prompt_length or 0
+        flags = self.flags or (None,) * len(self.messages)
+        return [
+            number
+            for number, message in enumerate(self.messages)
+            if number >= first and message["role"] == "assistant" and flags[number] is not False
+        ]
+
+
+def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
+    """The messages of a column; `fields` names those that are not called `role` and `content`.
+
+    Raises:
+        DataError: a message is malformed; names file, line and message.
+    """
+    role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
+    messages, flags = [], []
+    for number, given in enumerate(list_of(row, column), 1):
+        at = f"{column}, message {number}"
+        if not isinstance(given, Mapping):
+            raise row.broken(f"a message should be an object, not {type(given).__name__}", at=at)
+        # Columnar files fill what a message does not have with nulls.
+        message = {key: value for key, value in given.items() if value is not None}
+        if role_key not in message:
+            raise row.broken(f"a message has no {role_key!r}", at=at, how=_shape(role_key, content_key))
+        role = text_of(row, message.pop(role_key), f"'{role_key}'", at)
+        content = message.pop(content_key, None)
+        message = {"role": _ROLES.get(role, role) if "role" in fields else role, "content": content, **message}
+        if message.get("tool_calls"):
+            message["tool_calls"] = _tool_calls(row, message["tool_calls"], at)
+        else:
+            message.pop("tool_calls", None)
+        _check_content(row, message, content_key, at, _shape(role_key, content_key))
+        flags.append(_flag(row, message, at))
+        messages.append(message)
+    return Chat(messages, read_tools(row), None, tuple(flags) if any(one is not None for one in flags) else ())
+
+
+def _shape(role: str, content: str) -> str:
+    return f'write {{"{role}": "user", "{content}": "..."}}'
+
+
+def _check_content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) -> None:
+    content = message["content"]
+    if content is None:
+        if not message.get("tool_calls"):
+            raise row.broken(f"a message has no {key!r}", at=at, how=how)
+    elif isinstance(content, (list, tuple)):
+        for block in content:
+            if not isinstance(block, Mapping) or block.get("type") != "text":
+                raise row.broken("'content' holds something other than text", at=at, how="only text can be trained on")
+            text_of(row, block.get("text"), "the text of a content block", at)
+    else:
+        text_of(row, content, f"'{key}'", at)
+
+
+def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:
+    """Take out of a message what says whether to train on it; None: nothing does."""
+    if detail := next((name for name in _DETAILS if message.get(name)), None):
+        how = "split the message where training should begin and end, with train: true or false on each part"
+        raise row.broken(f"{detail!r} asks to train on parts of a message, which is not there", at=at, how=how)
+    said = [flag_of(row, message.pop(name), f"'{name}'", at) for name in FLAGS if name in message]
+    for name in _DETAILS:
+        message.pop(name, None)
+    return all(said) if said else None
+
+
+def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
+    """Calls in the form that templates are written for: each a function with a name and an object of arguments.
+
+    OpenAI writes the arguments as a text that holds JSON; a template that writes values as JSON would quote it again.
+    """
+    if not isinstance(calls, (list, tuple)):
+        raise row.broken(f"'tool_calls' should be a list, not {type(calls).__name__}", at=at)
+    return [_tool_call(row, call, at) for call in calls]
+
+
+def _tool_call(row: Row, call: Any, at: str) -> dict[str, Any]:
+    how = 'write {"function": {"name": "...", "arguments": {...}}}'
+    function = call.get("function") or call if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise row.broken("a tool call names no function", at=at, how=how)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
+    if not isinstance(arguments if arguments is not None else {}, Mapping):
+        raise row.broken("the arguments of a tool call are no object", at=at, how=how)
+    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+    named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
+    return {"type": "function"} | {key: value for key, value in rest.items() if value is not None} | {"function": named}
+
+
+def read_conversations(row: Row, fields: Mapping[str, str]) -> Chat:
+    """ShareGPT's `from` and `value`, turned to `role` and `content`; messages which already have those pass."""
+    turns = list_of(row, "conversations")
+    if fields or all(isinstance(turn, Mapping) and "from" not in turn for turn in turns):
+        return read_messages(row, "conversations", fields)
+    messages: list[dict[str, Any]] = []
+    flags: list[bool | None] = []
+    if isinstance(row.values.get("system"), str) and row.values["system"].strip():
+        messages.append({"role": "system", "content": text_of(row, row.values["system"], "'system'")})
+        flags.append(None)
+    for number, given in enumerate(turns, 1):
+        at = f"conversations, message {number}"
+        turn = dict(given) if isinstance(given, Mapping) else {}
+        if turn.get("from") is None or turn.get("value") is None:
+            raise row.broken("a message lacks 'from' or 'value'", at=at, how='write {"from": "human", "value": "..."}')
+        speaker, value = str(turn["from"]), text_of(row, turn["value"], "'value'", at)
+        role = _ROLES.get(speaker)
+        if role is None:
+            raise row.broken(f"the speaker {speaker!r} is not known", at=at, how=f"use one of: {', '.join(_ROLES)}")
+        flags.append(_flag(row, {key: one for key, one in turn.items() if one is not None}, at))
+        message: dict[str, Any] = {"role": role, "content": value}
+        if speaker in _CALLS:
+            message = {"role": role, "content": "", "tool_calls": _written_calls(row, value, at)}
+        messages.append(message)
+    return Chat(messages, read_tools(row), None, tuple(flags) if any(one is not None for one in flags) else ())
+
+
+def _written_calls(row: Row, value: str, at: str) -> list[dict[str, Any]]:
+    try:
+        calls = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        how = 'write the call as JSON: {"name": "...", "arguments": {...}}'
+        raise row.broken(f"a tool call is not JSON: {error}", at=at, how=how) from error
+    return _tool_calls(row, calls if isinstance(calls, list) else [calls], at)
+
+
+def read_tools(row: Row) -> list[Any] | None:
+    """The tools on offer, which a .csv and many data sets write as JSON in a text."""
+    return list_of(row, "tools") if row.values.get("tools") else None

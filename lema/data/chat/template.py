@@ -1,0 +1,160 @@
+"""A chat template: a program from outside that writes messages as the model has met them.
+
+`transformers` renders it in jinja's sandbox, which keeps it from files, modules and attributes that lead to them, and
+bounds `range`. It bounds neither loops within loops nor powers (https://jinja.palletsprojects.com/en/stable/sandbox
+says that the caller must), so rendering has a time limit here. The memory of a product of texts is not bounded.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from lema.config import timelimit
+from lema.data.files import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["MAX_SECONDS", "Template", "check_template", "forms_of_messages", "limited", "literals_of", "open_template"]
+
+MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
+MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+Messages = list[dict[str, Any]]
+
+
+@lru_cache(maxsize=16)
+def check_template(template: str) -> str:
+    """Name a part of a template that no chat needs and that could take all time or memory; empty: there is none.
+
+    The template is split into words and not compiled, because compiling it computes its constants.
+    """
+    try:
+        for line, kind, word in jinja2.Environment(autoescape=True).lex(template):
+            if kind == "operator" and word == "**":
+                return f"line {line} of the chat template raises a number to a power"
+            if kind in ("integer", "float") and float(word.replace("_", "")) > MAX_NUMBER:
+                return f"line {line} of the chat template has the number {word[:20]}"
+    except (jinja2.TemplateError, ValueError):
+        return ""  # it will not compile either, and rendering it says so
+    return ""
+
+
+@lru_cache(maxsize=16)
+def literals_of(template: str) -> tuple[str, ...]:
+    """The texts that a template may look for in a message: its constants, but those that are one word, or blank.
+
+    Words such as `user` are names of roles and keys; they occur in many messages and are looked for in none.
+    """
+    found = set()
+    try:
+        for _, kind, word in jinja2.Environment(autoescape=True).lex(template):
+            if kind == "string":
+                found.add(word[1:-1].replace("\\n", "\n"))
+    except jinja2.TemplateError:
+        return ()
+    return tuple(sorted(one for one in found if one.strip() and not one.isalpha()))
+
+
+def limited() -> AbstractContextManager[None]:
+    """Raise `TemplateError` in a `with` block that computes for more than `MAX_SECONDS` of the processor's time."""
+    error = jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} seconds")
+    return timelimit.limited(MAX_SECONDS, lambda: error, file="<template>")
+
+
+@dataclass(frozen=True)
+class Template:
+    """The chat template of a tokenizer, for rows of one kind: with tools, or without."""
+
+    text: str
+    tokenizer: "PreTrainedTokenizerBase"
+    tools: list[Any] | None
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says by `{% generation %}` which words are the assistant's."""
+        return bool(_GENERATION.search(self.text))
+
+    def render(self, messages: Messages, row: Row, *, prompt: bool = False) -> str:
+        """Render messages, followed by a generation prompt if there is to be one.
+
+        Raises:
+            DataError: the template does not take them, or takes too long.
+        """
+        how: dict[str, Any] = {"tools": self.tools, "tokenize": False, "add_generation_prompt": prompt}
+        return str(_call(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
+
+    def render_marked(self, messages: Messages, row: Row) -> tuple[str, list[tuple[int, int]]]:
+        """Render messages with a template that marks the assistant's words; return also where these are."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        how: dict[str, Any] = dict(self.tokenizer.special_tokens_map, tools=self.tools, chat_template=self.text)
+
+        texts, places = _call(row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how))
+        return str(texts[0]), [(int(start), int(end)) for start, end in places[0] if start < end]
+
+
+def forms_of_messages(messages: Messages) -> Iterator[Messages]:
+    """The forms in which templates take messages, the usual one first.
+
+    Tool calls have their arguments as objects, which is what templates are told to expect. Some join them to text as
+    they are: those take JSON, and a text, perhaps an empty one, beside each call. Models that see images take blocks of
+    text.
+    """
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield [_written(message) for message in messages]
+    if any(isinstance(message["content"], str) for message in messages):
+        yield [
+            {**message, "content": [{"type": "text", "text": message["content"] or ""}]}
+            if not isinstance(message["content"], list)
+            else message
+            for message in messages
+        ]
+
+
+def _written(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message["content"] or "", "tool_calls": calls}
+
+
+def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row) -> Template:
+    """The tokenizer's template.
+
+    Raises:
+        DataError: there is none, or it has a part that no chat needs and that could take all time or memory.
+    """
+    if not tokenizer.chat_template:
+        how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
+        raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
+    text = tokenizer.chat_template
+    if not isinstance(text, str):  # several by name, one of them for tools
+        text = _call(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
+    if refused := check_template(text):
+        raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
+    return Template(text, tokenizer, tools)
+
+
+def _call(row: Row, function: Callable[[], Any]) -> Any:
+    """Call a function that runs the template, a program from outside, which may raise anything."""
+    try:
+        with limited():
+            return function()
+    except Exception as error:
+        what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"
+        how = "compare the roles and their order with what the model's template expects"
+        raise row.broken(what, how=how) from error

@@ -1,0 +1,153 @@
+"""What is learnt of a chat, and what TRL's `assistant_only_loss` learns of it, for every chat template TRL comes with.
+
+Under the template that TRL trains with, tokens and masks are equal. Under the model's own template, which TRL replaces,
+all that is learnt here is learnt there where the text is the same; TRL learns besides what a generation prompt gives
+and what follows the end of a turn.
+"""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trl.chat_template_utils
+from jinja2 import TemplateError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from trl.chat_template_utils import get_training_chat_template
+
+from lema import LemaConfig
+from lema.data import Forms, Row
+from lema.data.columns import detect
+from lema.data.tokenize import Reading, tokenize_row
+from lema.errors import DataError
+from lema.model.files import ModelFiles
+from lema.train.batch import as_rows
+
+TEMPLATES = {
+    file.stem: file
+    for file in sorted(Path(trl.chat_template_utils.__file__).with_name("chat_templates").glob("*.jinja"))
+    if not file.stem.endswith("_training")
+}
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+TOKENS = re.compile(
+    rf"<\|[^<>|{{}}]{{1,30}}\|>|<{BAR}[^<>]{{1,30}}{BAR}>|<(?:start|end)_of_(?:turn|utterance)>|\[/?INST\]"
+    r"|<\|(?:turn|tool_call|tool_response)>|<(?:turn|tool_call|tool_response)\|>"
+)
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+FIRST = [{"role": "user", "content": "What is the river?"}, {"role": "assistant", "content": "Long."}]
+SECOND = [{"role": "user", "content": "And the mill?"}, {"role": "assistant", "content": "Old, the mill is old."}]
+THOUGHT = [SECOND[0], SECOND[1] | {"reasoning_content": "Wheels turn."}]
+FUNCTION = {"name": "weather", "arguments": {"city": "Paris", "n": 3}}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "abcdefghi", "function": FUNCTION}],
+}
+OUTPUT = {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": "abcdefghi"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "How it is.", "parameters": SCHEMA}}
+CHATS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+    "one turn": (FIRST, None),
+    "turns": ([*FIRST, *SECOND], None),
+    "system": ([SYSTEM, *FIRST, *SECOND], None),
+    "reasoning": ([*FIRST, *THOUGHT], None),
+    "tools": ([FIRST[0], CALL, OUTPUT, FIRST[1], *SECOND], [TOOL]),
+    "a call": ([FIRST[0], CALL], [TOOL]),
+}
+
+
+def tokenizer(template: str) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet, specials = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "</s>"]
+    options = {"special_tokens": specials, "initial_alphabet": alphabet, "show_progress": False}
+    bpe.train_from_iterator(["the river and the mill"], trainers.BpeTrainer(vocab_size=300, **options))
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    made.add_special_tokens({"additional_special_tokens": sorted(set(TOKENS.findall(template)))})
+    made.chat_template = template
+    return made
+
+
+def ours(made: Any, messages: Any, tools: Any, template: str | None) -> tuple[list[int], list[int]]:
+    """Token ids, and 1 where one is learnt."""
+    forms = Forms(chat_template=template)
+    row = Row({"messages": messages, "tools": tools}, "chat", 1)
+    ids, labels = tokenize_row(row, detect(row), Reading(forms.with_template(made), forms))
+    return ids, [int(label != -100) for label in labels]
+
+
+def theirs(made: Any, messages: Any, tools: Any, template: str) -> tuple[list[int], list[int]] | None:
+    """The same of TRL's way; None: the template does not take the chat."""
+    own_words = [message["content"] for message in messages if message.get("content")]
+    try:
+        how = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = made.apply_chat_template(messages, tools=tools, **how)
+    except (TemplateError, TypeError, ValueError):
+        return None
+    if own_words and own_words[-1] not in made.decode(encoded["input_ids"]):  # a template of images with text
+        blocks = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+        encoded = made.apply_chat_template(blocks, tools=tools, **how)
+    return encoded["input_ids"], encoded["assistant_masks"]
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_masks_are_those_of_trl(name: str, chat: str) -> None:
+    (messages, tools), own = CHATS[chat], TEMPLATES[name].read_text()
+    made = tokenizer(own)
+    try:
+        trained_with = get_training_chat_template(made) or own
+    except ValueError:  # TRL has none
+        trained_with = ""
+    if not trained_with:
+        assert any(ours(made, messages, tools, None)[1])
+        return
+    expected = theirs(made, messages, tools, trained_with)
+    try:
+        found = ours(made, messages, tools, trained_with)
+    except DataError as error:
+        # TRL learns an end token alone where the template leaves out a tool call, or all words.
+        assert expected is None or "leaves out" in str(error)
+        return
+    if expected is not None:
+        assert found == expected
+        check_own(made, messages, tools, expected)
+
+
+def check_own(made: Any, messages: Any, tools: Any, expected: tuple[list[int], list[int]]) -> None:
+    ids, learnt = ours(made, messages, tools, None)
+    if ids != expected[0]:
+        assert "<think>" in made.decode(expected[0])  # TRL shows the thoughts of earlier turns, empty ones too
+        return
+    asked = [message["role"] for message in messages].index("assistant")
+    prompt = made.apply_chat_template(messages[:asked], tools=tools, tokenize=False, add_generation_prompt=True)
+    extra, stretch = [], []
+    for token, here, there in zip([*ids, 0], [*learnt, 0], [*expected[1], 0], strict=True):
+        assert there or not here or made.decode([token]) == "<|tool_response>"
+        if there and not here:
+            stretch.append(token)
+        elif stretch:
+            extra.append(made.decode(stretch))
+            stretch = []
+    for text in extra:
+        assert not text.replace("</s>", "").strip() or text in prompt or text == f"<{BAR}tool▁outputs▁end{BAR}>", text
+
+
+def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
+    """Arrow fills the fields that a message does not have with nulls, which say nothing."""
+    from datasets import Dataset
+
+    template = TEMPLATES["qwen3"].read_text()
+    rows = [{"messages": CHATS["tools"][0]}, {"messages": [FIRST[0], FIRST[1] | {"train": False}, *SECOND]}]
+    files = SimpleNamespace(config=LlamaConfig(), tokenizer=tokenizer(template))
+    said: list[str] = []
+    config = LemaConfig("model", device="cpu")
+    found = as_rows(Dataset.from_list(rows), config, cast(ModelFiles, files), said.append)
+    expected = as_rows(rows, config, cast(ModelFiles, files), said.append)
+    assert [row["labels"] for row in found] == [row["labels"] for row in expected]
+    assert as_rows(found, config, None, said.append) is found
+    assert said[0].startswith("data: 2 rows")
