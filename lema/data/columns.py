@@ -94,12 +94,27 @@ def detect(row: Row) -> Kind:
         DataError: no kind fits; the message lists the columns found and those understood.
     """
     present = {name for name, value in row.values.items() if value is not None}
+    refuse_preferences(row, present)
     for kind in KINDS:
         if present.issuperset(kind):
             return kind
     found = ", ".join(sorted(map(str, present))) or "none"
     known = "; ".join(" + ".join(kind) for kind in KINDS)
     raise row.broken(f"the columns say nothing to train on (found: {found})", how=f"name the columns one of: {known}")
+
+
+def refuse_preferences(row: Row, present: set[str]) -> None:
+    """Refuse a row that shows what is not to be learnt: the objective `sft` would learn that too.
+
+    Raises:
+        DataError: the row, whose columns are `present`, is an example of a preference.
+    """
+    if present.issuperset(("chosen", "rejected")):
+        how = "set objective: dpo, or rename 'chosen' to learn it alone"
+        raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
+    if present.issuperset(("completion", "label")):
+        how = "set objective: kto, or remove the column and the rows whose completions are not to be learnt"
+        raise row.broken("'label' says which completions are good, and objective: sft would learn all", how=how)
 
 
 def parse(row: Row, kind: Kind, *, chat_template: bool) -> Example:

@@ -14,7 +14,7 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Overlong", "needs_tokenizer", "prepare_data"]
+__all__ = ["Overlong", "needs_tokenizer", "prepare_data", "rows_of"]
 
 Overlong: TypeAlias = Literal["truncate", "drop", "error"]
 """What becomes of a row which is too long: cut at the end, left out, or refused."""
@@ -53,7 +53,7 @@ def prepare_data(
     if overlong not in ("truncate", "drop", "error"):
         raise DataError(f"{overlong!r} is no way to treat a long row", where="overlong", how="truncate, drop or error")
     columns = Columns()
-    for row, kind in _with_kinds(_rows(data)):
+    for row, kind in _with_kinds(rows_of(data)):
         if tokenizer is not None and not columns.ends:
             check_tokenizer(tokenizer, kind)
         ids, labels = tokenize_row(row, kind, tokenizer, vocab_size)
@@ -95,7 +95,12 @@ def _with_kinds(rows: Iterable[Row]) -> Iterator[tuple[Row, Kind]]:
             yield row, kind
 
 
-def _rows(data: Data) -> Iterator[Row]:
+def rows_of(data: Data) -> Iterator[Row]:
+    """Yield the rows of files, or those given.
+
+    Raises:
+        DataError: there are none, or something else was given.
+    """
     if isinstance(data, (str, Path)):
         yield from read_rows(data)
         return

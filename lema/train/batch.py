@@ -27,7 +27,7 @@ def as_batch(
             outside the vocabulary.
     """
     if isinstance(inputs, Tensor):
-        given: Mapping[str, Any] = {"input_ids": inputs}
+        given: dict[str, Any] = {"input_ids": inputs}
     elif isinstance(inputs, Mapping) and "input_ids" in inputs:
         given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
     else:
@@ -43,6 +43,11 @@ def as_batch(
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         batch["labels"] = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
     _check_shapes(batch)
+    if isinstance(inputs, Mapping):  # what an objective knows of rows, such as their advantages
+        rows = {name: one for name, one in inputs.items() if isinstance(one, Tensor) and name not in NAMES}
+        if wrong := [name for name, one in rows.items() if len(one) != len(batch["input_ids"])]:
+            raise DataError(f"{', '.join(wrong)} should have one entry for each row", where="train_step")
+        batch |= rows
     if vocab_size is not None:
         _check_range("input_ids", batch["input_ids"], vocab_size)
         _check_range("labels", batch["labels"][batch["labels"] != IGNORED], vocab_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -14,13 +14,17 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes
-from lema.data import TokenDataset, longest_row, needs_tokenizer, prepare_data
+from lema.data import longest_row, needs_tokenizer, prepare_data
+from lema.data.preference import prepare_preferences
 from lema.errors import ConfigError
 from lema.model.files import ModelFiles
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
 __all__ = ["load_data", "read_data", "train"]
+
+Rows: TypeAlias = Any
+"""A `TokenDataset`; for an objective of examples, a `PreferenceDataset`."""
 
 
 def train(
@@ -83,7 +87,7 @@ def train(
     return result
 
 
-def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
+def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     """Read the training and evaluation data the model's config names.
 
     Raises:
@@ -97,11 +101,12 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
     if config.eval_data:
         return train_data, read_data(config, model.files, config.eval_data)
     if config.eval_split:
-        return train_data.split(config.eval_split, config.seed)
+        first, second = train_data.split(config.eval_split, config.seed)
+        return first, second
     return train_data, None
 
 
-def read_data(config: LemaConfig, files: ModelFiles, paths: str | Iterable[str]) -> TokenDataset:
+def read_data(config: LemaConfig, files: ModelFiles, paths: str | Iterable[str]) -> Rows:
     """Read and tokenise data files with the tokenizer of a model and the config's limits.
 
     Raises:
@@ -109,10 +114,11 @@ def read_data(config: LemaConfig, files: ModelFiles, paths: str | Iterable[str])
         DataError: the data is missing or malformed.
     """
     text = files.config.get_text_config()
-    return prepare_data(
-        paths,
-        files.tokenizer if needs_tokenizer(paths) else None,
-        max_length=longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
-        overlong=config.overlong,
-        vocab_size=getattr(text, "vocab_size", None),
-    )
+    options: dict[str, Any] = {
+        "max_length": longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
+        "overlong": config.overlong,
+        "vocab_size": getattr(text, "vocab_size", None),
+    }
+    if config.objective != "sft":
+        return prepare_preferences(paths, files.tokenizer, labelled=config.objective == "kto", **options)
+    return prepare_data(paths, files.tokenizer if needs_tokenizer(paths) else None, **options)
