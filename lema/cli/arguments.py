@@ -9,8 +9,8 @@ from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from lema.config import LemaConfig
-    from lema.data import TokenDataset
     from lema.train import LemaModel
+    from lema.train.run import Rows
 
 __all__ = [
     "ConfigFile",
@@ -99,7 +99,7 @@ def model_of(source: Path, settings: list[str] | None, trust_remote_code: bool) 
     return LemaModel(config, trust_remote_code=trust_remote_code)
 
 
-def evaluation_rows(model: "LemaModel", data: list[str] | None) -> "TokenDataset":
+def evaluation_rows(model: "LemaModel", data: list[str] | None) -> "Rows":
     """Return the rows of `data`, or else those that the model's config holds back.
 
     Raises:

@@ -23,6 +23,11 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {loss:.4f}",
     "eval_loss": lambda loss: f"eval loss {loss:.4f}",
     "eval_perplexity": lambda value: f"perplexity {value:.2f}",
+    **{
+        f"{prefix}{name}": lambda value, shown=shown: f"{shown} {value:.3f}"  # type: ignore[misc] # of a default
+        for prefix in ("", "eval_")
+        for name, shown in (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
+    },
     "learning_rate": lambda rate: f"lr {rate:.2e}",
     "grad_norm": lambda norm: f"grad {norm:.3g}",
     "tokens_per_second": lambda rate: f"{human_count(rate)} tok/s",

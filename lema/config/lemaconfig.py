@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.change import OfAdapter, OfData, Refused, Said, Silent
+from lema.config.objective import ObjectiveName, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.settings import Settings
 from lema.config.types import (
@@ -90,7 +91,8 @@ class LemaConfig(AdapterSettings, _First):
     attn_implementation: Said[Name | None] = None
     """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
     micro_batch_size: Silent[Count | None] = None
-    """Rows computed at once; None: the whole batch. Fewer need less memory and change no number."""
+    """Rows computed at once, of which a pair has two; None: the whole batch. Fewer need less memory and change no
+    number."""
     gradient_accumulation_steps: Refused[Count] = 1
     """Batches per optimizer step."""
     max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
@@ -107,7 +109,7 @@ class LemaConfig(AdapterSettings, _First):
     loss_chunk_tokens: Said[Count] = 1024
     """Tokens whose logits exist at once."""
     batch_size: Refused[Count] = 8
-    """Rows per batch; of all processes together where there are several."""
+    """Rows per batch, pairs where rows come in pairs; of all processes together where there are several."""
     max_length: OfData[Count | None] = None
     """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
     overlong: OfData[Literal["truncate", "drop", "error"]] = "truncate"
@@ -200,6 +202,24 @@ class LemaConfig(AdapterSettings, _First):
     """Refuse a model with a weight that is NaN or infinite; each is looked at when it is first read."""
     hang_timeout: Silent[Annotated[float, Field(gt=0)] | None] = None
     """Seconds without a move after which the process ends; None: the stacks of its threads are written, no more."""
+    objective: Refused[ObjectiveName] = "sft"
+    """What is learnt: `sft`, the tokens of rows; from pairs of a `chosen` and a `rejected` row `dpo`, `ipo`, `orpo` or
+    `simpo`; from rows with a `label`, or from pairs, `kto`. The reference is the model without adapters."""
+    loss_type: Said[Name | None] = None
+    """A form of its loss, by TRL's name. sft: nll or dft; dpo: sigmoid, hinge, robust, ...; kto: kto or
+    apo_zero_unpaired. None: the first of these."""
+    beta: Said[Annotated[float, Field(gt=0)] | None] = None
+    """How far a preference loss keeps the model at its reference, or how much it weighs; None: 0.1."""
+    label_smoothing: Said[Annotated[float, Field(ge=0, lt=0.5)] | None] = None
+    """Chance that a pair is the wrong way round: of simpo, and of dpo's robust and exo_pair; None: 0."""
+    simpo_gamma: Said[Annotated[float, Field(ge=0)] | None] = None
+    """Margin that simpo asks for between chosen and rejected; None: 0.5."""
+    cpo_alpha: Said[Annotated[float, Field(ge=0)] | None] = None
+    """Weight of the chosen rows' own cross-entropy beside simpo; None: 0, as SimPO is published."""
+    desirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
+    """Weight of the desirable rows of kto; None: 1."""
+    undesirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
+    """Weight of the undesirable rows of kto; None: 1."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """What only one backend has, by name. It may be given as any other setting."""
 
@@ -243,6 +263,7 @@ class LemaConfig(AdapterSettings, _First):
         if self.max_steps is not None and self.warmup_steps > self.max_steps:
             yield Problem("", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         yield from self._about_offloading()
+        yield from disagreements_of_objective(self)
         if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
             what = "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1"
             yield Problem("cache_frozen_prefix", what)

@@ -125,9 +125,15 @@ class Batches:
 
     def batch(self, step: int) -> Batch | None:
         """This process's share of batch `step`, the same one whenever it is asked for; None: it has no row of it."""
-        rows = self.rows(step)
-        if self.size > 1 and not (rows := share_of(rows, self.rank, self.size, self.micro_batch_size)):
+        whole = rows = self.rows(step)
+        each = getattr(self.dataset, "rows_each", 1)
+        at_once = None if self.micro_batch_size is None else max(1, self.micro_batch_size // each)
+        if self.size > 1 and not (rows := share_of(rows, self.rank, self.size, at_once)):
             return None
+        if (batch_of := getattr(self.dataset, "batch_of", None)) is not None:
+            made: Batch = batch_of(whole, rows, self.pad_token_id)  # examples, which may be of several rows
+            made["rows"] = rows
+            return made
         batch = collate([self.dataset[row] for row in rows], self.pad_token_id, untrained=self.size > 1)
         batch["rows"] = rows
         return batch

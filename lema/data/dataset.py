@@ -13,7 +13,7 @@ from lema.data.columns import IGNORED, num_trained
 from lema.data.files import Row
 from lema.errors import DataError
 
-__all__ = ["Columns", "Counts", "TokenDataset"]
+__all__ = ["Columns", "Counts", "TokenDataset", "held_out"]
 
 TokenRow = dict[str, list[int]]
 
@@ -145,14 +145,7 @@ class TokenDataset(Sequence[TokenRow]):
         Raises:
             DataError: one of the two would be empty.
         """
-        total = len(self)
-        wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
-        if not 0 < wanted < total:
-            what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
-            how = "both need a row at least: choose another split, or give eval_data"
-            raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
-        chosen = np.zeros(total, dtype=bool)
-        chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
+        chosen = held_out(len(self), eval_split, seed)
         train = TokenDataset(self._columns, self._rows[~chosen], self.counts.dropped, self.notes)
         train.counts = replace(train.counts, left_out=self.counts.left_out)
         return train, self.select(np.flatnonzero(chosen))
@@ -166,6 +159,22 @@ class TokenDataset(Sequence[TokenRow]):
             digest.update(self._ids[start:end].astype("<i4").tobytes())
             digest.update(self._labels[start:end].astype("<i4").tobytes())
         return digest.hexdigest()
+
+
+def held_out(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.bool_]:
+    """Say of each of `total` rows whether it is held back to evaluate on; see `TokenDataset.split`.
+
+    Raises:
+        DataError: none would be, or all.
+    """
+    wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
+    if not 0 < wanted < total:
+        what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
+        how = "both need a row at least: choose another split, or give eval_data"
+        raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
+    chosen = np.zeros(total, dtype=bool)
+    chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
+    return chosen
 
 
 def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:

@@ -15,7 +15,7 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Overlong", "needs_tokenizer", "prepare_data"]
+__all__ = ["Overlong", "needs_tokenizer", "prepare_data", "rows_of"]
 
 Overlong: TypeAlias = Literal["truncate", "drop", "error"]
 """What becomes of a row which is too long: cut at the end, left out, or refused."""
@@ -59,7 +59,7 @@ def prepare_data(
     if tokenizer is not None:
         tokenizer = forms.with_template(tokenizer)
     columns, reading = Columns(), Reading(tokenizer, forms, vocab_size)
-    for row, kind in _with_kinds(_rows(data), forms, reading):
+    for row, kind in _with_kinds(rows_of(data), forms, reading):
         if tokenizer is not None and not columns.ends:
             check_tokenizer(tokenizer, kind)
         ids, labels = ([], []) if left_out(row) else tokenize_row(row, kind, reading)
@@ -108,7 +108,12 @@ def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading) -> Iterator
             yield row, kind
 
 
-def _rows(data: Data) -> Iterator[Row]:
+def rows_of(data: Data) -> Iterator[Row]:
+    """Yield the rows of files, or those given.
+
+    Raises:
+        DataError: there are none, or something else was given.
+    """
     if isinstance(data, (str, Path)):
         yield from read_rows(data)
         return

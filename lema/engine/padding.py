@@ -18,6 +18,7 @@ from lema.errors import ConfigError, DataError
 
 __all__ = ["Padding", "cut", "padding_of"]
 
+OF_ROWS = frozenset({"example"})  # what has one value or several for each row, and none for each token
 VALUES = {"labels": IGNORED}  # of all else zeros: nothing attends to them
 
 
@@ -53,7 +54,11 @@ class Padding:
             whole.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         if longer == length:
             return whole
-        return {name: pad(one, (0, longer - length), value=VALUES.get(name, 0)) for name, one in whole.items()}
+        tokens = {name for name, one in whole.items() if one.dim() == 2 and name not in OF_ROWS}
+        more = (0, longer - length)
+        return {
+            name: pad(one, more, value=VALUES.get(name, 0)) if name in tokens else one for name, one in whole.items()
+        }
 
 
 def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -5,11 +5,10 @@ So weights are transferred twice per optimizer step, however many micro-batches 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,24 @@ from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import AtOnce
 from lema.backend.watchdog import Watchdog
+from lema.engine.beside import Beside, beside_of
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
 from lema.engine.head.loss import LossChunks, targets_of
+from lema.engine.head.objectives import Measured, Objective
+from lema.engine.head.rows import RowLoss, mismatched_of, row_targets
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit, visit_frozen, visit_top
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall
-from lema.model.inputs import Inputs
+from lema.model.inputs import Inputs, model_inputs
 from lema.stream import LayerStream, Lease, StreamCounters
 from lema.stream.schedule import forward_order, training_order
 
 __all__ = ["StreamedModel"]
-
-MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
-TARGETS = "targets"
 
 
 class StreamedModel:
@@ -64,6 +63,9 @@ class StreamedModel:
         prefix: keeps the hidden states that layers below the lowest trained one make, in a run that repeats batches.
         retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
+        objective: what the loss of rows is; None: the cross-entropy of tokens.
+        dft: weigh the cross-entropy of each token with its probability.
+        measured: what the objective has measured in the last pass.
     """
 
     def __init__(
@@ -100,6 +102,9 @@ class StreamedModel:
         self._inputs = Inputs(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
+        self.objective: Objective | None = None
+        self.dft = False
+        self.measured: Measured = {}
         self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
     def close(self) -> None:
@@ -126,18 +131,8 @@ class StreamedModel:
 
     @cached_property
     def shifts_labels(self) -> bool:
-        """Whether a position is trained on the label of the next one; if not, on its own, as the model does by itself.
-
-        Warns of the latter, because data that are made for the former would train the model to repeat its input.
-        """
-        if shifts := shifts_labels(self.split.model, self.split.layers):
-            return shifts
-        warnings.warn(
-            f"{type(self.split.model).__name__} compares a position with its own label and not with the next one's, "
-            "and is trained so here, as by transformers: give labels that are shifted already",
-            stacklevel=2,
-        )
-        return shifts
+        """Whether a position is trained on the label of the next one; if not, on its own, as the model does itself."""
+        return shifts_labels(self.split.model, self.split.layers)
 
     @property
     def stop(self) -> Interrupt:
@@ -193,7 +188,8 @@ class StreamedModel:
         self.stream.announce(order[first:])
 
     def _first_layer(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> int:
-        return self.prefix.layer if self.prefix is not None and self.prefix.holds(micro_batches) else 0
+        inputs = [model_inputs(batch) for batch in micro_batches]
+        return self.prefix.layer if self.prefix is not None and self.prefix.holds(inputs) else 0
 
     def loss(
         self,
@@ -204,6 +200,9 @@ class StreamedModel:
         logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it.
+
+        With an `objective` it is that one's loss: the mean over the batches of the step, which the micro-batches say of
+        their rows (`lema.data.preference`), and in each of them over its examples.
 
         Args:
             micro_batches: each with `input_ids` and `labels`, int64 `[batch, sequence]`, and `attention_mask` where
@@ -219,6 +218,7 @@ class StreamedModel:
             self.announce_step(micro_batches)
         top, outside = self.split.num_layers - 1, self.trained_outside()
         start, before = self._first_layer(micro_batches), self._engine.generator_state()
+        inputs = [model_inputs(batch) for batch in micro_batches]
         graphs = None if self.graphs is None else self.graphs.step()
         # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
         with nullcontext() if start else self._first_lease(placed) as first:
@@ -230,24 +230,28 @@ class StreamedModel:
             again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
             with self.retry.at("for the inputs of layers that wait for the backward"):
                 boundaries = self.arena.step(hidden, again) if again else None
+            beside = self._beside(chunks, micro_batches, placed, calls, first)
             if start and self.prefix is not None:
-                hidden = self.prefix.fetch(micro_batches)
+                hidden = self.prefix.fetch(inputs)
             elif top > 0:
-                hidden = self._visit(0, calls[0], hidden, boundaries, graphs, differentiate=lowest <= 0)
+                hidden = self._visit(0, calls[0], hidden, boundaries, graphs, beside, differentiate=lowest <= 0)
         for layer in range(max(start, 1), top + 1):
             if self.prefix is not None and layer == self.prefix.layer > start:
                 self.prefix.reach(lowest)
                 drawn = not torch.equal(before, self.backend.rng_state())
                 handed_on = any(call.received is not None and call.received.more for call in calls[layer])
-                self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
+                self.prefix.keep(inputs, hidden, drawn=drawn, handed_on=handed_on)
             if layer < top:
-                hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
+                given: Any = (calls[layer], hidden, boundaries, graphs, beside)
+                hidden = self._visit(layer, *given, differentiate=lowest <= layer)
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
-        loss = visit_top(self._engine, calls[top], hidden, embed_head)
+        loss = visit_top(self._engine, calls[top], hidden, embed_head, beside)
+        if isinstance(chunks, RowLoss):
+            self.measured = chunks.measured
         if graphs is not None:
             graphs.expect(top - 1)
-        if logits is not None:
+        if logits:  # of a loss of rows there are none
             cut(logits, micro_batches)
         return loss
 
@@ -257,7 +261,7 @@ class StreamedModel:
         Raises:
             ConfigError: the others may visit layers in an order that this process cannot know yet.
         """
-        layers = self.split.num_layers
+        layers, self.measured = self.split.num_layers, {}
         if training and self.stream.sharded and self._starts_below is None and self.trained_outside():
             what = "this process has no rows in the first step, and does not know how far down gradients go"
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
@@ -270,7 +274,10 @@ class StreamedModel:
     def evaluate(
         self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None = None
     ) -> tuple[Tensor, int]:
-        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are."""
+        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are.
+
+        With an `objective`: its loss of the batch, and the number of examples that it is the mean of.
+        """
         for attempt in self.retry.passes(micro_batches, made=logits, purpose="evaluation"):
             with attempt:
                 found = self._evaluate(attempt.micro_batches, logits)
@@ -281,64 +288,87 @@ class StreamedModel:
     ) -> tuple[Tensor, int]:
         # A function of its own, because an attempt that fails must leave no tensor in a variable of its caller.
         placed, chunks = self._placed(micro_batches, logits=logits)
-        *_, hidden = self._forward(placed)
+        joined: list[Beside] = []
+        *_, hidden = self._forward(placed, partial(self._beside, chunks, micro_batches, placed), joined)
+        if isinstance(chunks, RowLoss):
+            value, self.measured = joined[0].evaluated(chunks, hidden), chunks.measured
+            return value, chunks.num_examples
         with self.retry.at("in the head and the loss"):
             values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
         if logits is not None:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
 
-    @torch.no_grad()
-    def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
-        """Run forward once more and name the first part whose output is not finite; None: all are."""
-        names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers)), "the head"]
-        placed = self._inputs.place([self._padding.of(batch) for batch in self.retry.cut(micro_batches)])
-        first: int | None = None
-        for index, hidden in enumerate(self._forward(placed)):
-            if first is None and not all(bool(state.isfinite().all()) for state in hidden):
-                first = index
-                if not self.stream.sharded and self.backend.parallel.size == 1:  # else others go through all layers too
-                    break
-        if (first := self._lowest(first)) is None:
-            logits = [self.split.head(state) for state in hidden]
-            finite = all(bool(block.isfinite().all()) for block in logits)
-            first = self._lowest(None if finite else len(names) - 1)
-        return None if first is None else names[first]
+    def _beside(
+        self,
+        loss: LossChunks | RowLoss,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        placed: Sequence[Mapping[str, Tensor]],
+        calls: list[list[LayerCall]],
+        first: Lease | None,
+    ) -> Beside | None:
+        """Return what goes through the layers beside the rows that train, before the first layer; None: nothing."""
+        if self.objective is None or not isinstance(loss, RowLoss):
+            return None
 
-    def _lowest(self, index: int | None) -> int | None:
-        """Return the lowest index that a process of this copy has found; None: none has."""
-        return min((one for one in self.backend.replicas.of_copy(index) if one is not None), default=None)
+        others = None
+        if self.objective.mismatched:
+            rows = [self._padding.of(mismatched_of(batch)) for batch in micro_batches]
+            others = self._inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], self.split.tables)
+        outside = bool(self.trained_outside())
+        below = outside and self._starts_below is not False
+        reference = (placed, loss.targets, calls) if self.objective.reference else None
+        forks = -1 if below else self.lowest_trained
+        prelude = partial(self._prelude, first=first)
+        return beside_of(self._engine, prelude, reference, others, forks, outside=outside)
 
-    def _forward(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the hidden states before the first layer and after each."""
+    def hidden_states(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph."""
+        batches = [self._padding.of(batch) for batch in self.retry.cut(micro_batches)]
+        return self._forward(self._inputs.place(batches))
+
+    def _forward(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        join: Callable[[list[list[LayerCall]], Lease | None], Beside | None] = lambda *_: None,
+        joined: list[Beside] | None = None,
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the hidden states before the first layer and after each.
+
+        `join` returns the rows that go beside these, which are added to `joined`.
+        """
         self.stream.cancel()
         self.stream.announce(forward_order(self.split.num_layers))
         with self._first_lease(micro_batches) as first:
             hidden, calls = self._prelude(micro_batches, first)
+            if (beside := join(calls, first)) is not None and joined is not None:
+                joined.append(beside)
             yield hidden
-            hidden = self._visit(0, calls[0], self.split.enter(hidden), differentiate=False)
+            hidden = self._visit(0, calls[0], self.split.enter(hidden), beside=beside, differentiate=False)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = self._visit(layer, calls[layer], hidden, differentiate=False)
+            hidden = self._visit(layer, calls[layer], hidden, beside=beside, differentiate=False)
             yield hidden
 
     def _placed(
         self, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any
-    ) -> tuple[list[dict[str, Tensor]], LossChunks]:
+    ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
-        micro_batches = [self._padding.of(batch) for batch in micro_batches]
-        targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in micro_batches]
-        pairs = zip(micro_batches, targets, strict=True)
-        placed = self._inputs.place([{**_inputs_of(batch), TARGETS: target} for batch, target in pairs])
-        there = [batch.pop(TARGETS) for batch in placed]
-        if self.split.tables is not None:
-            for batch, original in zip(placed, micro_batches, strict=True):
-                self.split.tables.remember(batch["input_ids"], original["input_ids"])
-        return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, known=targets, **options)
+        batches, objective = [self._padding.of(batch) for batch in micro_batches], self.objective
+        if objective is None:
+            targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
+            options |= {"known": targets, "dft": self.dft}
+        else:
+            targets = [row_targets(batch, objective) for batch in batches]
+        placed, there = self._inputs.place_step(batches, targets, self.split.tables)
+        if objective is None:
+            return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, **options)
+        scale = options.get("scale", 1.0)
+        return placed, RowLoss(self.split.head, objective, batches, there, self._loss_chunk_tokens, scale=scale)
 
     def _first_lease(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> AbstractContextManager[Lease | None]:
         """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""
-        known = self.split.known(_inputs_of(micro_batches[0]))
+        known = self.split.known(model_inputs(micro_batches[0]))
         return nullcontext() if known else self.stream.lease(0)
 
     def _prelude(
@@ -348,7 +378,7 @@ class StreamedModel:
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
         with self.retry.at("before the layers"):
             for batch in micro_batches:
-                preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
+                preludes.append(self.split.prelude(model_inputs(batch), weights, differentiate=differentiate))
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 
@@ -359,13 +389,11 @@ class StreamedModel:
         hidden: tuple[Tensor, ...],
         boundaries: StepBoundaries | None = None,
         graphs: StepGraphs | None = None,
+        beside: Beside | None = None,
         *,
         differentiate: bool,
     ) -> tuple[Tensor, ...]:
         if differentiate:
-            return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries, graphs)
-        return visit_frozen(self._engine, layer, calls, hidden)
-
-
-def _inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in batch.items() if name in MODEL_INPUTS}
+            kept = None if layer in self.saved else boundaries
+            return visit(self._engine, layer, calls, hidden, kept, graphs, beside)
+        return visit_frozen(self._engine, layer, calls, hidden, beside)

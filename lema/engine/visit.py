@@ -18,7 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
+from lema.engine.beside import Beside, settled
 from lema.engine.head.gradients import EmbedHead
+from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
@@ -79,23 +81,27 @@ def visit(
     hidden: Sequence[Tensor],
     boundaries: StepBoundaries | None,
     graphs: StepGraphs | None = None,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
 
     `calls` are the layer's other arguments, for each micro-batch. The inputs wait for the backward in `boundaries`, and
-    the layer is recomputed there; None: its activations are kept, in `graphs` or, without them, on the device.
+    the layer is recomputed there; None: its activations are kept, in `graphs` or, without them, on the device. The rows
+    `beside` those that train go through the layer in the same lease.
     """
     # An autograd function, because autograd then calls the layer's backward when the gradients of its outputs are
     # there, and knows nothing of the graph inside, whose weights are on lease only during the two visits.
     visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
-        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None), engine.anchor, *hidden
+        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside),
+        engine.anchor,
+        *hidden,
     )
     return visited
 
 
 @torch.no_grad()
 def visit_frozen(
-    engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
+    engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor], beside: Beside | None = None
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s."""
     outputs, retry, place = [], engine.retry, f"in the forward of layer {layer}"
@@ -109,12 +115,20 @@ def visit_frozen(
             for attempt in retry.forwards(engine.generator_state()):
                 with attempt, retry.at(place):
                     outputs.append(engine.split.run_layer(layer, lease.weights, call, state))
+        if beside is not None:
+            beside.through(layer, lease, hidden)
     return tuple(outputs)
 
 
-def visit_top(engine: Engine, calls: Sequence[LayerCall], hidden: Sequence[Tensor], embed_head: EmbedHead) -> Tensor:
+def visit_top(
+    engine: Engine,
+    calls: Sequence[LayerCall],
+    hidden: Sequence[Tensor],
+    embed_head: EmbedHead,
+    beside: Beside | None = None,
+) -> Tensor:
     """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
-    loss: Tensor = _TopVisit.apply(engine, calls, embed_head, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
+    loss: Tensor = _TopVisit.apply(engine, calls, embed_head, beside, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
     return loss
 
 
@@ -128,8 +142,9 @@ class _LayerVisit:
         calls: Sequence[LayerCall],
         boundaries: StepBoundaries | None,
         graphs: StepGraphs | None,
+        beside: Beside | None,
     ) -> None:
-        self._engine, self._layer, self._calls = engine, layer, calls
+        self._engine, self._layer, self._calls, self._beside = engine, layer, calls, beside
         self._boundaries, self._away = boundaries, graphs
         self._graphs: list[tuple[Graph, GradientEdge]] = []
         self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
@@ -154,6 +169,9 @@ class _LayerVisit:
                 for attempt in retry.forwards(drawn):
                     with attempt, retry.at(place):
                         outputs.append(self._run(lease, index, given, needs=needs, state=drawn))
+            if self._beside is not None:
+                self._beside.through(layer, lease, hidden)
+        self._beside = None
         return tuple(outputs)
 
     def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
@@ -265,6 +283,7 @@ class _TopVisit(torch.autograd.Function):
         engine: Engine,
         calls: Sequence[LayerCall],
         embed_head: EmbedHead,
+        beside: Beside | None,
         anchor: Tensor,  # noqa: ARG004 - autograd looks at it
         *hidden: Tensor,
     ) -> Tensor:
@@ -276,17 +295,26 @@ class _TopVisit(torch.autograd.Function):
             ctx.leaves = engine.trained.leaves(top, lease)
             # Begun in the forward, because the top layer is differentiated here, while it is on lease.
             engine.trained.begin(top, ctx.leaves)
+            turn: Callable[[int, Tensor], tuple[Tensor, Tensor]] = embed_head.turn
+            states, after = None, None
+            if beside is not None:
+                total, known, states = settled(engine, lease, ctx.leaves, calls, hidden, embed_head, beside)
+                turn, after = _known_turn(embed_head, known), engine.backend.rng_state()
             for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
                 engine.stop.poll()
-                needs = ctx.needs_input_grad[4 + index]
+                needs = ctx.needs_input_grad[5 + index]
+                if states is not None:  # because what dropout drew when the loss was formed is drawn again
+                    engine.backend.set_rng_state(states[index])
                 for attempt in retry.forwards(engine.generator_state(), embed_head.sums):
                     with attempt, retry.at(place):
                         value, given, others = _top_layer(
-                            engine, lease, ctx.leaves, call, embed_head, index, state, needs=needs
+                            engine, lease, ctx.leaves, call, turn, index, state, needs=needs
                         )
                 total = total + value
                 ctx.inputs.append(given)
                 ctx.gradients.append(others)
+            if after is not None:
+                engine.backend.set_rng_state(after)
         return total
 
     @staticmethod
@@ -303,7 +331,7 @@ class _TopVisit(torch.autograd.Function):
         ctx.engine.trained.end(ctx.engine.split.num_layers - 1, ctx.leaves)
         scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
         ctx.gradients = ctx.inputs = ctx.embed_head = ctx.leaves = None
-        return None, None, None, None, *scaled
+        return None, None, None, None, None, *scaled
 
 
 def _top_layer(
@@ -311,7 +339,7 @@ def _top_layer(
     lease: Lease,
     leaves: Leaves,
     call: LayerCall,
-    embed_head: EmbedHead,
+    turn: Callable[[int, Tensor], tuple[Tensor, Tensor]],
     index: int,
     state: Tensor,
     *,
@@ -327,7 +355,7 @@ def _top_layer(
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):
         output = engine.split.run_layer(top, {**lease.weights, **leaves}, call, leaf)
     with retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
-        value, gradient = embed_head.turn(index, output.detach())
+        value, gradient = turn(index, output.detach())
     engine.look(top + 1, [gradient])
     # The gradients are returned and not added, because the one that arrives in the backward may still scale them.
     given = [tensor for tensor in tensors_in(call.own) if tensor.requires_grad]
@@ -340,6 +368,21 @@ def _top_layer(
         add(weight, formed)
     engine.look(top, found[:needs])
     return value, found[0] if needs else None, others[: len(others) - len(leaves)]
+
+
+def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
+    """Return what stands for the head where the loss is formed already, and how it changes is `known` but for a factor.
+
+    An attempt that fails is made again, so nothing is let go before the pass has gone on to the next micro-batch.
+    """
+    loss = embed_head.loss
+    assert isinstance(loss, RowLoss), "the loss is formed with the head"
+
+    def turn(index: int, output: Tensor) -> tuple[Tensor, Tensor]:
+        known[:index] = [torch.empty(0)] * index
+        return torch.zeros((), device=output.device), loss.scaled(index, known[index])
+
+    return turn
 
 
 def _ignore(layer: int, gradients: Sequence[Tensor | None]) -> None:

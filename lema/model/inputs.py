@@ -8,17 +8,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lema.backend import Backend, Upload
 
-__all__ = ["Inputs"]
+if TYPE_CHECKING:
+    from lema.model.row_tables import RowTables
+
+__all__ = ["Inputs", "model_inputs"]
+
+MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
+TARGETS = "targets"
 
 
 ALIGNMENT = 64  # of a tensor in memory: torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
 MicroBatch = Mapping[str, Tensor]
+
+
+def model_inputs(batch: MicroBatch) -> dict[str, Tensor]:
+    """Return what of a micro-batch the model is given."""
+    return {name: tensor for name, tensor in batch.items() if name in MODEL_INPUTS}
 
 
 class Inputs:
@@ -44,6 +56,19 @@ class Inputs:
         placed = self._upload(list(here.values()))
         there = dict(zip(here, placed, strict=True))
         return [{name: there.get(id(tensor), tensor) for name, tensor in batch.items()} for batch in micro_batches]
+
+    def place_step(
+        self, micro_batches: Sequence[MicroBatch], targets: Sequence[Tensor], tables: RowTables | None = None
+    ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+        """Return what the model is given of micro-batches, and their targets, on the device; `tables` remembers which
+        tokens these are."""
+        pairs = zip(micro_batches, targets, strict=True)
+        placed = self.place([{**model_inputs(batch), TARGETS: target} for batch, target in pairs])
+        there = [batch.pop(TARGETS) for batch in placed]
+        if tables is not None:
+            for batch, original in zip(placed, micro_batches, strict=True):
+                tables.remember(batch["input_ids"], original["input_ids"])
+        return placed, there
 
     def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         starts, end = [], 0

@@ -24,7 +24,7 @@ from lema.model.skeleton import find_layers
 from lema.plan.budget import solve
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts
 from lema.plan.measure import calibrate
-from lema.plan.step import StepShape, Timings, demand_of, step_shape
+from lema.plan.step import StepShape, Timings, demand_of, micro_batch_of, rows_each, step_shape
 from lema.plan.trainable_bytes import lowest_trained
 from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.gather import NUM_BUFFERS
@@ -110,11 +110,12 @@ class OpenModel:
     def advise(self, allocation: Allocation, short: Shortage) -> str:
         """Return which settings would need less device memory, and by how much, in the plan's numbers."""
         config, parts = self.config, self.backend.parallel.size
-        allocation, batch = replace(allocation, slots=short.slots), MicroBatch(short.rows, short.length)
+        allocation, batch = replace(allocation, slots=short.slots), micro_batch_of(config, short.rows, short.length)
         if not short.rows:  # it was no micro-batch
             positions = getattr(self.skeleton.config, "max_position_embeddings", None)
             batch = step_shape(config, positions, parts=parts).micro_batch
-        num_rows = config.batch_size * config.gradient_accumulation_steps // self.backend.replicas.size
+        num_rows = rows_each(config) * config.batch_size * config.gradient_accumulation_steps
+        num_rows //= self.backend.replicas.size
 
         def demand(batch: MicroBatch, chunk: int) -> Demand:
             step = StepShape(batch, max(num_rows, batch.rows))

@@ -10,6 +10,7 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.data import forms_of, needs_tokenizer, prepare_data
+from lema.data.preference import prepare_preferences
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, phases, saved_elsewhere
 from lema.plan.machine import Machine
@@ -149,14 +150,18 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     planner, config, length = needs.planner, needs.planner.config, needs.planner.shape.micro_batch.length
     if not config.train_data:
         return None
-    tokenizer, vocabulary = None, planner.blueprint.vocabulary or None
-    forms = forms_of(config)
-    if needs_tokenizer(config.train_data, forms):
+    tokenizer, preferences, forms = None, config.objective != "sft", forms_of(config)
+    if preferences or needs_tokenizer(config.train_data, forms):
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
-    how_read: dict[str, Any] = {"overlong": config.overlong, "vocab_size": vocabulary, "forms": forms}
-    data = prepare_data(config.train_data, tokenizer, max_length=length, **how_read)
-    rows, tokens = data.counts.rows, data.counts.tokens
+    options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
+    options |= {"vocab_size": planner.blueprint.vocabulary or None}
+    if preferences and tokenizer is not None:
+        labelled = config.objective == "kto"
+        counts = prepare_preferences(config.train_data, tokenizer, labelled=labelled, **options).counts
+    else:
+        counts = prepare_data(config.train_data, tokenizer, **options).counts
+    rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
     part_of_full = planner.demand(scale=tokens / (rows * length))
     hours = steps * planner.simulated(part_of_full, needs.allocation).seconds / 3600

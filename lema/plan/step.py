@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lema.config import LemaConfig
+from lema.config.objective import OF_PAIRS
 from lema.data import longest_row
 from lema.data.batches import share_of
+from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
 from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
@@ -19,7 +21,18 @@ from lema.plan.trainable_bytes import TrainedBytes
 from lema.plan.workload import HeadWork, LayerWork, MicroBatch, Workload
 from lema.stream.placement import LayerBytes
 
-__all__ = ["LayerSeconds", "StepShape", "Timings", "by_arithmetic", "demand_of", "of_rows", "step_shape", "untimed"]
+__all__ = [
+    "LayerSeconds",
+    "StepShape",
+    "Timings",
+    "by_arithmetic",
+    "demand_of",
+    "micro_batch_of",
+    "of_rows",
+    "rows_each",
+    "step_shape",
+    "untimed",
+]
 
 
 T = TypeVar("T", Workload, LayerWork, HeadWork)
@@ -83,11 +96,26 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, pa
     Raises:
         ConfigError: `max_length` is more than the model's positions.
     """
-    share = len(share_of(range(config.batch_size), 0, processes, config.micro_batch_size))
+    each = rows_each(config)
+    at_once = None if config.micro_batch_size is None else max(1, config.micro_batch_size // each)
+    share = each * len(share_of(range(config.batch_size), 0, processes, at_once))
     rows = min(config.micro_batch_size or share, share)
     multiple = padding_of(config, parts, positions).multiple
     length = -(-longest_row(config.max_length, positions) // multiple) * multiple
-    return StepShape(MicroBatch(rows, length), share * config.gradient_accumulation_steps)
+    return StepShape(micro_batch_of(config, rows, length), share * config.gradient_accumulation_steps)
+
+
+def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
+    """Return a micro-batch of a run: what goes beside its rows is the objective's."""
+    objective = objective_of(config)
+    if objective is None:
+        return MicroBatch(rows, length)
+    return MicroBatch(rows, length, objective.reference + 2 * objective.mismatched, settled=True)
+
+
+def rows_each(config: LemaConfig) -> int:
+    """Return how many rows each example of a batch has."""
+    return 2 if config.objective in OF_PAIRS else 1
 
 
 def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int) -> Timings:
@@ -135,7 +163,8 @@ def demand_of(
         spent = LayerSeconds() if timings is None else timings.layers[kind].times(times)
         saved = 0 if workload is None else round(times * workload.works[kind].saved_bytes)
         sizes = (layer.nbytes, layer.read_bytes, layer.nbytes, saved)
-        seconds = (spent.expand, spent.forward, spent.recompute, spent.backward)
+        forward = spent.forward * (1 if shape is None else 1 + shape.micro_batch.beside)
+        seconds = (spent.expand, forward, spent.recompute, spent.backward)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
         costs.append(LayerCost(*sizes, *seconds, micro, gradients))
@@ -147,7 +176,10 @@ def demand_of(
         expanded_bytes=max(layer.expanded_bytes for layer in layers),
         shared=shared,
     )
-    return known if workload is None else _with_activations(known, workload, timings, times)
+    if workload is None or shape is None:
+        return known
+    whole = _with_activations(known, workload, timings, times)
+    return _with_others(whole, workload, timings, times, shape.micro_batch)
 
 
 def untimed(demand: Demand) -> Demand:
@@ -173,6 +205,14 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
         turn=0.0 if timings is None else times * timings.head,
         rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
     )
+
+
+def _with_others(known: Demand, workload: Workload, timings: Timings | None, times: float, batch: MicroBatch) -> Demand:
+    """Add what rows beside those that train need: their hidden states, and their part of the head's forward."""
+    turn = known.turn * (1 + batch.beside / 3)
+    if batch.settled and timings is not None:
+        turn += times * timings.layers[workload.kinds[known.top]].forward
+    return replace(known, turn=turn, flight_bytes=known.flight_bytes + batch.beside * known.boundary_bytes)
 
 
 def of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:

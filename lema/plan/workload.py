@@ -42,6 +42,8 @@ class MicroBatch:
 
     rows: int
     length: int
+    beside: int = 0  # how many times as many rows go through the layers beside them, forward alone
+    settled: bool = False  # whether the top layer runs twice, because the loss is known only once all rows are
 
     @property
     def tokens(self) -> int:

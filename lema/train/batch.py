@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
+from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.engine.head.loss import IGNORED
 from lema.errors import DataError
 from lema.model.files import ModelFiles
@@ -38,7 +39,7 @@ def as_batch(
     """
     vocab_size = getattr(text_config, "vocab_size", None)
     if isinstance(inputs, Tensor):
-        given: Mapping[str, Any] = {"input_ids": inputs}
+        given: dict[str, Any] = {"input_ids": inputs}
     elif isinstance(inputs, Mapping) and "input_ids" in inputs:
         given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
     else:
@@ -58,6 +59,11 @@ def as_batch(
                 _check_padding(ids, getattr(source, "pad_token_id", None), getattr(source, "eos_token_id", None))
         batch["labels"] = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
     _check_shapes(batch)
+    if isinstance(inputs, Mapping):  # what an objective knows of rows, such as their advantages
+        rows = {name: one for name, one in inputs.items() if isinstance(one, Tensor) and name not in NAMES}
+        if wrong := [name for name, one in rows.items() if len(one) != len(batch["input_ids"])]:
+            raise DataError(f"{', '.join(wrong)} should have one entry for each row", where="train_step")
+        batch |= rows
     if vocab_size is not None:
         _check_range("input_ids", batch["input_ids"], vocab_size)
         _check_range("labels", batch["labels"][batch["labels"] != IGNORED], vocab_size)
@@ -110,7 +116,7 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     Raises:
         DataError: as `lema.data.prepare_data`, and where there is no tokenizer.
     """
-    if data is None or isinstance(data, TokenDataset):
+    if data is None or isinstance(data, TokenDataset | PreferenceDataset):
         return data
     sized = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str | Mapping)
     if sized and (len(data) == 0 or not isinstance(data[0], Mapping | str | Path)):
@@ -126,21 +132,25 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     return read
 
 
-def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> TokenDataset:
+def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
+
+    Returns:
+        A `TokenDataset`; for an objective of examples, a `PreferenceDataset`.
 
     Raises:
         ConfigError: `max_length` is more than the model's positions.
         DataError: the data is missing or malformed.
     """
     text, forms = files.config.get_text_config(), forms_of(config)
+    options: dict[str, Any] = {
+        "max_length": longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
+        "overlong": config.overlong,
+        "vocab_size": getattr(text, "vocab_size", None),
+        "forms": forms,
+    }
+    if config.objective != "sft":
+        return prepare_preferences(data, files.tokenizer, labelled=config.objective == "kto", **options)
     paths = data[0] if isinstance(data, list | tuple) and data else data
     of_files = isinstance(paths, str | Path) or isinstance(data, Mapping)
-    return prepare_data(
-        data,
-        files.tokenizer if not of_files or needs_tokenizer(data, forms) else None,
-        max_length=longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
-        overlong=config.overlong,
-        vocab_size=getattr(text, "vocab_size", None),
-        forms=forms,
-    )
+    return prepare_data(data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options)

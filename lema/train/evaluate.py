@@ -16,6 +16,7 @@ from lema.data.mixture import Mixture
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.train.guards import non_finite_loss, worst
+from lema.train.steps import add_measured, means, measured_here
 
 __all__ = ["evaluate", "passes_of_mixture", "passes_of_rows"]
 
@@ -40,7 +41,7 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
     replicas, module = model.backend.replicas, model.split.model
     was_training = module.training
     module.eval()
-    total, tokens = 0.0, 0
+    total, tokens, measured = 0.0, 0, dict[str, tuple[float, float]]()
     try:
         with model.stop.opened():
             for micro_batches, where in passes:
@@ -53,11 +54,17 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
                 if not math.isfinite(loss):
                     raise non_finite_loss(model, micro_batches, loss, where)
                 total, tokens = total + loss * count, tokens + count
+                add_measured(measured_here(model), measured)
     finally:
         module.train(was_training)
-    sums = replicas.exchange((total, tokens))
+    sums = replicas.exchange((total, tokens, measured))
     total, tokens = sum(one[0] for one in sums), sum(one[1] for one in sums)
     loss = total / tokens
+    if model.objective is not None:
+        whole: dict[str, tuple[float, float]] = {}
+        for _, _, found in sums:
+            add_measured(found, whole)
+        return {"eval_loss": loss, **means(whole, "eval_"), "eval_examples": tokens}
     return {"eval_loss": loss, "eval_perplexity": math.exp(loss) if loss < 700 else math.inf, "eval_tokens": tokens}
 
 

@@ -22,7 +22,7 @@ from lema.config import LemaConfig
 from lema.errors import ConfigError, DiskError
 from lema.train.checkpoint.format import TRAINER_STATE
 from lema.train.metrics import METRICS_NAME, PICTURE, MetricsLog, Window, plot_loss, since
-from lema.train.steps import StepResult, Steps
+from lema.train.steps import StepResult, Steps, add_measured, means
 
 __all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments"]
 
@@ -154,7 +154,7 @@ class RunEvents:
         """Whether any step was about to be taken."""
         return self._handler is not None
 
-    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: tuple[float, int] = (0.0, 0)) -> None:
+    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: Sequence[Any] = (0.0, 0)) -> None:
         """Begin to train something, or go on with it where `unlogged` was this; callbacks see module and optimizer."""
         self._steps = steps
         self.move(at)
@@ -165,7 +165,7 @@ class RunEvents:
             self.fire("on_train_begin")
         self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = steps.module, optimizer, schedule
         self._window, self._whole = self._opened(), self._opened()
-        self._window.loss, self._window.trained_tokens = unlogged
+        self._window.go_on(unlogged)
 
     def move(self, at: Position) -> None:
         """Be somewhere else in the run."""
@@ -173,9 +173,9 @@ class RunEvents:
         self.state.global_step, self.state.epoch = at.step, at.epoch  # type: ignore[assignment] # None is left out
 
     @property
-    def unlogged(self) -> tuple[float, int]:
-        """Of the steps since the last line of metrics: the sum of their losses by token, and their trained tokens."""
-        return self._window.loss, self._window.trained_tokens
+    def unlogged(self) -> list[Any]:
+        """The sums of the steps since the last line of metrics."""
+        return self._window.sums
 
     def save_state(self, directory: Path) -> None:
         """Write what callbacks know of the run as `transformers` does: `trainer_state.json`."""
@@ -202,6 +202,7 @@ class RunEvents:
         """Count a step that was taken for the next line of metrics."""
         for window in (self._window, self._whole):
             window.add(result.loss, result.trained_tokens, result.tokens)
+            add_measured(result.measured, window.measured)
 
     def measured(self, numbers: Mapping[str, Any]) -> None:
         """Write the mean loss since the last time, if a step was taken, beside `numbers` of the last step."""
@@ -213,6 +214,7 @@ class RunEvents:
         self.log(
             {
                 "loss": window.mean_loss,
+                **means(window.measured),
                 **numbers,
                 "tokens_per_second": window.tokens / seconds,
                 **since(window.counters, model.counters),

@@ -62,7 +62,7 @@ class PlainRun:
         self.best: dict[str, Any] | None = None
         self.eval_loss: float | None = None
         self.pending: Pending | None = None
-        self.unlogged = (0.0, 0)
+        self.unlogged: Sequence[Any] = (0.0, 0)
         self.saved: int | None = None
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
@@ -123,8 +123,8 @@ class PlainRun:
     def _take_up(self, extra: Mapping[str, Any], path: Path, *, whole: bool) -> None:
         """Go on with what a checkpoint says of the run, `whole` with all that is in it."""
         self.done = self.steps.global_step
-        loss, trained = extra.get("window", (0.0, 0))  # a checkpoint that `train_step` wrote has none
-        self.unlogged, self.pending = (float(loss), int(trained)), extra.get("left")
+        self.unlogged = extra.get("window", (0.0, 0))  # a checkpoint that `train_step` wrote has none
+        self.pending = extra.get("left")
         self.saved = self.done if whole else None
         self._past = past_log(path / TRAINER_STATE)
         if self._past.get("best_metric") is not None:
@@ -182,5 +182,5 @@ class PlainRun:
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""
         position, data = self._sampler.position(self.done), self._sampler.about
-        extra = {"data": data, "position": position, "window": list(events.unlogged), "left": pending}
+        extra = {"data": data, "position": position, "window": events.unlogged, "left": pending}
         save_step(self.steps, extra, [events.save_state])

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lema.backend import Replicas
@@ -72,12 +73,34 @@ def non_finite_loss(
     model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]], value: float, where: str
 ) -> NonFiniteError:
     """Return the error of a loss that is not finite; runs forward once more to name the part at fault."""
-    place = model.first_non_finite(micro_batches) or "the loss itself"
+    place = first_non_finite(model, micro_batches) or "the loss itself"
     return NonFiniteError(
         f"the loss is {value}",
         where=f"{where}; first non-finite output: {place}",
         how="check the base weights and the data; lower learning_rate, or set max_grad_norm, if it grew before",
     )
+
+
+@torch.no_grad()
+def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]]) -> str | None:
+    """Run forward once more and name the first part whose output is not finite; None: all are."""
+    split, backend = model.split, model.backend
+    names = ["the embeddings", *(f"{split.layers_name}.{i}" for i in range(split.num_layers)), "the head"]
+    first: int | None = None
+    for index, hidden in enumerate(model.hidden_states(micro_batches)):
+        if first is None and not all(bool(state.isfinite().all()) for state in hidden):
+            first = index
+            if not model.stream.sharded and backend.parallel.size == 1:  # else others go through all layers too
+                break
+    if (first := _lowest(backend.replicas, first)) is None:
+        finite = all(bool(split.head(state).isfinite().all()) for state in hidden)
+        first = _lowest(backend.replicas, None if finite else len(names) - 1)
+    return None if first is None else names[first]
+
+
+def _lowest(replicas: Replicas, index: int | None) -> int | None:
+    """Return the lowest index that a process of this copy has found; None: none has."""
+    return min((one for one in replicas.of_copy(index) if one is not None), default=None)
 
 
 def non_finite_gradient(where: str, place: str | None) -> NonFiniteError:

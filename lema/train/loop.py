@@ -66,7 +66,7 @@ class Stage(Protocol):
     best: dict[str, Any] | None
     eval_loss: float | None  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
     pending: Pending | None  # what a checkpoint that is gone on from says was not done any more; None: nothing
-    unlogged: tuple[float, int]  # what `RunEvents.unlogged` was when that was written
+    unlogged: Sequence[Any]  # what `RunEvents.unlogged` was when that was written
     saved: int | None  # the last step whose checkpoint is on disk as it would be written now; None: there is none
 
     @property

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from io import FileIO
 from os import PathLike
 from pathlib import Path
@@ -242,12 +242,23 @@ class Window:
     loss: float = 0.0
     trained_tokens: int = 0
     tokens: int = 0
+    measured: dict[str, tuple[float, float]] = field(default_factory=dict)  # by an objective: sums, and of how many
 
     def add(self, loss: float, trained: int, tokens: int) -> None:
         """Count a step: its mean loss, the tokens it trained, and all its tokens."""
         self.loss += loss * trained
         self.trained_tokens += trained
         self.tokens += tokens
+
+    @property
+    def sums(self) -> list[Any]:
+        """What the means of the next line are made of, as JSON types."""
+        return [self.loss, self.trained_tokens, self.measured]
+
+    def go_on(self, sums: Sequence[Any]) -> None:
+        """Take up the `sums` of a window that ended early; an earlier version wrote the first two."""
+        self.loss, self.trained_tokens = float(sums[0]), int(sums[1])
+        self.measured = {} if len(sums) < 3 else {name: (one[0], one[1]) for name, one in sums[2].items()}
 
     @property
     def mean_loss(self) -> float:

@@ -20,6 +20,7 @@ from lema.backend.collectives import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel, generate
+from lema.engine.head.objectives import pursue
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
 from lema.errors import AdapterError, ConfigError
@@ -258,6 +259,7 @@ class LemaModel:
             padding=self._padding,
         )
         adapter.retry.advise = partial(self._open_model.advise, self.allocation)
+        pursue(adapter, self.config)
         return adapter
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -14,13 +14,15 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes
-from lema.data import TokenDataset
 from lema.errors import ConfigError
 from lema.train.batch import read_data
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
 __all__ = ["load_data", "train"]
+
+Rows: TypeAlias = Any
+"""A `TokenDataset`; for an objective of examples, a `PreferenceDataset`."""
 
 
 def train(
@@ -83,7 +85,7 @@ def train(
     return result
 
 
-def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
+def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     """Read the training and evaluation data the model's config names.
 
     Raises:
@@ -97,5 +99,6 @@ def load_data(model: LemaModel) -> tuple[TokenDataset, TokenDataset | None]:
     if config.eval_data:
         return train_data, read_data(config, model.files, config.eval_data)
     if config.eval_split:
-        return train_data.split(config.eval_split, config.seed)
+        first, second = train_data.split(config.eval_split, config.seed)
+        return first, second
     return train_data, None

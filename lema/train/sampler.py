@@ -11,6 +11,7 @@ from torch import Tensor
 from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.data import Batch, Batches
+from lema.data.preference import EXAMPLE, Of
 from lema.engine.head.loss import split_batch
 
 __all__ = ["StepSampler"]
@@ -71,6 +72,10 @@ class StepSampler:
     def batches_of(self, step: int) -> list[Batch]:
         """Return this process's shares of the batches of a step, the first of which is 0."""
         shares = [self._batches.batch(index) for index in range(step * self._per_step, self._done(step + 1))]
+        for number, share in enumerate(shares):
+            about: Any = None if share is None else share.get(EXAMPLE)
+            if about is not None:
+                about[:, Of.BATCH], about[:, Of.BATCHES] = number, len(shares)
         return [share for share in shares if share is not None]
 
     def micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,18 +25,32 @@ from lema.errors import NonFiniteError
 from lema.storage.diskspace import check_room
 from lema.train.checkpoint.format import Writer
 
-__all__ = ["StepResult", "Steps", "check_room_for", "count_tokens", "may_drop", "no_event", "warn_dropped"]
+__all__ = [
+    "StepResult",
+    "Steps",
+    "add_measured",
+    "check_room_for",
+    "count_tokens",
+    "may_drop",
+    "means",
+    "measured_here",
+    "no_event",
+    "read_measured",
+    "warn_dropped",
+]
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What one pass did, in all processes together."""
 
-    loss: float  # the mean over its trained tokens
+    loss: float  # the mean over its trained tokens; of an objective of examples, over those
     trained_tokens: int  # how many these are
     tokens: int  # all that are not padding
     grad_norm: float | None  # of the gradients before clipping, where the optimizer stepped
     dropped: NonFiniteError | None = None  # why the step was dropped that ended with this pass; None: it was not
+    # What an objective has measured, by name: a sum, and the number of things it is the sum of.
+    measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def no_event(_: str) -> None:
@@ -97,10 +112,45 @@ class Steps(Protocol):
 
 
 def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedModel) -> tuple[int, int]:
-    """Return how many tokens all processes train, and how many are not padding; each gives its share of the rows."""
-    trained = trained_tokens(micro_batches, shifted=model.shifts_labels)
-    counted = model.backend.replicas.exchange((trained, attended_tokens(micro_batches)))
-    return sum(trained for trained, _ in counted), sum(tokens for _, tokens in counted)
+    """Return how many tokens all processes train, and how many are not padding; each gives its share of the rows.
+
+    With an objective of examples the first is 1, because the loss of a pass is a mean already.
+    """
+    shifted = model.objective is not None or model.shifts_labels
+    here = trained_tokens(micro_batches, shifted=shifted), attended_tokens(micro_batches)
+    counted = model.backend.replicas.exchange(here)
+    trained = sum(one for one, _ in counted)
+    return trained if model.objective is None else min(trained, 1), sum(tokens for _, tokens in counted)
+
+
+def measured_here(model: StreamedModel) -> dict[str, tuple[float, float]]:
+    """Return what the objective has measured in the last pass of this process, if there is one; one read tells all."""
+    if model.objective is None or not model.measured:
+        return {}
+    sums = torch.stack([total.float() for total, _ in model.measured.values()]).tolist()
+    counts = [count for _, count in model.measured.values()]
+    return {name: (total, count) for name, total, count in zip(model.measured, sums, counts, strict=True)}
+
+
+def read_measured(model: StreamedModel) -> dict[str, tuple[float, float]]:
+    """Return what the objective has measured in the last pass, in all processes together, each of which calls this."""
+    whole: dict[str, tuple[float, float]] = {}
+    if model.objective is not None:
+        for told in model.backend.replicas.exchange(measured_here(model)):
+            add_measured(told, whole)
+    return whole
+
+
+def add_measured(found: Mapping[str, tuple[float, float]], into: dict[str, tuple[float, float]]) -> None:
+    """Add sums and numbers of things, by name, to others."""
+    for name, (total, count) in found.items():
+        before = into.get(name, (0.0, 0.0))
+        into[name] = before[0] + total, before[1] + count
+
+
+def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict[str, float]:
+    """Return the mean of each, its name behind `prefix`."""
+    return {f"{prefix}{name}": total / count for name, (total, count) in measured.items() if count}
 
 
 def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:

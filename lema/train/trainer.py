@@ -35,7 +35,7 @@ from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Pass, Passes, watched, worst
-from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, warn_dropped
+from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, read_measured, warn_dropped
 from lema.train.update import Update, read_numbers
 
 __all__ = ["LemaTrainer"]
@@ -91,13 +91,15 @@ class LemaTrainer:
         """Train on one batch; step the optimizer when `gradient_accumulation_steps` batches have been seen.
 
         Args:
-            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also holds the other two.
+            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also holds the other two, and what the
+                model's objective needs of its rows.
             labels: `[batch, sequence]`, not shifted, -100 where nothing is learnt; None: the inputs themselves, padding
                 excepted.
             attention_mask: `[batch, sequence]`, 0 where a row is padded.
 
         Returns:
-            The logits `[batch, sequence, vocabulary]`, and the mean cross-entropy of the trained tokens.
+            The logits `[batch, sequence, vocabulary]`, and the mean cross-entropy of the trained tokens; with an
+            objective of rows its loss, and no logits.
 
         Raises:
             NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be dropped.
@@ -111,7 +113,7 @@ class LemaTrainer:
         if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
             with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
                 save_step(self)
-        return torch.cat(logits), result.loss
+        return torch.cat(logits) if logits else torch.empty(0), result.loss
 
     def accumulate(
         self,
@@ -162,7 +164,7 @@ class LemaTrainer:
         except BaseException:
             self._forget()
             raise
-        return StepResult(value, trained, tokens, length)
+        return StepResult(value, trained, tokens, length, measured=read_measured(self.model))
 
     def _checked_loss(self, mine: float, trained: int, place: str) -> float:
         """Return the mean loss of all processes, of which `mine` is a part; one that is not finite drops the step."""

@@ -31,6 +31,7 @@ class DemoFiles:
         self.model = directory / "model"  # the base model, as a hub checkpoint: shards, index, config, tokenizer
         self.text = directory / "data/text.txt"  # the almanac, one row per line
         self.chat = directory / "data/chat.jsonl"  # its questions and answers, as `messages`
+        self.pairs = directory / "data/pairs.jsonl"  # its questions with the answer, and with that to another question
         self.config = directory / "train.yaml"  # the settings, for `lema train`
         self.adapter = directory / "adapter"  # what training writes: the adapter, metrics and the loss curve
         self.metrics = self.adapter / "metrics.jsonl"  # the numbers of the run, a line of JSON for every measurement
@@ -43,7 +44,9 @@ def write_files(directory: Path) -> DemoFiles:
     lines = [line for line in _bundled("almanac.txt").splitlines() if line and not line.startswith("#")]
     made.text.parent.mkdir(exist_ok=True)
     made.text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    made.chat.write_text("".join(f"{json.dumps(chat)}\n" for chat in _chats(lines)), encoding="utf-8")
+    chats = list(_chats(lines))
+    made.chat.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
+    made.pairs.write_text("".join(f"{json.dumps(pair)}\n" for pair in _pairs(chats)), encoding="utf-8")
     tokenizer = _train_tokenizer(lines)
     tokenizer.save_pretrained(made.model)
     _write_model(made.model, tokenizer)
@@ -74,6 +77,14 @@ def _chats(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         if asked:
             messages = [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": answer}]
             yield {"messages": messages}
+
+
+def _pairs(chats: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Every chat's question with its answer, which is chosen, and with the next other answer, which is rejected."""
+    for number, chat in enumerate(chats):
+        question, answer = chat["messages"]
+        later = (other["messages"][1] for other in (*chats[number:], *chats[:number]))
+        yield {"prompt": [question], "chosen": [answer], "rejected": [next(one for one in later if one != answer)]}
 
 
 def _train_tokenizer(lines: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -20,6 +20,7 @@ _OWN = (
     "model/chat_template.jinja",
     "data/text.txt",
     "data/chat.jsonl",
+    "data/pairs.jsonl",
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
     "adapter/README.md",

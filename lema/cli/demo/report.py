@@ -102,7 +102,13 @@ def show_next(out: Console, files: DemoFiles) -> None:
     """Show where everything lies, and commands that go on from there."""
     curve = files.curve if files.curve.is_file() else "none: it is drawn where matplotlib is installed"
     say(out, "Files", "bold")
-    named = {"model": files.model, "text": files.text, "chats": files.chat, "config": files.config}
+    named = {
+        "model": files.model,
+        "text": files.text,
+        "chats": files.chat,
+        "pairs": files.pairs,
+        "config": files.config,
+    }
     for name, place in {**named, "adapter": files.adapter, "metrics": files.metrics, "curve": curve}.items():
         say(out, f"  {name:8} {place}")
     say(out, "What to try next", "bold")

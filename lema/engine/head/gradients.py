@@ -25,6 +25,7 @@ from lema.model.flow import LayerCall
 
 if TYPE_CHECKING:
     from lema.engine.head.loss import LossChunks
+    from lema.engine.head.rows import RowLoss
 
 __all__ = ["EmbedHead"]
 
@@ -48,7 +49,7 @@ class EmbedHead:
     def __init__(
         self,
         backend: Backend,
-        loss: LossChunks,
+        loss: LossChunks | RowLoss,
         hidden: Sequence[Tensor],
         calls: Sequence[Sequence[LayerCall]],
         trained: Collection[nn.Parameter],
@@ -62,7 +63,7 @@ class EmbedHead:
         self.reach_below = bool(self._before)
         self._after: set[int] = set()
         self.sums: dict[nn.Parameter, Tensor] = {}
-        self._whole = True  # whether all of them are in the sums
+        self._whole = loss.at_once  # whether all of them are in the sums
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # of the last layer, and the generator state there
         self._factor: Tensor | None = None
 

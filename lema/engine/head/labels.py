@@ -7,6 +7,7 @@ own. The model itself is asked, by running its forward with labels and without v
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +28,8 @@ SAME_LABELS = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.con
 def shifts_labels(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
     """Whether a model's own loss compares a position with the label of the next one; if not, with its own.
 
-    A model that does not compute a cross-entropy of labels alone is taken to shift them, as nearly all do.
+    A model that does not compute a cross-entropy of labels alone is taken to shift them, as nearly all do. Warns where
+    it does not, because data that are made for those would train the model to repeat its input.
 
     Args:
         model: it, with adapters or without.
@@ -39,6 +41,12 @@ def shifts_labels(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
             targets = _Targets(labels)
             with suppress(*PASSED_THROUGH_THE_MODEL), passed_by(layers, rest), targets:
                 model(input_ids=torch.ones_like(labels), labels=labels, use_cache=False)
+            if targets.compared and targets.own:
+                warnings.warn(
+                    f"{type(model).__name__} compares a position with its own label and not with the next one's, "
+                    "and is trained so here, as by transformers: give labels that are shifted already",
+                    stacklevel=3,
+                )
             if targets.compared:
                 return not targets.own
     return True

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from lema.errors import DataError
 from lema.model.capture import leaves
 
-__all__ = ["IGNORED", "LossChunks", "attended_tokens", "split_batch", "targets_of", "trained_tokens"]
+__all__ = ["IGNORED", "LossChunks", "attended_tokens", "blocks", "split_batch", "targets_of", "trained_tokens"]
 
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
@@ -48,6 +48,15 @@ def _count(targets: Tensor) -> int:
     return int(np.count_nonzero(targets.cpu().numpy() != IGNORED))
 
 
+def blocks(batch: int, sequence: int, chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Cut `[batch, sequence]` into blocks: whole rows while they fit in a chunk, else parts of one row."""
+    height = max(1, chunk_tokens // sequence)
+    width = sequence if chunk_tokens >= sequence else chunk_tokens
+    for row in range(0, batch, height):
+        for column in range(0, sequence, width):
+            yield slice(row, min(row + height, batch)), slice(column, min(column + width, sequence))
+
+
 def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, Tensor]]:
     """Cut a batch into micro-batches of at most `rows` rows; None: one micro-batch."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -67,10 +76,16 @@ class LossChunks:
         scale: gradients are those of `scale` times the loss.
         logits: a list to which each micro-batch's logits are appended; None: they are dropped.
         known: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
+        dft: weigh each token's loss with its probability (dynamic fine-tuning, arXiv:2508.05629).
+
+    Attributes:
+        at_once: gradients of the head's parameters can be formed with the loss.
 
     Raises:
         DataError: no token of the step is trained, and it is divided by no number of tokens given.
     """
+
+    at_once = True
 
     def __init__(
         self,
@@ -82,7 +97,9 @@ class LossChunks:
         scale: float | Tensor = 1.0,
         logits: list[Tensor] | None = None,
         known: Sequence[Tensor] | None = None,
+        dft: bool = False,
     ) -> None:
+        self._dft = dft
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
         # Counted in host memory where they are there too, because counting on the device would wait for it.
         self._known = targets if known is None else known
@@ -148,6 +165,9 @@ class LossChunks:
 
     def _value(self, logits: Tensor, target: Tensor) -> Tensor:
         flat = logits.float().view(-1, logits.shape[-1])
+        if self._dft:
+            losses = cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="none")
+            return (losses * torch.exp(-losses.detach())).sum() / self.num_tokens
         return cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum") / self.num_tokens
 
     def _place(self, index: int, block: Tensor, rows: slice, columns: slice) -> None:
@@ -157,13 +177,8 @@ class LossChunks:
         self._logits[index][rows, columns] = block
 
     def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
-        """Cut `[batch, sequence]` into blocks: whole rows while they fit in a chunk, else parts of one row."""
         batch, sequence = self._targets[index].shape
-        height = max(1, self._chunk_tokens // sequence)
-        width = sequence if self._chunk_tokens >= sequence else self._chunk_tokens
-        for row in range(0, batch, height):
-            for column in range(0, sequence, width):
-                yield slice(row, min(row + height, batch)), slice(column, min(column + width, sequence))
+        return blocks(batch, sequence, self._chunk_tokens)
 
     def _sum(self, values: Iterator[Tensor] | list[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self._targets[0].device)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
+from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, nearest, unknown_setting
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
@@ -55,6 +56,7 @@ IDLE = {
     "shuffle": "each phase has its `mixture`",
     "gradient_accumulation_steps": "`batch_size` is the rows of an optimizer step, `micro_batch_size` those at once",
     "cache_frozen_prefix": "leave it out",
+    **dict.fromkeys(OF_OBJECTIVES, "phases learn the tokens of rows; give a preference objective a run of its own"),
 }
 
 # Settings of the run that a phase has, too, and takes from the run where it does not say otherwise.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class PhaseRun:
         self.done = 0
         self.best: dict[str, Any] | None = None
         self.pending: Pending | None = None
-        self.unlogged = (0.0, 0)
+        self.unlogged: Sequence[Any] = (0.0, 0)
         self.saved: int | None = None
         self.eval_loss: float | None = None
 
@@ -85,8 +85,7 @@ class PhaseRun:
         """
         about = self.steps.restore(checkpoint)
         self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
-        loss, trained = about["unlogged"]
-        self.pending, self.unlogged, self.saved = about["left"], (float(loss), int(trained)), self.done
+        self.pending, self.unlogged, self.saved = about["left"], about["unlogged"], self.done
         if checkpoint != self._places.checkpoint(self._index, self.done):  # of another run: this one has one of its own
             if self.best is not None and self.best["step"] != self.done:
                 self.best = None  # that checkpoint stayed behind

@@ -1,0 +1,92 @@
+"""What the settings of an objective have to do with each other: which of them say something beside which objective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from lema.config.problems import Problem, nearest
+
+if TYPE_CHECKING:
+    from lema.config.lemaconfig import LemaConfig
+
+__all__ = ["OF_OBJECTIVES", "ObjectiveName", "disagreements_of_objective"]
+
+ObjectiveName = Literal["sft", "dpo", "ipo", "orpo", "simpo", "kto"]
+
+OF_PAIRS = ("dpo", "ipo", "orpo", "simpo")  # objectives whose examples are pairs of rows
+WITH_REFERENCE = ("dpo", "ipo", "kto")  # those that compare with the model without adapters
+
+# The values of `loss_type`, the first of which is the default.
+LOSS_TYPES: dict[str, tuple[str, ...]] = {
+    "sft": ("nll", "dft"),
+    "dpo": (
+        "sigmoid",
+        "hinge",
+        "ipo",
+        "exo_pair",
+        "nca_pair",
+        "robust",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "sigmoid_norm",
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+}
+SMOOTHED = ("robust", "exo_pair")  # the losses of pairs that `label_smoothing` has a meaning for
+
+# The objectives that each further setting says something of.
+SAYS = {
+    "loss_type": tuple(LOSS_TYPES),
+    "beta": (*OF_PAIRS, "kto"),
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "cpo_alpha": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+OF_OBJECTIVES = ("objective", *SAYS)
+
+
+def disagreements_of_objective(config: LemaConfig) -> Iterator[Problem]:
+    """Yield what does not go with the objective."""
+    objective, kind = config.objective, config.loss_type
+    for name, known in SAYS.items():
+        if getattr(config, name) is not None and objective not in known:
+            how = f"leave it out, or set objective to {' or '.join(known)}"
+            yield Problem(name, f"{name} says nothing with objective: {objective}", how)
+    types = LOSS_TYPES.get(objective)
+    if types is not None and kind is not None and kind not in types:
+        near = nearest(kind, types)
+        how = f"did you mean {' or '.join(near)}?" if near else ""
+        what = f"loss_type must be one of {', '.join(types)} with objective: {objective}, not {kind!r}"
+        yield Problem("loss_type", what, how)
+    if objective == "dpo":
+        if config.label_smoothing is not None and kind not in SMOOTHED:
+            what = f"label_smoothing says nothing with loss_type: {kind or 'sigmoid'}"
+            yield Problem("label_smoothing", what, f"set loss_type to {' or '.join(SMOOTHED)}, or leave it out")
+        if kind == "exo_pair" and not config.label_smoothing:
+            what = "exo_pair takes the logarithm of label_smoothing, which is 0"
+            yield Problem("label_smoothing", what, "set it, to 0.001 for example")
+    if objective != "sft":
+        yield from _without(config)
+
+
+def _without(config: LemaConfig) -> Iterator[Problem]:
+    """Yield what a loss of examples does not go with."""
+    objective = config.objective
+    if config.lora_dropout:
+        what = f"objective: {objective} trains without dropout, as the reference and the published losses do"
+        yield Problem("lora_dropout", what, "leave it out")
+    if objective in WITH_REFERENCE and config.lora_bias != "none":
+        what = f"objective: {objective} compares with the model without adapters, whose biases would be gone"
+        yield Problem("lora_bias", what, "set it to none")
+    if objective == "kto" and config.loss_type != "apo_zero_unpaired":
+        if config.batch_size == 1:
+            what = "kto estimates its KL term from the completions of other rows of a batch, and there is no other"
+            yield Problem("batch_size", what, "set it to 2 or more, or loss_type: apo_zero_unpaired")
+        if config.cache_frozen_prefix:
+            what = "the rows that kto estimates its KL term from are not kept"
+            yield Problem("cache_frozen_prefix", what, "set it to false")

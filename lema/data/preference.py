@@ -1,0 +1,330 @@
+"""Examples for preference objectives: pairs of a chosen and a rejected row, or rows with a label, and their batches.
+
+Rows are tokenised as TRL does: prompt and completion together, as the model meets them, and the completion begins where
+these tokens part from those of the prompt alone. A pair without a prompt has one all the same: what the beginnings of
+its two sides have in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lema.data.batches import Batch, collate
+from lema.data.chat.messages import Chat
+from lema.data.chat.template import check_template, limited
+from lema.data.columns import IGNORED, left_out, parse
+from lema.data.dataset import Columns, Counts, TokenDataset, held_out
+from lema.data.files import Row
+from lema.data.forms import Forms
+from lema.data.read import Overlong, rows_of
+from lema.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["EXAMPLE", "Of", "PreferenceDataset", "prepare_preferences"]
+
+EXAMPLE = "example"
+"""The name, in a micro-batch, of int64 `[rows, 7]`, which says of each row what `Of` names."""
+
+
+class Of(IntEnum):
+    """The columns of what is said of a row."""
+
+    BATCH = 0  # the number of its batch in the step
+    PLACE = 1  # of its example in the batch
+    LABEL = 2  # 1: chosen, or desirable; 0: rejected
+    EXAMPLES = 3  # how many examples the batch has, in all processes
+    BATCHES = 4  # how many batches the step has
+    TOKENS = 5  # how many tokens of completions the chosen rows of the batch have, in all processes
+    WHOLE = 6  # likewise, with their prompts, less the first token of each row
+
+
+Value: TypeAlias = str | list[dict[str, Any]]
+"""Text, or messages for the chat template."""
+
+TokenRow = dict[str, list[int]]
+
+
+class PreferenceDataset(Sequence[list[TokenRow]]):
+    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row.
+
+    Args:
+        rows: of all examples, one after the other; labels are -100 in the prompts.
+        labels: whether each example is desirable; None: examples are pairs.
+        max_length: rows are cut at this many tokens.
+    """
+
+    def __init__(self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int) -> None:
+        self._rows, self._labels, self._max_length = rows, labels, max_length
+        self.rows_each = 2 if labels is None else 1
+
+    def __len__(self) -> int:
+        return len(self._rows) // self.rows_each
+
+    @overload
+    def __getitem__(self, index: int) -> list[TokenRow]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[TokenRow]]: ...
+    def __getitem__(self, index: int | slice) -> list[TokenRow] | list[list[TokenRow]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return [self._cut(self._rows[index * self.rows_each + one]) for one in range(self.rows_each)]
+
+    def _cut(self, row: TokenRow) -> TokenRow:
+        return {name: values[: self._max_length] for name, values in row.items()}
+
+    @property
+    def counts(self) -> Counts:
+        """What the rows of all examples hold."""
+        return self._rows.counts
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the data, a line each."""
+        return self._rows.notes
+
+    def fingerprint(self) -> str:
+        """A digest of all examples in order: whether a run resumes on the data it began with."""
+        labels = None if self._labels is None else self._labels.tolist()
+        about = json.dumps([self._rows.fingerprint(), labels, self._max_length])
+        return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+
+    def select(self, examples: Sequence[int] | npt.NDArray[np.int64]) -> PreferenceDataset:
+        """The examples at these places, in this order."""
+        places = np.asarray(examples, dtype=np.int64)
+        rows = (places[:, None] * self.rows_each + np.arange(self.rows_each)).reshape(-1)
+        labels = None if self._labels is None else self._labels[places]
+        return PreferenceDataset(self._rows.select(rows), labels, self._max_length)
+
+    def split(self, eval_split: float | int, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
+        """Examples to train on and examples to evaluate on, drawn as `TokenDataset.split` draws rows."""
+        chosen = held_out(len(self), eval_split, seed)
+        return self.select(np.flatnonzero(~chosen)), self.select(np.flatnonzero(chosen))
+
+    def batch_of(self, examples: Sequence[int], mine: Sequence[int], pad_token_id: int = 0) -> Batch:
+        """Return the rows of `mine`, which this process has of a batch of `examples`, those of a pair side by side.
+
+        Each row of labelled examples also comes with the completion of the one before it in the batch, the first with
+        that of the last: `mismatched_input_ids` and so on.
+        """
+        rows = [row for place in mine for row in self[place]]
+        batch = collate(rows, pad_token_id, untrained=True)
+        about = torch.zeros((len(rows), len(Of)), dtype=torch.long)
+        known = [self[place][0] for place in examples]
+        wanted = [row for row, place in zip(known, examples, strict=True) if self._label(place, 0)]
+        about[:, Of.TOKENS] = sum(sum(one != IGNORED for one in row["labels"][1:]) for row in wanted)
+        about[:, Of.WHOLE] = sum(len(row["labels"]) - 1 for row in wanted)
+        about[:, Of.EXAMPLES], about[:, Of.BATCHES] = len(examples), 1
+        at = {place: number for number, place in enumerate(examples)}
+        for number, place in enumerate(place for place in mine for _ in range(self.rows_each)):
+            about[number, Of.PLACE] = at[place]
+            about[number, Of.LABEL] = self._label(place, number % self.rows_each)
+        batch[EXAMPLE] = about  # type: ignore[literal-required] # of rows alone
+        if self._labels is not None:
+            others = collate([self._mismatched(place, examples[at[place] - 1]) for place in mine], untrained=True)
+            others.setdefault("attention_mask", torch.ones_like(others["input_ids"]))
+            batch.update({f"mismatched_{name}": one for name, one in others.items()})  # type: ignore[typeddict-item]
+        return batch
+
+    def _label(self, example: int, row: int) -> int:
+        return int(row == 0) if self._labels is None else int(self._labels[example])
+
+    def _mismatched(self, example: int, other: int) -> TokenRow:
+        """The prompt of one example with the completion of another."""
+        own, given = self._rows[example], self._rows[other]
+        start, begins = (next(at for at, one in enumerate(row["labels"]) if one != IGNORED) for row in (own, given))
+        completion = given["input_ids"][begins:]
+        labels = [IGNORED] * start + completion
+        return self._cut({"input_ids": own["input_ids"][:start] + completion, "labels": labels})
+
+
+def prepare_preferences(
+    data: str | Path | Iterable[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    labelled: bool,
+    max_length: int,
+    overlong: Overlong = "truncate",
+    vocab_size: int | None = None,
+    forms: Forms | None = None,
+) -> PreferenceDataset:
+    """Read and tokenise examples.
+
+    Args:
+        data: as `prepare_data` takes it. Rows have `chosen` and `rejected`, with a `prompt` or without; or `prompt`,
+            `completion` and `label`. Each is text, or a list of messages.
+        tokenizer: the model's.
+        labelled: whether examples are rows with a label, which a pair is then made two of.
+        max_length: the most tokens a row may have.
+        overlong: what becomes of a longer row: "truncate" it at the end, "drop" its example, or raise an "error". An
+            example of which no token of a completion would be left is dropped and counted.
+        vocab_size: how many tokens the model knows; None: not checked.
+        forms: how rows are to be read: names of columns and the chat template; None: as they are.
+
+    Raises:
+        DataError: no rows, a malformed row (named by file and line), or none left.
+    """
+    columns, labels, second, forms = Columns(), list[int](), list[bool](), forms or Forms()
+    tokenizer = forms.with_template(tokenizer)
+    for row in map(forms.renamed, rows_of(data)):
+        if left_out(row):
+            columns.left_out += 1
+            continue
+        for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
+            tokens = _tokenized(tokenizer, sides, row, vocab_size)
+            longest = max(len(ids) for ids, _ in tokens)
+            if longest > max_length and overlong == "error":
+                how = "raise max_length, shorten the row, or set overlong to truncate or drop"
+                raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
+            start = min(_start(learnt) for _, learnt in tokens)
+            if longest > max_length and (overlong == "drop" or start >= max_length):
+                columns.dropped += 1
+                continue
+            labels.append(int(label))
+            second.append(number > 0)
+            for ids, learnt in tokens:
+                # Rows with labels stay whole, because their completions also stand behind prompts that may be shorter.
+                end = len(ids) if labelled else max_length
+                columns.append(row, ids[:end], learnt[:end], learnt[max_length:])
+    if not labels:
+        how = f"raise max_length={max_length} or shorten the rows" if columns.dropped else "give some rows"
+        raise DataError(f"no examples to train on: {columns.dropped:,} were dropped", where="train_data", how=how)
+    found = np.asarray(labels, dtype=np.int64) if labelled else None
+    made = PreferenceDataset(TokenDataset(columns), found, max_length)
+    # What was rejected in a pair comes after all that was chosen, because a completion beside another of its own prompt
+    # would be no mismatched one.
+    return made.select(np.argsort(second, kind="stable")) if any(second) else made
+
+
+Side: TypeAlias = tuple[Value, Value]
+"""A prompt and a completion."""
+
+
+def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
+    """Yield the examples of a row: their sides, chosen first, and the label."""
+    present = {name for name, value in row.values.items() if value is not None}
+    if present.issuperset(("chosen", "rejected")):
+        prompt, chosen, rejected = _pair(row)
+        if labelled:
+            yield from (([(prompt, chosen)], True), ([(prompt, rejected)], False))
+        else:
+            yield [(prompt, chosen), (prompt, rejected)], True
+        return
+    if labelled and present.issuperset(("prompt", "completion", "label")):
+        prompt, completion = _value(row, "prompt", may_be_empty=True), _value(row, "completion")
+        _check_alike(row, prompt, completion)
+        label = row.values["label"]
+        if label not in (True, False, 0, 1, "true", "false", "True", "False"):
+            raise row.broken(f"'label' should be true or false, not {label!r}")
+        yield [(prompt, completion)], str(label).lower() in ("true", "1")
+        return
+    wanted = "chosen + rejected, with or without prompt"
+    wanted += "; or prompt + completion + label" if labelled else ""
+    found = ", ".join(sorted(map(str, present))) or "none"
+    how = f"name the columns {wanted}"
+    if not labelled and present.issuperset(("completion", "label")):
+        how += "; or set objective: kto for rows with a label"
+    raise row.broken(f"the columns are no example of a preference (found: {found})", how=how)
+
+
+def _pair(row: Row) -> tuple[Value, Value, Value]:
+    chosen, rejected = _value(row, "chosen"), _value(row, "rejected")
+    _check_alike(row, chosen, rejected)
+    if chosen == rejected:
+        raise row.broken("'chosen' and 'rejected' are the same", how="remove the row: nothing is preferred in it")
+    if row.values.get("prompt") is not None:
+        prompt = _value(row, "prompt", may_be_empty=True)
+        _check_alike(row, prompt, chosen)
+        return prompt, chosen, rejected
+    shorter = min(len(chosen), len(rejected))
+    end = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter - 1)
+    if isinstance(chosen, str) and end > 0 and chosen[end - 1] == " ":
+        end -= 1  # because tokens of words begin with the space before them
+    if not isinstance(chosen, str) and end == 0:
+        raise row.broken("'chosen' and 'rejected' begin differently, so they have no prompt", how="give a 'prompt'")
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def _check_alike(row: Row, one: Value, other: Value) -> None:
+    if isinstance(one, str) != isinstance(other, str):
+        how = "write all as text, or all as lists of messages"
+        raise row.broken("a part of the example is text and another is not", how=how)
+
+
+def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
+    """Return a column that holds text or messages, checked as those of other rows are."""
+    value: Any = row.values[column]
+    if not isinstance(value, str):
+        found = parse(Row({"messages": value}, row.source, row.line), ("messages",), chat_template=True)
+        assert isinstance(found, Chat), "messages are a chat"
+        return found.messages
+    if not (may_be_empty and not value):
+        parse(Row({"text": value}, row.source, row.line), ("text",), chat_template=False)
+    return str(value)
+
+
+def _tokenized(
+    tokenizer: PreTrainedTokenizerBase, sides: Sequence[Side], row: Row, vocab_size: int | None
+) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of each side, and labels that are -100 in the prompt, which is as long on all sides."""
+    before = _encoded(tokenizer, sides[0][0], row, is_prompt=True)
+    wholes = [_encoded(tokenizer, prompt + completion, row) for prompt, completion in sides]  # type: ignore[operator]
+    start = min(_common(before, ids) for ids in wholes)
+    for ids in wholes:
+        if len(ids) <= max(start, 1):
+            raise row.broken("a completion has no token to learn", how="remove the row, or fill it")
+        if vocab_size is not None and (max(ids) >= vocab_size or min(ids) < 0):
+            what = f"a token is outside the vocabulary of {vocab_size} tokens"
+            raise row.broken(what, how="use the tokenizer of the model being trained")
+    return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_prompt: bool = False) -> list[int]:
+    if isinstance(value, str):
+        end = tokenizer.eos_token
+        if end is None:
+            what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
+            raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
+        if not is_prompt and not value.endswith(end):
+            value += end
+        return list(tokenizer(value, verbose=False)["input_ids"])
+    if not tokenizer.chat_template:
+        how = "use the tokenizer of an instruct model, put a chat_template.jinja beside it, or write prompts as text"
+        raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
+    tools = row.values.get("tools") or None
+    options: dict[str, Any] = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+    try:
+        if refused := check_template(tokenizer.get_chat_template(tools=options["tools"])):
+            raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
+        with limited():
+            made: Any = tokenizer.apply_chat_template(
+                value, tokenize=True, return_dict=True, add_generation_prompt=is_prompt, **options
+            )
+    except DataError:
+        raise
+    except Exception as error:  # because the template is a program from outside, which may raise anything
+        what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"
+        how = "compare the roles and their order with what the model's template expects"
+        raise row.broken(what, how=how) from error
+    return list(made["input_ids"])
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two rows begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
+
+
+def _start(labels: Sequence[int]) -> int:
+    return next(at for at, label in enumerate(labels) if label != IGNORED)

@@ -1,0 +1,318 @@
+"""Objectives that are functions of rows: preference losses and GRPO's, each from the log-probabilities of tokens.
+
+An objective says which log-probabilities it needs, and makes of those of one batch the loss and what is measured. It
+is differentiated by them, and knows nothing of the model. Names and formulas are those of TRL 1.16, whose trainers
+average over the examples of a batch, and over the batches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from lema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lema.config import LemaConfig
+    from lema.engine.streamed import StreamedModel
+
+__all__ = ["Measured", "Objective", "Scored", "grpo", "merged", "objective_of", "pursue"]
+
+Measured: TypeAlias = dict[str, tuple[Tensor, float]]
+"""What is measured, by TRL's name: a sum, and the number of things that it is the sum of."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rows of one batch that this process has, and what the model says of their tokens.
+
+    Attributes:
+        logps: `[rows, tokens]` fp32, the log-probability of each token that was asked for, 0 elsewhere.
+        trained: `[rows, tokens]` bool, which of them are of the completion.
+        chosen: places of the rows that are chosen, or desirable: of pairs, in their order.
+        rejected: of the others, likewise.
+        num_examples: of the whole batch, in all processes: pairs, or rows.
+        num_tokens: tokens asked for in the batch's chosen rows, in all processes.
+        reference: as `logps`, of the model without adapters; None: it was not asked for.
+        mismatched: `[rows]`, of each prompt with another row's completion: the model's, and the reference's.
+        advantages: `[rows]` or `[rows, tokens]`, of GRPO.
+        old_logps: `[rows, tokens]`, those of the model that made the completions; None: of this one.
+    """
+
+    logps: Tensor
+    trained: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    num_examples: int
+    num_tokens: int = 0
+    reference: Tensor | None = None
+    mismatched: tuple[Tensor, Tensor] | None = None
+    advantages: Tensor | None = None
+    old_logps: Tensor | None = None
+
+    def completions(self, logps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums over completions: those of the chosen rows, and those of the rejected."""
+        sums = (logps * self.trained).sum(dim=1)
+        return sums[self.chosen], sums[self.rejected]
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Return how many tokens completions have: of the chosen rows, and of the rejected."""
+        counts = self.trained.sum(dim=1).clamp(min=1)
+        return counts[self.chosen], counts[self.rejected]
+
+    def ratios(self) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of completions less those of the reference: chosen, and rejected."""
+        assert self.reference is not None, "the reference was not asked for"
+        chosen, rejected = self.completions(self.logps)
+        of_chosen, of_rejected = self.completions(self.reference)
+        return chosen - of_chosen, rejected - of_rejected
+
+
+Score: TypeAlias = Callable[[Scored], tuple[Tensor, Measured]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of rows.
+
+    Attributes:
+        score: makes this process's share of a batch's mean loss, and what is measured, of the rows it has.
+        reference: whether it compares with the model without adapters.
+        mismatched: whether it needs prompts with other rows' completions, as KTO's KL term does.
+        prompts: whether the prompts of chosen rows are learnt too.
+        advantages: whether rows have advantages; otherwise they are examples of a preference.
+    """
+
+    score: Score
+    reference: bool = False
+    mismatched: bool = False
+    prompts: bool = False
+    advantages: bool = False
+
+
+def objective_of(config: LemaConfig) -> Objective | None:
+    """Return the objective that the settings ask for; None: the cross-entropy of tokens."""
+    beta = 0.1 if config.beta is None else config.beta
+    smoothing = config.label_smoothing or 0.0
+    match config.objective:
+        case "dpo" | "ipo":
+            kind = "ipo" if config.objective == "ipo" else config.loss_type or "sigmoid"
+            return Objective(partial(dpo, loss_type=kind, beta=beta, smoothing=smoothing), reference=True)
+        case "kto":
+            kind = config.loss_type or "kto"
+            weights = [1.0 if one is None else one for one in (config.desirable_weight, config.undesirable_weight)]
+            score = partial(kto, loss_type=kind, beta=beta, desirable=weights[0], undesirable=weights[1])
+            return Objective(score, reference=True, mismatched=kind == "kto")
+        case "orpo":
+            return Objective(partial(orpo, beta=beta), prompts=True)
+        case "simpo":
+            gamma = 0.5 if config.simpo_gamma is None else config.simpo_gamma
+            alpha = config.cpo_alpha or 0.0
+            return Objective(partial(simpo, beta=beta, gamma=gamma, cpo_alpha=alpha, smoothing=smoothing))
+    return None
+
+
+def pursue(model: StreamedModel, config: LemaConfig) -> None:
+    """Give a model the objective of the settings; one of examples trains without dropout, as TRL's trainers do.
+
+    Raises:
+        ConfigError: it needs more of a batch than one of several processes has.
+    """
+    model.objective, model.dft = objective_of(config), config.loss_type == "dft"
+    if model.objective is not None and model.objective.mismatched and model.backend.replicas.size > 1:
+        raise ConfigError(
+            "kto estimates its KL term from a whole batch, and each process has a share of it",
+            where="objective",
+            how="start one process, or set loss_type: apo_zero_unpaired",
+        )
+    if model.objective is not None:
+        for module in model.split.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+
+def merged(found: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
+    """Add what was measured in one batch to what was in others."""
+    for name, (total, count) in found.items():
+        before = into.get(name)
+        into[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+
+
+def dpo(rows: Scored, *, loss_type: str, beta: float, smoothing: float) -> tuple[Tensor, Measured]:
+    """DPO (arXiv:2305.18290) and the losses that TRL's `DPOTrainer` has beside it, by its `loss_type`."""
+    losses = dpo_losses(rows, loss_type, beta, smoothing)
+    chosen, rejected = (beta * one.detach() for one in rows.ratios())
+    return losses.sum() / rows.num_examples, _of_pairs(chosen, rejected, rows.completions(rows.logps))
+
+
+def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> Tensor:
+    """Return the loss of each pair."""
+    chosen, rejected = rows.ratios()
+    delta = chosen - rejected
+    match loss_type:
+        case "sigmoid":
+            return -logsigmoid(beta * delta)
+        case "hinge":
+            return torch.relu(1 - beta * delta)
+        case "ipo" | "sigmoid_norm":
+            of_chosen, of_rejected = rows.lengths()
+            delta = chosen / of_chosen - rejected / of_rejected
+            return (delta - 1 / (2 * beta)) ** 2 if loss_type == "ipo" else -logsigmoid(beta * delta)
+        case "exo_pair":
+            epsilon = torch.tensor(smoothing, device=delta.device)
+            right, wrong = torch.sigmoid(beta * delta), torch.sigmoid(-beta * delta)
+            first = right * (logsigmoid(beta * delta) - torch.log1p(-epsilon))
+            return first + wrong * (logsigmoid(-beta * delta) - torch.log(epsilon))
+        case "nca_pair":
+            return (
+                -logsigmoid(beta * chosen) - 0.5 * logsigmoid(-(beta * chosen)) - 0.5 * logsigmoid(-(beta * rejected))
+            )
+        case "robust":
+            clean, flipped = -(1 - smoothing) * logsigmoid(beta * delta), -smoothing * logsigmoid(-beta * delta)
+            return (clean - flipped) / (1 - 2 * smoothing)
+        case "bco_pair":
+            return -logsigmoid(beta * chosen) - logsigmoid(-(beta * rejected))
+        case "sppo_hard":
+            return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+        case "apo_zero":
+            return (1 - torch.sigmoid(beta * chosen)) + torch.sigmoid(beta * rejected)
+        case "apo_down":
+            return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(beta * delta))
+    raise AssertionError(f"{loss_type!r} is no loss of pairs")
+
+
+def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesirable: float) -> tuple[Tensor, Measured]:
+    """KTO (arXiv:2402.01306), whose KL term is estimated from prompts with other rows' completions; or `apo_zero`."""
+    chosen, rejected = rows.ratios()
+    kl = torch.zeros((), device=chosen.device)
+    if rows.mismatched is not None:
+        policy, reference = rows.mismatched
+        kl = (policy - reference).mean().detach().clamp(min=0)
+    if loss_type == "kto":
+        of_chosen, of_rejected = 1 - torch.sigmoid(beta * (chosen - kl)), 1 - torch.sigmoid(beta * (kl - rejected))
+    else:
+        of_chosen, of_rejected = 1 - torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
+    loss = torch.cat([desirable * of_chosen, undesirable * of_rejected]).sum() / rows.num_examples
+    logps = rows.completions(rows.logps.detach())
+    measured: Measured = {"kl": (kl, 1.0)}
+    for name, rewards, sums in (("chosen", chosen, logps[0]), ("rejected", rejected, logps[1])):
+        if count := len(rewards):
+            measured[f"rewards/{name}"] = (beta * rewards.detach()).sum(), float(count)
+            measured[f"logps/{name}"] = sums.sum(), float(count)
+    if len(chosen) and len(rejected):
+        margin = (beta * chosen.detach()).sum() / len(chosen) - (beta * rejected.detach()).sum() / len(rejected)
+        measured["rewards/margins"] = margin, 1.0
+    return loss, measured
+
+
+def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
+    """ORPO (arXiv:2403.07691): the odds of completions, beside the cross-entropy of chosen rows with their prompts."""
+    averages = [one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)]
+    chosen, rejected = averages
+    odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    ratio = logsigmoid(odds)
+    nll = -rows.logps[rows.chosen].sum() / rows.num_tokens
+    measured = _of_pairs(beta * chosen.detach(), beta * rejected.detach(), (chosen, rejected))
+    count = float(len(chosen))
+    measured["nll_loss"] = nll.detach() * rows.num_examples, count
+    measured["log_odds_ratio"] = ratio.detach().sum(), count
+    measured["log_odds_chosen"] = odds.detach().sum(), count
+    return nll - (beta * ratio).sum() / rows.num_examples, measured
+
+
+def simpo(rows: Scored, *, beta: float, gamma: float, cpo_alpha: float, smoothing: float) -> tuple[Tensor, Measured]:
+    """SimPO (arXiv:2405.14734), with `cpo_alpha` times the cross-entropy of chosen completions beside it."""
+    averages = [one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)]
+    chosen, rejected = averages
+    delta = (chosen - rejected) - gamma / beta
+    losses = -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
+    loss = losses.sum() / rows.num_examples
+    measured = _of_pairs(beta * chosen.detach(), beta * rejected.detach(), (chosen, rejected))
+    if cpo_alpha:
+        nll = -rows.logps[rows.chosen].sum() / rows.num_tokens
+        measured["nll_loss"] = nll.detach() * rows.num_examples, float(len(chosen))
+        loss = loss + cpo_alpha * nll
+    return loss, measured
+
+
+def grpo(
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    loss_type: str = "dapo",
+    importance_sampling_level: str = "token",
+    max_completion_length: int | None = None,
+) -> Objective:
+    """Return GRPO's objective (arXiv:2402.03300) by the settings of TRL's `GRPOConfig`, for rows with `advantages`.
+
+    The ratio to the probabilities at which completions were made is clipped where rows have `old_logps`; without
+    them it is 1. With `beta` the model is kept at its reference, which is itself without adapters. `loss_type` says
+    what the loss of tokens is divided by: "grpo", each row's tokens and then the rows; "bnpo" and "dapo", all tokens
+    of the batch; "dr_grpo", rows times `max_completion_length`.
+
+    Raises:
+        ConfigError: there is no such loss.
+    """
+    high = epsilon if epsilon_high is None else epsilon_high
+    if loss_type not in ("grpo", "bnpo", "dapo", "dr_grpo") or importance_sampling_level not in ("token", "sequence"):
+        raise ConfigError(f"{loss_type!r} over {importance_sampling_level!r} is no loss of GRPO that there is here")
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise ConfigError("dr_grpo divides by max_completion_length, which is not given")
+
+    def score(rows: Scored) -> tuple[Tensor, Measured]:
+        assert rows.advantages is not None, "rows without advantages"
+        mask, advantages = rows.trained, rows.advantages
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        old = rows.logps.detach() if rows.old_logps is None else rows.old_logps
+        weights = rows.logps - old
+        if importance_sampling_level == "sequence":
+            weights = ((weights * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+        ratio = torch.exp(weights)
+        clipped = torch.clamp(ratio, 1 - epsilon, 1 + high)
+        bounded = ratio if delta is None else torch.clamp(ratio, max=delta)
+        losses = -torch.min(bounded * advantages, clipped * advantages).expand_as(rows.logps)
+        measured: Measured = {}
+        beyond = ((ratio < 1 - epsilon) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+        tokens = mask.sum().detach()
+        measured["clip_ratio/region_mean"] = (beyond.expand_as(mask) & mask).sum() / tokens.clamp(min=1), 1.0
+        if beta:
+            assert rows.reference is not None, "the reference was not asked for"
+            apart = rows.reference - rows.logps
+            kl = torch.exp(apart) - apart - 1
+            losses = losses + beta * kl
+            measured["kl"] = (kl.detach() * mask).sum() / tokens.clamp(min=1), 1.0
+        if loss_type == "grpo":
+            loss = ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).sum() / rows.num_examples
+        elif loss_type == "dr_grpo":
+            loss = (losses * mask).sum() / (rows.num_examples * (max_completion_length or 1))
+        else:
+            loss = (losses * mask).sum() / max(rows.num_tokens, 1)
+        return loss, measured
+
+    return Objective(score, reference=beta != 0.0, advantages=True)
+
+
+def _of_pairs(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) -> Measured:
+    """Return what is measured of pairs, given their rewards."""
+    count = float(len(chosen))
+    return {
+        "rewards/chosen": (chosen.sum(), count),
+        "rewards/rejected": (rejected.sum(), count),
+        "rewards/accuracies": ((chosen > rejected).float().sum(), count),
+        "rewards/margins": ((chosen - rejected).sum(), count),
+        "logps/chosen": (logps[0].detach().sum(), count),
+        "logps/rejected": (logps[1].detach().sum(), count),
+    }
+
+
+def _log1mexp(value: Tensor) -> Tensor:
+    """Return log(1 - exp(value)), of which one form loses its digits above -ln 2 and the other below."""
+    return torch.where(value < -0.6931471805599453, torch.log1p(-torch.exp(value)), torch.log(-torch.expm1(value)))

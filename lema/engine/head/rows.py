@@ -1,0 +1,245 @@
+"""A loss of rows: it is known once the log-probabilities of all rows of a pass are, and so are its gradients.
+
+The head runs once. Beside each token's log-probability it gives that one's gradient by the hidden state, which takes
+as much memory as the hidden states. What the objective says of a token then only scales it, because the head works on
+each position by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from lema.data.preference import EXAMPLE, Of
+from lema.engine.head.loss import IGNORED, blocks, targets_of
+from lema.engine.head.objectives import Measured, Objective, Scored, merged
+from lema.errors import DataError
+from lema.model.capture import leaves
+
+__all__ = ["RowLoss", "mismatched_of", "row_targets"]
+
+MISMATCHED = "mismatched_"  # how the names of what KTO's KL term is estimated from begin
+ADVANTAGES, OLD_LOGPS = "advantages", "old_logps"
+
+
+def row_targets(batch: Mapping[str, Tensor], objective: Objective) -> Tensor:
+    """Return the tokens of `[rows, sequence]` whose log-probabilities are wanted, -100 elsewhere; shifted."""
+    labels = batch["labels"]
+    if objective.prompts:
+        seen = batch.get("attention_mask")
+        ids = batch["input_ids"] if seen is None else batch["input_ids"].masked_fill(seen == 0, IGNORED)
+        labels = torch.where(batch[EXAMPLE][:, Of.LABEL, None] == 1, ids, labels)
+    return targets_of(labels)
+
+
+def mismatched_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the rows of a micro-batch with other rows' completions, as a micro-batch."""
+    found = {name.removeprefix(MISMATCHED): one for name, one in batch.items() if name.startswith(MISMATCHED)}
+    if not found:
+        how = "read the data with objective: kto"
+        raise DataError("a batch for the KL term of KTO has no mismatched completions", where="batch", how=how)
+    return found
+
+
+class RowLoss:
+    """The loss of one pass as an objective makes it of its rows.
+
+    Args:
+        head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
+        objective: of the run.
+        batches: the micro-batches, in host memory.
+        targets: of each, what `row_targets` returns, on the device.
+        chunk_tokens: logits exist for at most this many tokens.
+        scale: gradients are those of `scale` times the loss.
+
+    Attributes:
+        targets: as given.
+        at_once: gradients of the head's parameters are not formed with the log-probabilities.
+        num_examples: of the batches of this pass: examples, in all processes.
+        measured: what the objective has measured, once it is settled.
+
+    Raises:
+        DataError: no token of the pass is trained, or a batch lacks what the objective needs.
+    """
+
+    at_once = False
+
+    def __init__(
+        self,
+        head: Callable[[Tensor], Tensor],
+        objective: Objective,
+        batches: Sequence[Mapping[str, Tensor]],
+        targets: Sequence[Tensor],
+        chunk_tokens: int,
+        *,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        self._head, self._objective, self._batches = head, objective, batches
+        self.targets: Sequence[Tensor] = targets
+        self._chunk_tokens, self.scale = chunk_tokens, scale
+        self._known = [row_targets(batch, objective).cpu().numpy() for batch in batches]
+        if not any((one != IGNORED).any() for one in self._known):
+            raise DataError(
+                "no token of this step is trained: every label is -100",
+                how="check the labels, or max_length if truncation cut the trained part off",
+            )
+        wanted = ADVANTAGES if objective.advantages else EXAMPLE
+        if not all(wanted in batch for batch in batches):
+            how = "read the data with the run's objective, or give what `lema.data.preference` says of rows"
+            raise DataError(f"a batch does not say of its rows what the objective needs: {wanted}", how=how)
+        known = [batch[EXAMPLE].cpu() for batch in batches if EXAMPLE in batch]
+        self._about = torch.cat(known).numpy() if len(known) == len(batches) else self._one_batch()
+        self._coefficients: list[Tensor] = []
+        self.measured: Measured = {}
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of the batches of this pass, in all processes."""
+        counts = {int(row[Of.BATCH]): int(row[Of.EXAMPLES]) for row in self._about}
+        return sum(counts.values())
+
+    def _one_batch(self) -> npt.NDArray[np.int64]:
+        """Say of rows of which nothing is said that they are one batch, of this process."""
+        rows, tokens = sum(map(len, self._known)), sum(int((one != IGNORED).sum()) for one in self._known)
+        about = np.zeros((rows, len(Of)), dtype=np.int64)
+        about[:, Of.PLACE] = np.arange(rows)
+        about[:, Of.LABEL], about[:, Of.BATCHES] = 1, 1
+        about[:, Of.EXAMPLES], about[:, Of.TOKENS] = rows, tokens
+        return about
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the log-probabilities of `targets` `[rows, tokens]`, 0 where there is none, from the last hidden."""
+        with torch.no_grad():
+            logps = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
+            for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
+                logps[rows, columns] = self._logps(hidden[rows, columns], targets[rows, columns])
+        return logps
+
+    def backward(
+        self,
+        index: int,
+        hidden: Tensor,
+        choose: Callable[[frozenset[int]], Sequence[nn.Parameter]],
+        sums: dict[nn.Parameter, Tensor],  # noqa: ARG002 - they are formed once the loss is known
+    ) -> tuple[Tensor, Tensor]:
+        """Return micro-batch `index`'s log-probabilities, and the gradient of each by its place in `hidden`."""
+        targets = self.targets[index]
+        logps = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
+        gradient = torch.zeros_like(hidden)
+        for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
+            if not (self._known[index][rows, columns] != IGNORED).any():
+                continue
+            leaf = hidden[rows, columns].detach().requires_grad_()
+            with torch.enable_grad():
+                found = self._logps(leaf, targets[rows, columns])
+                choose(leaves([found]))
+                (gradient[rows, columns],) = torch.autograd.grad(found.sum(), leaf)
+            logps[rows, columns] = found.detach()
+        return logps, gradient
+
+    def settle(
+        self,
+        logps: Sequence[Tensor],
+        reference: Sequence[Tensor] | None = None,
+        mismatched: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        *,
+        differentiate: bool = True,
+    ) -> Tensor:
+        """Return this process's share of the loss of the pass, an fp32 scalar.
+
+        Args:
+            logps: of each micro-batch.
+            reference: likewise, of the model without adapters.
+            mismatched: of each micro-batch's mismatched rows, by the model and by the reference.
+            differentiate: form the gradients.
+        """
+        given = [one.detach().requires_grad_(differentiate) for one in logps]
+        with torch.set_grad_enabled(differentiate):
+            whole, total = _side_by_side(given), torch.zeros((), device=logps[0].device)
+            self.measured = {}
+            for number in dict.fromkeys(int(one) for one in self._about[:, Of.BATCH]):
+                scored, share = self._batch(number, whole, reference, mismatched)
+                loss, measured = self._objective.score(scored)
+                total = total + loss * share
+                merged(measured, self.measured)
+        if differentiate:
+            self._coefficients = list(torch.autograd.grad(total, given))
+        return total.detach()
+
+    def scaled(self, index: int, gradient: Tensor) -> Tensor:
+        """Return the gradient of `scale` times the loss, given what `backward` returned for a micro-batch."""
+        factor = (self._coefficients[index] * self.scale).unsqueeze(-1)
+        # In fp32, because a coefficient of a half would lose digits before it is used.
+        return (gradient.float() * factor).to(gradient.dtype)
+
+    def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield what, differentiated by the parameters of the head, gives the gradients of `scale` times the loss."""
+        targets = self.targets[index]
+        for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
+            if (self._known[index][rows, columns] != IGNORED).any():
+                with torch.enable_grad():
+                    logps = self._logps(hidden[rows, columns].detach(), targets[rows, columns])
+                    value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
+                yield value
+
+    def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self._head(hidden)
+        flat = logits.float().view(-1, logits.shape[-1])
+        losses = cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="none")
+        return -losses.view(targets.shape)
+
+    def _batch(
+        self,
+        number: int,
+        logps: Tensor,
+        reference: Sequence[Tensor] | None,
+        mismatched: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
+    ) -> tuple[Scored, float]:
+        """Return the rows of one batch of the pass, and the share of its loss in that of the pass."""
+        device, about = logps.device, self._about
+        places = np.flatnonzero(about[:, Of.BATCH] == number)
+        own = about[places]
+        at = torch.from_numpy(places).to(device)
+        order = np.argsort(own[:, Of.PLACE], kind="stable")
+        # By their place in the batch, because the parts of a pair may lie in different micro-batches.
+        sides = [torch.from_numpy(order[own[order, Of.LABEL] == label]).to(device) for label in (1, 0)]
+        labels = _side_by_side([targets_of(batch["labels"]) for batch in self._batches], IGNORED)
+        old = [targets_like(batch[OLD_LOGPS]) for batch in self._batches if OLD_LOGPS in batch]
+        advantages = [batch[ADVANTAGES] for batch in self._batches if ADVANTAGES in batch]
+        sums = None
+        if mismatched is not None:
+            policy, other = (torch.cat([one.sum(dim=1) for one in each])[at] for each in mismatched)
+            sums = policy, other
+        scored = Scored(
+            logps[at],
+            (labels != IGNORED).to(device)[at],
+            sides[0],
+            sides[1],
+            num_examples=int(own[0, Of.EXAMPLES]),
+            num_tokens=int(own[0, Of.WHOLE if self._objective.prompts else Of.TOKENS]),
+            reference=None if reference is None else _side_by_side(reference)[at],
+            mismatched=sums,
+            advantages=_rows(advantages).to(device)[at] if advantages else None,
+            old_logps=_side_by_side(old).to(device)[at] if old else None,
+        )
+        return scored, 1.0 / int(own[0, Of.BATCHES])
+
+
+def targets_like(values: Tensor) -> Tensor:
+    """Shift values `[rows, sequence]` that stand on their tokens as `targets_of` shifts labels."""
+    return pad(values, (0, 1))[..., 1:]
+
+
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if parts[0].dim() == 1 else _side_by_side([targets_like(one) for one in parts])
+
+
+def _side_by_side(parts: Sequence[Tensor], value: float = 0.0) -> Tensor:
+    """Return rows of several lengths as one tensor, each made longer with `value`; differentiable."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=value) for part in parts])
