@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lema.data import Sampling
     from lema.errors import LemaError
     from lema.train import LemaModel, LemaTrainer
+    from lema.train.hf.peftmodel import streamed
     from lema.train.phases import (
         LoRAConfig,
         LoRATrainer,
@@ -45,6 +46,7 @@ __all__ = [
     "Sampling",
     "__version__",
     "prepare_monolithic_safetensors",
+    "streamed",
     "transition_to_lora",
 ]
 
@@ -62,6 +64,7 @@ _HOMES = {
     "PhasePlan": "lema.train.phases",
     "Sampling": "lema.data.sampling",
     "prepare_monolithic_safetensors": "lema.convert.prepare",
+    "streamed": "lema.train.hf.peftmodel",
     "transition_to_lora": "lema.train.phases.loratrainer",
 }
 

@@ -102,6 +102,11 @@ class StreamedModel:
         self.watchdog: Watchdog | None = None
         self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
+    @property
+    def engine(self) -> Engine:
+        """The objects that the visits work with."""
+        return self._engine
+
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""
         self.arena.close()
@@ -233,7 +238,7 @@ class StreamedModel:
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(micro_batches)
             elif top > 0:
-                hidden = self._visit(0, calls[0], hidden, boundaries, graphs, differentiate=lowest <= 0)
+                hidden = self.visit_layer(0, calls[0], hidden, boundaries, graphs, differentiate=lowest <= 0)
         for layer in range(max(start, 1), top + 1):
             if self.prefix is not None and layer == self.prefix.layer > start:
                 self.prefix.reach(lowest)
@@ -241,7 +246,9 @@ class StreamedModel:
                 handed_on = any(call.received is not None and call.received.more for call in calls[layer])
                 self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
             if layer < top:
-                hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
+                hidden = self.visit_layer(
+                    layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer
+                )
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
         loss = visit_top(self._engine, calls[top], hidden, embed_head)
@@ -316,10 +323,10 @@ class StreamedModel:
         with self._first_lease(micro_batches) as first:
             hidden, calls = self._prelude(micro_batches, first)
             yield hidden
-            hidden = self._visit(0, calls[0], self.split.enter(hidden), differentiate=False)
+            hidden = self.visit_layer(0, calls[0], self.split.enter(hidden), differentiate=False)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = self._visit(layer, calls[layer], hidden, differentiate=False)
+            hidden = self.visit_layer(layer, calls[layer], hidden, differentiate=False)
             yield hidden
 
     def _placed(
@@ -352,7 +359,7 @@ class StreamedModel:
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 
-    def _visit(
+    def visit_layer(
         self,
         layer: int,
         calls: Sequence[LayerCall],
@@ -362,6 +369,7 @@ class StreamedModel:
         *,
         differentiate: bool,
     ) -> tuple[Tensor, ...]:
+        """Run every micro-batch through a layer; `visit` and `visit_frozen` say how."""
         if differentiate:
             return visit(self._engine, layer, calls, hidden, None if layer in self.saved else boundaries, graphs)
         return visit_frozen(self._engine, layer, calls, hidden)
