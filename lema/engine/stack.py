@@ -56,6 +56,10 @@ class StackCall:
     inputs_differentiated: bool
     trained: tuple[bool, frozenset[int]]
 
+    def joins(self, other: StackCall) -> bool:
+        """Whether both can be run at once."""
+        return (self.differentiated, self.trained) == (other.differentiated, other.trained)
+
 
 @dataclass(eq=False)
 class _Step:

@@ -73,12 +73,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _plain_trainer(model: Any, args: Any, train_dataset: Dataset, processing_class: Any, **options: Any) -> Trainer:
-    rows = train_dataset.map(lambda row: processing_class(row["text"]), remove_columns=["text"])
-    collator = DataCollatorForLanguageModeling(processing_class, mlm=False)
-    return RecordedTrainer(model=model, args=args, train_dataset=rows, data_collator=collator, **options)
-
-
 class Recorded:
     """Keeps every loss that a training step returns, unrounded."""
 
@@ -89,7 +83,12 @@ class Recorded:
 
 
 class RecordedTrainer(Recorded, Trainer):
-    pass
+    """`transformers`' own, given rows of text as TRL's are."""
+
+    def __init__(self, model: Any, args: Any, train_dataset: Dataset, processing_class: Any, **options: Any) -> None:
+        rows = train_dataset.map(lambda row: processing_class(row["text"]), remove_columns=["text"])
+        collator = DataCollatorForLanguageModeling(processing_class, mlm=False)
+        super().__init__(model=model, args=args, train_dataset=rows, data_collator=collator, **options)
 
 
 class RecordedSFT(Recorded, SFTTrainer):
@@ -105,7 +104,7 @@ class RecordedKTO(Recorded, KTOTrainer):
 
 
 KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
-    "trainer": (_plain_trainer, TrainingArguments, SFT_ROWS),
+    "trainer": (RecordedTrainer, TrainingArguments, SFT_ROWS),
     "sft": (RecordedSFT, SFTConfig, SFT_ROWS),
     "dpo": (RecordedDPO, DPOConfig, DPO_ROWS),
     "kto": (RecordedKTO, KTOConfig, KTO_ROWS),
