@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("trl") else ["test_streamed_trl.py", "test_trl_trainers.py", "trlruns.py"]
+collect_ignore = (
+    [] if find_spec("trl") else ["test_streamed_trl.py", "test_streamed_uses.py", "test_trl_trainers.py", "trlruns.py"]
+)

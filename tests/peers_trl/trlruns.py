@@ -138,8 +138,10 @@ def streamed_model(directory: Path, settings: dict[str, Any] | None = None, **op
     return lema.streamed(directory, lora(**options), device="cpu", seed=SEED, **(settings or {}))
 
 
-def trainer_of(kind: str, model: Any, directory: Path, *, trainer: Any = None, **arguments: Any) -> Any:
-    """Return a trainer of a model that has its adapters."""
+def trainer_of(
+    kind: str, model: Any, directory: Path, *, trainer: Any = None, evaluated: int = 0, **arguments: Any
+) -> Any:
+    """Return a trainer of a model that has its adapters, which it evaluates on so many rows."""
     known, settings, rows = KINDS[kind]
     chosen = {
         "output_dir": str(directory),
@@ -157,9 +159,10 @@ def trainer_of(kind: str, model: Any, directory: Path, *, trainer: Any = None, *
     }
     if "router_aux_loss_coef" in settings.__dataclass_fields__:
         chosen.setdefault("router_aux_loss_coef", 0.0)
-    return (trainer or known)(
-        model=model, args=settings(**chosen), train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
-    )
+    data = {"train_dataset": Dataset.from_list(rows)}
+    if evaluated:
+        data["eval_dataset"] = Dataset.from_list(rows[:evaluated])
+    return (trainer or known)(model=model, args=settings(**chosen), processing_class=tokenizer(), **data)
 
 
 def adapters(model: Any, name: str = "default") -> dict[str, torch.Tensor]:
