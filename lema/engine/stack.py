@@ -36,7 +36,7 @@ from lema.stream.schedule import fetched_per_step, forward_order
 __all__ = ["LayerStack", "StackCall"]
 
 
-# What a model collects while its layers run one after the other.
+# What a model collects of its layers by hooks, which see them run more than once, or not at all.
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 LEARNING_TOKENS = 8
 
@@ -117,15 +117,14 @@ class LayerStack:
             return self._forward(*args, **kwargs)
         given = self._named(args, kwargs)
         differentiated = torch.is_grad_enabled()
-        collected = [name for name in COLLECTED if self._asked(name, given)]
-        cached = given.get("past_key_values") is not None or self._asked("use_cache", given)
-        if not differentiated and (cached or collected):
-            with split.autocast(self._ambient()), split.replaced(leased_forwards(split, self.streamed.stream)):
-                return self._forward(**given)
-        if collected:
-            what = f"{collected[0]} is asked for, and layers that stream forward leave nothing behind but their result"
+        if collected := [name for name in COLLECTED if self._asked(name, given)]:
+            what = f"{collected[0]} is asked for, and layers that stream leave nothing behind but their result"
             how = "leave it out; for output_router_logits set router_aux_loss_coef to 0.0 in the trainer's arguments"
             raise ConfigError(what, where=f"{split.layers_name} of {type(split.model).__name__}", how=how)
+        cached = given.get("past_key_values") is not None or self._asked("use_cache", given)
+        if cached and not differentiated:
+            with split.autocast(self._ambient()), split.replaced(leased_forwards(split, self.streamed.stream)):
+                return self._forward(**given)
         if given.get("past_key_values") is not None:
             what = "a cache of keys and values is given to a forward that is to be differentiated"
             raise ConfigError(

@@ -79,6 +79,7 @@ class Split:
         lazy: whether the device compiles what is run on it, and its tensors have no addresses. It is then not asked
             for values, because each answer would be a graph to compile.
         tables: the embeddings that are looked up row by row; None: all are whole.
+        dtype: in which the layers compute.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Split:
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self.lazy = not has_addresses(backend.device)
-        self._dtype = main_dtype(model)
+        self.dtype = main_dtype(model)
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self.tables: RowTables | None = None
@@ -385,7 +386,7 @@ class Split:
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """Return the context in which weights of this model's dtype compute, or those of another."""
-        return self._backend.autocast(dtype or self._dtype)
+        return self._backend.autocast(dtype or self.dtype)
 
     @contextmanager
     def replaced(self, forwards: list[Callable[..., Any]]) -> Iterator[None]:
