@@ -161,9 +161,11 @@ class LayerStack:
         few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
         ambient, preludes = self._ambient(), []
         if not split.known(few):
+            state = streamed.backend.rng_state()  # put back, because these few tokens are nobody's
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
             with streamed.stream.lease(0) as first:
                 split.prelude(few, first.weights)
+            streamed.backend.set_rng_state(state)
         for part in self._parts(given):
             prelude = split.prelude(few, {}, differentiate=differentiate, run=partial(self._forward, **part))
             for one in prelude.calls:

@@ -143,9 +143,13 @@ class StreamedPeftModel(PeftModelForCausalLM):
         """Add an adapter as PEFT does, with the values that PEFT draws."""
         kwargs["low_cpu_mem_usage"] = True  # because PEFT would move it to its base, which is nowhere
         split, device = self.opened.split, self.opened.backend.device
-        super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
+        with torch.random.fork_rng(devices=()):  # because some values are drawn already, to be thrown away
+            super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
+        trains = {name: one.requires_grad for name, one in self.named_parameters()}
         read, name = self.opened.read_stored, split.layers_name
         make_real(self.opened.skeleton, peft_config, device, name, draw=True, read=read, adapter=adapter_name)
+        for name, one in self.named_parameters():
+            one.requires_grad_(trains[name])
         split.adapters_changed()
 
     def delete_adapter(self, adapter_name: str) -> None:
