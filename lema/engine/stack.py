@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import count
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -209,8 +209,7 @@ class LayerStack:
         differentiated = calls[0].differentiated
         below = False
         if differentiated:
-            # The loss is the caller's: of what comes after the layers nothing is asked here.
-            start = EmbedHead(streamed.backend, cast(Any, None), hidden, per_layer, streamed.trained_outside())
+            start = EmbedHead(streamed.backend, None, hidden, per_layer, streamed.trained_outside())
             below = start.reach_below or any(call.inputs_differentiated for call in calls)
             hidden = start.start(streamed.engine.anchor)
         if not below:  # a trainer may have the embeddings' result ask for a gradient that nobody needs

@@ -58,7 +58,11 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": False}, {"boundary_activations": "disk"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_checkpointing": False}, {"boundary_activations": "disk"}, {"embeddings": "disk"}],
+    ids=str,
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "phi3"])
 def test_a_step_is_that_of_the_whole_model(

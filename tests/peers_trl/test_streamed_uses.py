@@ -73,9 +73,12 @@ def test_the_best_checkpoint_is_loaded_and_evaluations_are_the_whole_models(dire
             "eval_steps": 2,
             "eval_strategy": "steps",
             "save_strategy": "steps",
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": True,
         }
         place = tmp_path / type(model).__name__
-        trainer = trainer_of("sft", model, place, load_best_model_at_end=True, evaluated=6, **arguments)
+        trainer = trainer_of("sft", model, place, evaluated=6, **arguments)
         trainer.train()
         evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
         found.append((evaluated, adapters(model), Path(trainer.state.best_model_checkpoint).name))
@@ -131,6 +134,33 @@ def test_accumulation_warns_once_and_is_right(directory: Path, model: Any, tmp_p
     assert len([one for one in warned if "streams" in str(one.message)]) == 1
     assert found_losses == losses
     assert all(torch.equal(one, weights[name]) for name, one in found.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options"),
+    [
+        ("sft", {"packing": True, "max_length": 32}, {}),
+        ("sft", {"loss_type": "dft"}, {}),
+        ("sft", {"activation_checkpointing": False}, {"lora_dropout": 0.1}),
+        ("sft", {"bf16": True}, {}),
+        ("sft", {"neftune_noise_alpha": 5.0}, {}),
+        ("dpo", {"loss_type": ["ipo"], "padding_free": True}, {}),
+        ("dpo", {"max_grad_norm": 0.1}, {"modules_to_save": ["norm"]}),
+        ("kto", {"loss_type": "apo_zero_unpaired"}, {"target_modules": "all-linear"}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_ways_to_train_are_the_whole_models(
+    kind: str, arguments: dict[str, Any], options: dict[str, Any], directory: Path, tmp_path: Path
+) -> None:
+    arguments = {"max_steps": 3, **arguments}
+    losses, weights = outcome(trainer_of(kind, whole_model(directory, **options), tmp_path, **arguments))
+    model = streamed_model(directory, **options)
+    found_losses, found = outcome(trainer_of(kind, model, tmp_path, **arguments))
+    assert found_losses == losses
+    assert all(torch.equal(one, weights[name]) for name, one in found.items())
+    model.close()
 
 
 def test_a_wide_batch_streams_as_often_as_a_narrow_one(directory: Path, tmp_path: Path) -> None:
