@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lema.data import Sampling
     from lema.errors import LemaError
     from lema.train import LemaModel, LemaTrainer
+    from lema.train.hf import StreamingMixin, streamed
     from lema.train.phases import (
         LoRAConfig,
         LoRATrainer,
@@ -43,8 +44,10 @@ __all__ = [
     "Phase",
     "PhasePlan",
     "Sampling",
+    "StreamingMixin",
     "__version__",
     "prepare_monolithic_safetensors",
+    "streamed",
     "transition_to_lora",
 ]
 
@@ -61,7 +64,9 @@ _HOMES = {
     "Phase": "lema.train.phases",
     "PhasePlan": "lema.train.phases",
     "Sampling": "lema.data.sampling",
+    "StreamingMixin": "lema.train.hf.mixin",
     "prepare_monolithic_safetensors": "lema.convert.prepare",
+    "streamed": "lema.train.hf.peftmodel",
     "transition_to_lora": "lema.train.phases.loratrainer",
 }
 

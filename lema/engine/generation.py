@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -19,20 +19,19 @@ from lema.storage.modelfiles import load_generation_config
 from lema.stream import LayerStream
 from lema.stream.schedule import forward_order
 
-__all__ = ["generate", "streaming_forward"]
+__all__ = ["generate", "leased_forwards", "streaming_forward"]
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
-@contextmanager
-def streaming_forward(split: Split, stream: LayerStream) -> Iterator[None]:
-    """Make the model's own forward lease each layer as it reaches it, for the length of a `with` block.
+def leased_forwards(split: Split, stream: LayerStream) -> list[Callable[..., Any]]:
+    """Return a forward for each layer that leases it as the model's own forward reaches it.
 
     The forward of one layer after the other is what a cache of keys and values needs, and what one token at a time
     allows; training goes layer-major instead.
     """
 
-    def forward(index: int) -> Any:
+    def forward(index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not stream.announced:
                 stream.announce(forward_order(split.num_layers)[index:])
@@ -44,9 +43,15 @@ def streaming_forward(split: Split, stream: LayerStream) -> Iterator[None]:
 
         return run
 
+    return [forward(index) for index in range(split.num_layers)]
+
+
+@contextmanager
+def streaming_forward(split: Split, stream: LayerStream) -> Iterator[None]:
+    """Make the model's own forward lease each layer as it reaches it, for the length of a `with` block."""
     stream.cancel()
     try:
-        with split.replaced([forward(index) for index in range(split.num_layers)]):
+        with split.replaced(leased_forwards(split, stream)):
             yield
     finally:
         stream.cancel()

@@ -107,6 +107,11 @@ class StreamedModel:
         self.measured: Measured = {}
         self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
+    @property
+    def engine(self) -> Engine:
+        """The objects that the visits work with."""
+        return self._engine
+
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""
         self.arena.close()
@@ -234,7 +239,7 @@ class StreamedModel:
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(inputs)
             elif top > 0:
-                hidden = self._visit(0, calls[0], hidden, boundaries, graphs, beside, differentiate=lowest <= 0)
+                hidden = self.visit_layer(0, calls[0], hidden, boundaries, graphs, beside, differentiate=lowest <= 0)
         for layer in range(max(start, 1), top + 1):
             if self.prefix is not None and layer == self.prefix.layer > start:
                 self.prefix.reach(lowest)
@@ -243,7 +248,7 @@ class StreamedModel:
                 self.prefix.keep(inputs, hidden, drawn=drawn, handed_on=handed_on)
             if layer < top:
                 given: Any = (calls[layer], hidden, boundaries, graphs, beside)
-                hidden = self._visit(layer, *given, differentiate=lowest <= layer)
+                hidden = self.visit_layer(layer, *given, differentiate=lowest <= layer)
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
         loss = visit_top(self._engine, calls[top], hidden, embed_head, beside)
@@ -344,10 +349,10 @@ class StreamedModel:
             if (beside := join(calls, first)) is not None and joined is not None:
                 joined.append(beside)
             yield hidden
-            hidden = self._visit(0, calls[0], self.split.enter(hidden), beside=beside, differentiate=False)
+            hidden = self.visit_layer(0, calls[0], self.split.enter(hidden), beside=beside, differentiate=False)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = self._visit(layer, calls[layer], hidden, beside=beside, differentiate=False)
+            hidden = self.visit_layer(layer, calls[layer], hidden, beside=beside, differentiate=False)
             yield hidden
 
     def _placed(
@@ -382,7 +387,7 @@ class StreamedModel:
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 
-    def _visit(
+    def visit_layer(
         self,
         layer: int,
         calls: Sequence[LayerCall],
@@ -393,6 +398,7 @@ class StreamedModel:
         *,
         differentiate: bool,
     ) -> tuple[Tensor, ...]:
+        """Run every micro-batch through a layer; `visit` and `visit_frozen` say how."""
         if differentiate:
             kept = None if layer in self.saved else boundaries
             return visit(self._engine, layer, calls, hidden, kept, graphs, beside)

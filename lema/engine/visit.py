@@ -150,7 +150,9 @@ class _LayerVisit:
         self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
         self._found: dict[int, Tensor] = {}  # gradients of the inputs
         self._leaves: Leaves = {}  # for the weights that train
-        self._linears = None if boundaries is None else AdaptedLinears(engine.split.layers[layer])
+        # No product is skipped where weights are cast for it, because it saves what they were cast to.
+        cast = any(call.autocast not in (None, engine.split.dtype) for call in calls)
+        self._linears = None if boundaries is None or cast else AdaptedLinears(engine.split.layers[layer])
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""

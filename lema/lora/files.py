@@ -42,6 +42,7 @@ __all__ = [
     "read_settings",
     "save_adapter",
     "saved_tensors",
+    "settings_of",
 ]
 
 
@@ -97,7 +98,7 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
     """Let the settings say what the adapter is. Only the dropout may be changed, because it is no part of the model."""
     if "lora_dropout" in overrides:
         saved.lora_dropout = config.lora_dropout
-    facts = {setting: _plain(option, getattr(saved, option)) for option, setting in SETTING_OF.items()}
+    facts = _facts(saved)
     file = directory / CONFIG_NAME  # the settings as they were given; PEFT writes out the values that they came to have
     asked = read_json(file) if file.is_file() else {}
     for name, fact in facts.items():
@@ -110,6 +111,22 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
         return LemaConfig(**{**config.model_dump(exclude_unset=True), **facts})
     except SettingsError as error:
         raise AdapterError(f"the adapter cannot be used: {error.what}", where=str(directory / CONFIG)) from error
+
+
+def settings_of(config: LoraConfig) -> dict[str, Any]:
+    """Return the settings that say what PEFT's config says.
+
+    Raises:
+        ConfigError: the config asks for what cannot be streamed.
+    """
+    if found := [*refusals(vars(config))]:
+        what = f"the adapter cannot be used as it is: it has {'; '.join(found)}"
+        raise ConfigError(what, where="LoraConfig", how="leave that out")
+    return _facts(config)
+
+
+def _facts(config: LoraConfig) -> dict[str, Any]:
+    return {setting: _plain(option, getattr(config, option)) for option, setting in SETTING_OF.items()}
 
 
 def _plain(option: str, value: Any) -> Any:

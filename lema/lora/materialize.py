@@ -26,10 +26,10 @@ from lema.errors import ModelError
 
 __all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "put", "take_off"]
 
-ADAPTER = "default"  # PEFT's name for the only adapter
-SAVED = f".modules_to_save.{ADAPTER}"  # where PEFT keeps the copy that trains
-MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}"
-PLACES = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER}|lora_magnitude_vector\.{ADAPTER})\b")
+ADAPTER = "default"  # PEFT's name for the first adapter, and mostly the only one
+SAVED = ".modules_to_save."  # where PEFT keeps the copy that trains, by adapter
+MAGNITUDE = ".lora_magnitude_vector."
+PLACES = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|lora_magnitude_vector\.\w+)\b")
 Read = Callable[[Collection[str]], Mapping[str, Tensor]]
 """Names of tensors of the model without adapters -> those of them that are stored, on the device."""
 
@@ -90,28 +90,29 @@ def make_real(
     *,
     draw: bool,
     read: Read | None = None,
+    adapter: str = ADAPTER,
 ) -> None:
-    """Give everything that trains its memory on the device, and the value it has in PEFT after `get_peft_model`.
+    """Give everything of an adapter its memory on the device, and the value it has in PEFT after `get_peft_model`.
 
     Values are left unset, to be loaded, if not `draw`. `read` is needed where a parameter begins as a stored tensor.
     """
     for module in _as_drawn(model):
-        _make_matrices(module, config.init_lora_weights, device, draw=draw)
+        _make_matrices(module, config.init_lora_weights, device, adapter, draw=draw)
     _tie(model, config)
     if draw:
         for _, rows in _of(TrainableTokensLayer, model):
-            if rows.tied_adapter is None:
-                rows.update_layer(ADAPTER, token_indices=rows.token_indices[ADAPTER])
+            if rows.tied_adapter is None and adapter in rows.token_indices:
+                rows.update_layer(adapter, token_indices=rows.token_indices[adapter])
                 rows.trainable_tokens_delta.float()
-        for names in _by_layer(_begun_as_stored(model, config, layers_name), layers_name):
+        for names in _by_layer(_begun_as_stored(model, config, layers_name, adapter), layers_name):
             wanted = {stored for stored in names.values() if stored is not None}
             assert read is not None or not wanted, f"{next(iter(names))} begins with a stored tensor: `read` is needed"
-            _begin(model, config, names, read(wanted) if read is not None and wanted else {})
+            _begin(model, config, names, read(wanted) if read is not None and wanted else {}, adapter)
     else:
-        for name, parameter in _unreal(model, config):
+        for name, parameter in _unreal(model, config, adapter):
             put(model, name, torch.empty_like(parameter, device=device))
     _tie(model, config)
-    assert not (unset := _unreal(model, config)), f"{unset[0][0]} has no value"
+    assert not (unset := _unreal(model, config, adapter)), f"{unset[0][0]} has no value"
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.untyped_storage().nbytes() > parameter.nbytes:
             parameter.data = parameter.data.clone()  # outside the layers, all frozen tensors lie in one allocation
@@ -133,45 +134,52 @@ def _as_drawn(model: nn.Module) -> Iterator[LoraLayer]:
             nest.clear()
 
 
-def _make_matrices(module: LoraLayer, init: Any, device: torch.device, *, draw: bool) -> None:
+def _make_matrices(module: LoraLayer, init: Any, device: torch.device, adapter: str, *, draw: bool) -> None:
     """Give LoRA's matrices memory, and the values PEFT would draw, in PEFT's order: A, B, then both as `init` says."""
-    for matrices in (module.lora_A, module.lora_B):
-        matrices.float().to_empty(device="cpu")  # cast first: on meta it costs nothing
+    matrices = [one[adapter] for one in (module.lora_A, module.lora_B) if adapter in one]
+    for matrix in matrices:
+        matrix.float().to_empty(device="cpu")  # cast first: on meta it costs nothing
         if draw:
-            for matrix in matrices.values():
-                cast(nn.Linear, matrix).reset_parameters()
-    for rows in (module.lora_embedding_A, module.lora_embedding_B):
-        for name, matrix in rows.items():
-            rows[name] = nn.Parameter((torch.randn if draw else torch.empty)(matrix.shape))
-    if draw and init == "orthogonal" and module.lora_A:
-        module.orthogonal_init(ADAPTER)
-    elif draw and init:
-        module.reset_lora_parameters(ADAPTER, init)
-    for parts in _matrices(module):
-        if draw:
-            base = module.get_param() if isinstance(module, ParamWrapper) else module.get_base_layer().weight
-            parts.to(cast(Tensor, base).dtype).float()  # as PEFT: a fresh adapter has its module's dtype, then fp32
-        parts.to(device)
+            cast(nn.Linear, matrix).reset_parameters()
+    rows = [one for one in (module.lora_embedding_A, module.lora_embedding_B) if adapter in one]
+    for one in rows:
+        one[adapter] = nn.Parameter(
+            (torch.randn if draw else torch.empty)(one[adapter].shape), requires_grad=one[adapter].requires_grad
+        )
+    if draw and init == "orthogonal" and matrices:
+        module.orthogonal_init(adapter)
+    elif draw and init and (matrices or rows):
+        module.reset_lora_parameters(adapter, init)
+    base = module.get_param() if isinstance(module, ParamWrapper) else module.get_base_layer().weight
+    # As PEFT: a fresh adapter has its module's dtype, then fp32.
+    dtype = cast(Tensor, base).dtype if draw else torch.float32
+    for matrix in matrices:
+        matrix.to(dtype).float().to(device)
+    for one in rows:
+        one[adapter].data = one[adapter].data.to(dtype).float().to(device)
 
 
-def _unreal(model: nn.Module, config: LoraConfig) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters without memory that need it: those that train, and the biases that PEFT saves with them."""
+def _unreal(model: nn.Module, config: LoraConfig, adapter: str) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters without memory that need it: those that train, those of the adapter, which another one may
+    be active beside, and the biases that PEFT saves with them."""
+    own = re.compile(rf"\.(lora_\w+|modules_to_save)\.{re.escape(adapter)}(\.|$)")
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.is_meta and (parameter.requires_grad or (config.bias == "all" and name.endswith(".bias")))
+        if parameter.is_meta
+        and (parameter.requires_grad or own.search(name) or (config.bias == "all" and name.endswith(".bias")))
     ]
 
 
-def _begun_as_stored(model: nn.Module, config: LoraConfig, layers_name: str) -> dict[str, str | None]:
+def _begun_as_stored(model: nn.Module, config: LoraConfig, layers_name: str, adapter: str) -> dict[str, str | None]:
     """Return the parameters that begin with a stored tensor, each with that tensor's name; None: it is in memory."""
     begun: dict[str, str | None] = {}
-    for name, _ in _unreal(model, config):
+    for name, _ in _unreal(model, config, adapter):
         begun[name] = PLACES.sub("", name)
         if MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta:
             begun[name] = None
     for name, _ in model.named_buffers():
-        if SAVED in name and name.startswith(f"{layers_name}."):
+        if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
             begun[name] = PLACES.sub("", name)
     return begun
 
@@ -187,15 +195,21 @@ def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dic
         yield dict(group)
 
 
-def _begin(model: nn.Module, config: LoraConfig, names: Mapping[str, str | None], found: Mapping[str, Tensor]) -> None:
+def _begin(
+    model: nn.Module,
+    config: LoraConfig,
+    names: Mapping[str, str | None],
+    found: Mapping[str, Tensor],
+    adapter: str,
+) -> None:
     for name, stored in names.items():
         if MAGNITUDE in name:
-            _measure(_adapted_by(model, name), config, None if stored is None else found[stored])
+            _measure(_adapted_by(model, name), config, None if stored is None else found[stored], adapter)
         elif stored is not None and stored in found:  # a buffer that is not stored is as the module made it
             put(model, name, found[stored].clone())
 
 
-def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None) -> None:
+def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None, adapter: str) -> None:
     """Let PEFT measure the magnitudes of a module, lent `weight` where its own is not in memory."""
     base = cast(nn.Linear, module.get_base_layer())
     own = base.weight
@@ -204,7 +218,7 @@ def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None) -> No
     for matrices in _matrices(module):
         matrices.to(own.dtype)  # what PEFT measures is not in fp32 yet
     with torch.no_grad():
-        cast(Any, module.lora_variant[ADAPTER]).init(module, adapter_name=ADAPTER, config=config)
+        cast(Any, module.lora_variant[adapter]).init(module, adapter_name=adapter, config=config)
     for matrices in (*_matrices(module), module.lora_magnitude_vector):
         matrices.float()
     base.weight = own

@@ -22,6 +22,7 @@ from math import prod
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -43,6 +44,7 @@ __all__ = [
     "tensors_in",
     "values_unread",
     "with_bytes",
+    "without_casts",
     "without_dropout",
     "without_values",
 ]
@@ -232,6 +234,23 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def without_casts(layer: nn.Module) -> None:
+    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is.
+
+    PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back
+    for the product, which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both
+    casts out changes no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them.
+    """
+    for part in layer.modules():
+        if isinstance(part, Linear) and _hands_on(part):
+            part.cast_input_dtype_enabled = False
+
+
+def _hands_on(part: Linear) -> bool:
+    """Whether all that an adapter does with its input is to multiply it by its A."""
+    return not part.lora_variant and all(isinstance(one, nn.Identity) for one in part.lora_dropout.values())
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lema.model.capture import Between, Shared, tensors_in
 
-__all__ = ["LayerCall", "Tape"]
+__all__ = ["LayerCall", "Prelude", "Tape"]
 
 
 LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
@@ -79,6 +79,7 @@ class LayerCall:
         after: what the model does with that before the next layer is called.
         received: of the layer below; None: the hidden state alone.
         left: for the layer above; None: what the layer returns first, untouched.
+        autocast: the dtype that products had where the model was called; None: the layer's own.
     """
 
     args: tuple[Any, ...]
@@ -89,6 +90,7 @@ class LayerCall:
     after: list[Step] = field(default_factory=list)
     received: Between | None = None
     left: Between | None = None
+    autocast: torch.dtype | None = None
 
     @property
     def own(self) -> tuple[Any, ...]:
@@ -127,6 +129,14 @@ class LayerCall:
         for step in self.after:
             step.run(values)
         return self.left.packed(values, {key: _beside(given[key], one) for key, one in shared.items()})
+
+
+@dataclass(frozen=True)
+class Prelude:
+    """One micro-batch before its first layer: the hidden state, and the call of every layer."""
+
+    hidden: Tensor
+    calls: tuple[LayerCall, ...]
 
 
 class Tape(TorchFunctionMode):

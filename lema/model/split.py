@@ -6,10 +6,7 @@ embeddings, masks, rotary tables, final norm, soft-capping and logit scales are 
 - the *prelude* records each layer's arguments and stops at the last layer;
 - the *head* lets the last layer return the true hidden state and runs to the logits.
 
-PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where half precision computes, it is cast back
-for the product, and the product keeps a copy of its own: as many copies of one input as it has adapters. Where the two
-casts change no bit they are left out here. With a dropout between them, or another kind of adapter than plain LoRA,
-they stay, because that computes in fp32.
+Both take the model's forward as a function (`Run`), because a trainer may call a part of the model alone.
 """
 
 from __future__ import annotations
@@ -17,12 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Linear
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel
@@ -38,45 +33,24 @@ from lema.model.capture import (
     tensors_in,
     values_unread,
     with_bytes,
+    without_casts,
     without_dropout,
     without_values,
 )
 from lema.model.compiled import CompiledLayers, differentiable
-from lema.model.flow import LayerCall, Tape
+from lema.model.flow import LayerCall, Prelude, Tape
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import LayerNames, stored_name
 
-__all__ = ["Prelude", "Split", "without_casts"]
+__all__ = ["Run", "Split"]
 
 
-def without_casts(layer: nn.Module) -> None:
-    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is.
-
-    PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back
-    for the product, which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both
-    casts out changes no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them.
-    """
-    for part in layer.modules():
-        if isinstance(part, Linear) and _hands_on(part):
-            part.cast_input_dtype_enabled = False
-
-
-def _hands_on(part: Linear) -> bool:
-    """Whether all that an adapter does with its input is to multiply it by its A."""
-    return not part.lora_variant and all(isinstance(one, nn.Identity) for one in part.lora_dropout.values())
-
+Run = Callable[[], Any]
+"""A forward of the model's own, or of the part of it that holds the layers, on inputs that it knows."""
 
 LEARNING_TOKENS = 8
 OUT_OF_ORDER = "it does not run its layers once each, in their order"
-
-
-@dataclass(frozen=True)
-class Prelude:
-    """One micro-batch before its first layer: the hidden state, and the call of every layer."""
-
-    hidden: Tensor
-    calls: tuple[LayerCall, ...]
 
 
 class _LayerReached(Exception):
@@ -105,6 +79,7 @@ class Split:
         lazy: whether the device compiles what is run on it, and its tensors have no addresses. It is then not asked
             for values, because each answer would be a graph to compile.
         tables: the embeddings that are looked up row by row; None: all are whole.
+        dtype: in which the layers compute.
     """
 
     def __init__(
@@ -114,7 +89,7 @@ class Split:
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self.lazy = not has_addresses(backend.device)
-        self._dtype = main_dtype(model)
+        self.dtype = main_dtype(model)
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self.tables: RowTables | None = None
@@ -130,7 +105,12 @@ class Split:
         return len(self.layers)
 
     def prelude(
-        self, batch: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor], *, differentiate: bool = False
+        self,
+        batch: Mapping[str, Tensor],
+        first_layer_weights: Mapping[str, Tensor],
+        *,
+        differentiate: bool = False,
+        run: Run | None = None,
     ) -> Prelude:
         """Run the model up to its layers.
 
@@ -138,19 +118,30 @@ class Split:
             batch: `input_ids`, int64 `[batch, sequence]`, and what else the model's forward takes.
             first_layer_weights: of layer 0, by name; used once, to learn what a layer returns.
             differentiate: let the hidden state keep its graph, where something before the layers trains.
+            run: what to run; None: the model on `batch`.
         """
         if self.model.training not in self._cut:
             self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
         tape = Tape(self._cut[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
-            self._followed(tape, batch, Tensor.detach)
+            self._followed(tape, run or self._whole(batch), Tensor.detach)
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(tape.hidden, tape.tied())
 
-    def _followed(self, tape: Tape, batch: Mapping[str, Tensor], make: Callable[[Tensor], Tensor]) -> Tensor:
+    def _whole(self, batch: Mapping[str, Tensor]) -> Run:
+        """Return the forward of the whole model, which returns the logits."""
+
+        def run() -> Tensor:
+            with self.autocast():
+                logits: Tensor = self.model(**batch, use_cache=False).logits
+            return logits
+
+        return run
+
+    def _followed(self, tape: Tape, run: Run, make: Callable[[Tensor], Tensor]) -> Any:
         """Run the model's own forward with its layers replaced: each returns what `make` makes of the hidden state that
-        it is given, and of what layer 0 has returned besides. Returns the logits."""
+        it is given, and of what layer 0 has returned besides. Returns what it returns."""
 
         def recorder(index: int) -> Callable[..., Any]:
             def record(*args: Any, **kwargs: Any) -> Any:
@@ -168,18 +159,17 @@ class Split:
             return record
 
         recorders = [recorder(index) for index in range(self.num_layers)]
-        with self.autocast(), self.replaced(recorders), tape:
-            logits: Tensor = self.model(**batch, use_cache=False).logits
-        return logits
+        with self.replaced(recorders), tape:
+            return run()
 
     def known(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether `prelude` needs no weights: on a lazy device, where what layers return is learnt from their shapes.
+        """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes.
 
         A model whose forward looks at values is learnt as it is on other devices, which finds out as well what is wrong
         with one that cannot be split.
         """
         if not self.lazy or self.model.training in self._cut:
-            return self.lazy
+            return self.model.training in self._cut
         device, marked = self._backend.device, self._mark_absent
         few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
         try:
@@ -240,7 +230,7 @@ class Split:
                 raise self._refusal(f"layer {index} leaves something for later layers in a list")
             return out
 
-        with self.autocast():
+        with self.autocast(call.autocast):
             output = call.run(hidden if graphs is None else differentiable(hidden), layer)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
 
@@ -265,25 +255,35 @@ class Split:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`.
 
         The part of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown
-        away. The generator is put back before the head begins: what it draws is what the whole model would draw.
-        `cut` is the number of what is given to the head; None: as was learnt.
+        away. `cut` is the number of what is given to the head; None: as was learnt.
         """
-        state = self._backend.rng_state()
-
-        def enter() -> Tensor:
-            self._backend.set_rng_state(state)
-            return hidden
-
-        thrown_away: AbstractContextManager[None] = nullcontext()
+        looked_at = batch is not None
         if batch is None:
-            if self.tables is not None:
-                thrown_away = self.tables.nothing_looked_at()
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
+        logits: Tensor = self.finish(hidden, self._whole(batch), cut, looked_at=looked_at)
+        return logits
+
+    def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
+        """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
+
+        The generator is put back before the head begins: what it draws is what the whole model would draw. `cut` is as
+        in `head`; `looked_at`: embeddings are looked up all the same.
+        """
+        state, entered = self._backend.rng_state(), list[Tensor]()
+
+        def enter() -> Tensor:
+            self._backend.set_rng_state(state)
+            entered.append(hidden)
+            return hidden
+
+        tables = nullcontext() if looked_at or self.tables is None else self.tables.nothing_looked_at()
         tape = Tape(self._cut[self.model.training] if cut is None else cut, enter)
-        with thrown_away, self._unread():
-            return self._followed(tape, batch, Tensor.detach)
+        with tables, self._unread():
+            returned = self._followed(tape, run, Tensor.detach)
+        assert entered, "the head was not given what comes out of the layers"
+        return returned
 
     def _learn(self, few: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> None:
         """Run layer 0 for real, once, to see what layers return; then see whether the model can be split at all.
@@ -328,7 +328,7 @@ class Split:
         """
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
-            logits = self._followed(tape, few, as_leaf)
+            logits = self._followed(tape, self._whole(few), as_leaf)
         if len(tape.calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
         made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
@@ -384,9 +384,9 @@ class Split:
         for layer in self.layers:
             without_casts(layer)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which weights of this model's dtype compute."""
-        return self._backend.autocast(self._dtype)
+    def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+        """Return the context in which weights of this model's dtype compute, or those of another."""
+        return self._backend.autocast(dtype or self.dtype)
 
     @contextmanager
     def replaced(self, forwards: list[Callable[..., Any]]) -> Iterator[None]:

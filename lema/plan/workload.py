@@ -24,9 +24,8 @@ from lema.backend import Parallel, load
 from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import replaced_tensors, tensors_in
-from lema.model.flow import LayerCall
+from lema.model.flow import LayerCall, Prelude
 from lema.model.skeleton import find_layers
-from lema.model.split import Prelude
 from lema.plan.meter import Tally
 from lema.stream.placement import LayerBytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property, partial
 from os import PathLike
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from peft import LoraConfig, PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lema.backend import Backend
@@ -152,13 +152,13 @@ class LemaModel:
             warn_of_left_out(self.skeleton)
         self._attach(configured_lora(self.skeleton, self.config), seed=self.config.seed)
 
-    def attach_lora(self, config: LoraConfig) -> None:
-        """Attach an adapter as PEFT's config has it, whose values are to be loaded.
+    def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
+        """Attach an adapter as PEFT's config has it, drawn from `seed`; None: its values are to be loaded.
 
         Raises:
             ModelError, ConfigError: as `initialize_lora`.
         """
-        self._attach(config, seed=None)
+        self._attach(config, seed=seed)
 
     def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
         """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
@@ -368,6 +368,11 @@ class LemaModel:
         self._reader.close()
         (self.backend.synchronize if keep_backend else self.backend.close)()
         self._precision.put_back()
+
+    def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
+        """Return tensors of the model without adapters, by name, on the device; those that are not stored are left
+        out."""
+        return self._stored.read(names)
 
     def _attach(self, config: LoraConfig, seed: int | None) -> None:
         if self.lora_manager is not None:

@@ -35,7 +35,7 @@ class EmbedHead:
 
     Args:
         backend: for the generator state.
-        loss: the head and the loss.
+        loss: the head and the loss; None: they are somebody else's, and only the embeddings are looked after.
         hidden: each micro-batch's hidden state before the layers, with its graph where something there trains.
         calls: of each layer, the call of each micro-batch. An argument with a graph is cut off from it: layers add its
             gradient to `.grad`, from where it goes on at the end.
@@ -49,12 +49,12 @@ class EmbedHead:
     def __init__(
         self,
         backend: Backend,
-        loss: LossChunks | RowLoss,
+        loss: LossChunks | RowLoss | None,
         hidden: Sequence[Tensor],
         calls: Sequence[Sequence[LayerCall]],
         trained: Collection[nn.Parameter],
     ) -> None:
-        self.loss = loss
+        self._loss = loss
         self._backend, self._hidden = backend, list(hidden)
         self._given = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
         self._trained = {id(parameter): parameter for parameter in trained}
@@ -63,9 +63,15 @@ class EmbedHead:
         self.reach_below = bool(self._before)
         self._after: set[int] = set()
         self.sums: dict[nn.Parameter, Tensor] = {}
-        self._whole = loss.at_once  # whether all of them are in the sums
+        self._whole = loss is None or loss.at_once  # whether all of them are in the sums
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # of the last layer, and the generator state there
         self._factor: Tensor | None = None
+
+    @property
+    def loss(self) -> LossChunks | RowLoss:
+        """The head and the loss."""
+        assert self._loss is not None, "the loss is somebody else's"
+        return self._loss
 
     def start(self, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states before the layers; what arrives as their gradients is carried on from there."""

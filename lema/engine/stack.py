@@ -1,0 +1,316 @@
+"""The stack of layers as the model's own forward calls it: one differentiable function, for whoever calls the model.
+
+A trainer calls the model, or the part of it that holds the layers, and differentiates what it makes of the result. So
+the forward of the module that holds the layers is replaced. It cuts its rows into micro-batches, notes the calls of the
+layers for each (`Split.prelude`), takes all of them through one leased layer after the other by the visits that every
+step of LEMA is made of, and lets the model's own code go on from there (`Split.finish`). What comes before the layers
+and after them is the model's own, and so is the graph of what comes after them.
+
+Each forward with a graph is a step of its own, whose boundaries wait for its backward. So several may wait at once, and
+a forward without a graph may come between the two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import count
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lema.config.units import human_bytes
+from lema.engine.generation import leased_forwards
+from lema.engine.head.gradients import EmbedHead
+from lema.engine.streamed import StreamedModel
+from lema.errors import ConfigError
+from lema.model.flow import Prelude
+from lema.stream.schedule import fetched_per_step, forward_order
+
+__all__ = ["LayerStack", "StackCall"]
+
+
+# What a model collects of its layers by hooks, which see them run more than once, or not at all.
+COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+LEARNING_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class StackCall:
+    """One call of the module that holds the layers: its micro-batches before their first layer.
+
+    Attributes:
+        differentiated: whether its result is to have a graph.
+        inputs_differentiated: whether something that it was given has a graph.
+        trained: what trains in the layers as it is called, by `id`, and whether the model is in training mode.
+    """
+
+    preludes: tuple[Prelude, ...]
+    differentiated: bool
+    inputs_differentiated: bool
+    trained: tuple[bool, frozenset[int]]
+
+    def joins(self, other: StackCall) -> bool:
+        """Whether both can be run at once."""
+        return (self.differentiated, self.trained) == (other.differentiated, other.trained)
+
+
+@dataclass(eq=False)
+class _Step:
+    """A forward that waits for its backward.
+
+    Attributes:
+        backward: the leases of its backward.
+        done: whether that has begun.
+    """
+
+    number: int
+    backward: tuple[int, ...]
+    trained: tuple[bool, frozenset[int]]
+    done: bool = False
+
+
+class LayerStack:
+    """Has a model's layers streamed whenever the module that holds them is called, until it is taken out.
+
+    Args:
+        streamed: the model. It is driven as before as well: its own passes go by this object.
+        rows: of a micro-batch, at most; None: all rows of a call.
+
+    Attributes:
+        supply: returns the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
+            that belong together replaces it, and has `run` run them all at once.
+    """
+
+    def __init__(self, streamed: StreamedModel, rows: int | None = None) -> None:
+        self.streamed, self.rows = streamed, rows
+        split = streamed.split
+        self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
+        self._forward: Callable[..., Any] = self._owner.forward
+        self._signature = inspect.signature(self._forward)
+        self._steps: WeakSet[_Step] = WeakSet()
+        self._numbers = count()
+        self._ahead: tuple[tuple[int, ...], int] = ((), 0)  # leases announced for the next pass, and how many stream
+        self._version: int | None = None  # of an adapter's values at the last backward
+        self.warns = True  # of weights that are streamed once for each batch of an optimizer step
+        self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
+
+        @wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        self._owner.forward = forward
+
+    def take_out(self) -> None:
+        """Let the model be as it was."""
+        self._owner.__dict__.pop("forward", None)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        split = self.streamed.split
+        if "forward" in vars(split.layers[0]):  # because a pass of the engine replaces the layers while it is here
+            return self._forward(*args, **kwargs)
+        given = self._named(args, kwargs)
+        differentiated = torch.is_grad_enabled()
+        if collected := [name for name in COLLECTED if self._asked(name, given)]:
+            what = f"{collected[0]} is asked for, and layers that stream leave nothing behind but their result"
+            how = "leave it out; for output_router_logits set router_aux_loss_coef to 0.0 in the trainer's arguments"
+            raise ConfigError(what, where=f"{split.layers_name} of {type(split.model).__name__}", how=how)
+        cached = given.get("past_key_values") is not None or self._asked("use_cache", given)
+        if cached and not differentiated:
+            with split.autocast(self._ambient()), split.replaced(leased_forwards(split, self.streamed.stream)):
+                return self._forward(**given)
+        if given.get("past_key_values") is not None:
+            what = "a cache of keys and values is given to a forward that is to be differentiated"
+            raise ConfigError(
+                what, where="past_key_values", how="leave it out, or call the model under torch.no_grad()"
+            )
+        if "use_cache" in self._signature.parameters or self._takes_more:
+            given["use_cache"] = False
+        call = self._noted(given, differentiated=differentiated)
+        hidden = self.supply(call)
+        return split.finish(hidden, partial(self._forward, **given))
+
+    @property
+    def _takes_more(self) -> bool:
+        return any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
+
+    def _asked(self, name: str, given: Mapping[str, Any]) -> bool:
+        asked = given.get(name)
+        return bool(getattr(self._owner.config, name, False) if asked is None else asked)
+
+    def _noted(self, given: Mapping[str, Any], *, differentiated: bool) -> StackCall:
+        """Run the model's own code before the layers, for each micro-batch of a call."""
+        streamed, split = self.streamed, self.streamed.split
+        inputs = differentiated and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(given))
+        differentiate = differentiated and (inputs or bool(streamed.trained_outside()))
+        device = streamed.backend.device
+        few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
+        ambient, preludes = self._ambient(), []
+        if not split.known(few):
+            state = streamed.backend.rng_state()  # put back, because these few tokens are nobody's
+            self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
+            with streamed.stream.lease(0) as first:
+                split.prelude(few, first.weights)
+            streamed.backend.set_rng_state(state)
+        for part in self._parts(given):
+            prelude = split.prelude(few, {}, differentiate=differentiate, run=partial(self._forward, **part))
+            for one in prelude.calls:
+                one.autocast = ambient
+            preludes.append(prelude)
+        return StackCall(tuple(preludes), differentiated, inputs, self._trained())
+
+    def _ambient(self) -> torch.dtype | None:
+        """Return the dtype of products where the model is called; None: nobody has set one."""
+        kind = self.streamed.backend.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _parts(self, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of a call for each micro-batch."""
+        first = given.get("input_ids")
+        first = given["inputs_embeds"] if first is None else first
+        size = len(first)
+        rows = self.rows or size
+        if size <= rows:
+            yield dict(given)
+            return
+        for start in range(0, size, rows):
+            cut = slice(start, min(start + rows, size))
+            yield {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
+
+    def _trained(self) -> tuple[bool, frozenset[int]]:
+        split, engine = self.streamed.split, self.streamed.engine
+        layers = range(split.num_layers)
+        return split.model.training, frozenset(id(one) for layer in layers for one in engine.adapters_of(layer))
+
+    def run(self, calls: Sequence[StackCall]) -> list[Tensor]:
+        """Take the micro-batches of several calls through the layers at once; return the last layer's output of each.
+
+        The calls were made with the same adapters, and all with a graph or all without.
+        """
+        streamed, split = self.streamed, self.streamed.split
+        top = split.num_layers - 1
+        preludes = [prelude for call in calls for prelude in call.preludes]
+        per_layer = [[prelude.calls[layer] for prelude in preludes] for layer in range(top + 1)]
+        hidden = tuple(prelude.hidden for prelude in preludes)
+        differentiated = calls[0].differentiated
+        below = False
+        if differentiated:
+            start = EmbedHead(streamed.backend, None, hidden, per_layer, streamed.trained_outside())
+            below = start.reach_below or any(call.inputs_differentiated for call in calls)
+            hidden = start.start(streamed.engine.anchor)
+        if not below:  # a trainer may have the embeddings' result ask for a gradient that nobody needs
+            hidden = tuple(state.detach() for state in hidden)
+        trained = [layer for layer in range(top + 1) if streamed.engine.trains(layer)] if differentiated else []
+        lowest = 0 if below else min(trained, default=top + 1)
+        step = None
+        if lowest <= top:
+            step = _Step(next(self._numbers), tuple(range(top, lowest - 1, -1)), calls[0].trained)
+        self._announce_forward(step, lowest)
+        again = [one for one in range(lowest, top + 1) if streamed.recompute and one not in streamed.saved]
+        graphs = None if streamed.graphs is None or step is None else streamed.graphs.step()
+        hidden = split.enter(hidden)
+        with streamed.retry.at("for the inputs of layers that wait for the backward"):
+            boundaries = streamed.arena.step(hidden, again) if again else None
+        for layer in range(top + 1):
+            differentiate = step is not None and layer >= lowest
+            hidden = streamed.visit_layer(
+                layer, per_layer[layer], hidden, boundaries, graphs, differentiate=differentiate
+            )
+        if graphs is not None:
+            graphs.turn()
+            graphs.expect(top)
+        joined, states = [], iter(hidden)
+        for call in calls:
+            own = [next(states) for _ in call.preludes]
+            joined.append(own[0] if len(own) == 1 else torch.cat(own))
+            if step is not None:
+                joined[-1].register_hook(lambda _: self._begin_backward(step))
+        return joined
+
+    def _announce_forward(self, step: _Step | None, lowest: int) -> None:
+        """Say what is leased in a forward, and what will be after it."""
+        up = forward_order(self.streamed.split.num_layers)
+        if step is not None:
+            self._say_what_accumulation_costs(lowest)
+            self._steps.add(step)
+        self._announce(up, self._awaited() or up)
+
+    def _begin_backward(self, step: _Step) -> None:
+        """Make sure that a backward is that of its forward, and say what is leased in it, and after it."""
+        if step.done:
+            return  # of calls that were run at once, each comes by
+        if self._trained() != step.trained:
+            what = "between a forward and its backward adapters were switched, or the model went out of training mode"
+            how = "differentiate what was computed with an adapter while it is active, and in the same mode"
+            raise ConfigError(what, where="backward", how=how)
+        step.done = True
+        self._version = self._adapter_version()[1]
+        self._announce(step.backward, self._awaited() or forward_order(self.streamed.split.num_layers))
+
+    def _awaited(self) -> tuple[int, ...]:
+        """Return the leases of the backward that is most likely the next: of the last forward that waits for one."""
+        waiting = [step for step in self._steps if not step.done]
+        return max(waiting, key=lambda step: step.number).backward if waiting else ()
+
+    def _announce(self, now: tuple[int, ...], later: tuple[int, ...]) -> None:
+        """Announce the leases of the pass that begins and those of the next, of which some are announced already."""
+        stream = self.streamed.stream
+        if self._ahead != (now, stream.announced):
+            stream.cancel()
+            stream.announce(now)
+        before = stream.announced
+        stream.announce(later)
+        self._ahead = later, stream.announced - before
+
+    def _adapter_version(self) -> tuple[bool, int]:
+        """Return whether an adapter has a gradient, and how often its values were written."""
+        for layer in range(self.streamed.split.num_layers):
+            for one in self.streamed.engine.adapters_of(layer):
+                return one.grad is not None, one._version
+        return False, 0
+
+    def _say_what_accumulation_costs(self, lowest: int) -> None:
+        """Warn, once, where gradients are added to those of a backward before, since each batch streams everything."""
+        pending, version = self._adapter_version()
+        if not (self.warns and pending and version == self._version and self.streamed.split.model.training):
+            return
+        self.warns = False
+        stream = self.streamed.stream
+        layers = fetched_per_step(len(stream.layers), stream.num_slots, stream.residents, lowest)
+        nbytes = human_bytes(sum(stream.layers[layer].nbytes for layer in layers))
+        warnings.warn(
+            f"gradients are accumulated over several batches, and each of them streams {nbytes} of weights once more. "
+            "Have one batch of all rows instead (a larger per_device_train_batch_size, gradient_accumulation_steps=1, "
+            "and micro_batch_size for the rows computed at once), or put lema.StreamingMixin before your trainer",
+            stacklevel=2,
+        )
+
+
+def _rows(name: str, cut: slice, size: int, value: Any) -> Any:
+    """Return the rows of a micro-batch of what is a tensor with `size` rows.
+
+    Raises:
+        ConfigError: it has neither one row nor one for each.
+    """
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] == 1:
+        return value
+    if name == "position_ids" and value.dim() == 3:  # several kinds of positions for each token
+        return value if value.shape[1] == 1 else value[:, cut]
+    if len(value) != size:
+        what = f"{name} {list(value.shape)} has no row for each of the {size} of the batch"
+        raise ConfigError(what, where=name, how="leave micro_batch_size out, so that batches are computed whole")
+    return value[cut]

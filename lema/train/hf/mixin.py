@@ -1,0 +1,196 @@
+"""A trainer of `transformers` or TRL whose gradient accumulation is one pass over the layers.
+
+    class MyTrainer(StreamingMixin, SFTTrainer): ...
+
+    MyTrainer("directory or hub id", args=arguments, train_dataset=rows, peft_config=LoraConfig(...)).train()
+
+A trainer takes the batches of an optimizer step one after the other, and each would stream every layer up and down.
+Here the training steps of the other batches go as far as their first call of the layers, and are given up there. That
+of the first batch follows, and where it calls the layers they are run once, for all batches. The other steps are taken
+again in their turn, with what the layers made of their batches, and each ends in its own loss and backward. Such a
+backward ends where the layers do; after the last one the layers are differentiated, with the gradients of all. A second
+call, such as that of a reference without adapters, is made for all batches in the same way.
+
+So what a trainer does with a batch before its last call of the layers is done more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lema.engine.stack import LayerStack, StackCall
+from lema.errors import ConfigError
+from lema.train.hf.peftmodel import StreamedPeftModel, streamed
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Below
+else:
+    Below = object
+
+__all__ = ["StreamingMixin"]
+
+
+class StreamingMixin(Below):
+    """Put before the trainer in the bases of a class; it takes what that trainer takes, and two keywords more.
+
+    Args:
+        peft_config: of the adapter, where the model is given by name.
+        streaming: further arguments of `lema.streamed`, such as `micro_batch_size`, for that model.
+
+    Raises:
+        ConfigError: the model is none that `lema.streamed` opens.
+        TypeError: the class has the trainer before the mixin, so that no step would come by here.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(StreamingMixin)]
+        if stepping := [one.__name__ for one in before[1:] if "get_batch_samples" in vars(one)]:
+            raise TypeError(f"{cls.__name__}: StreamingMixin must stand before {stepping[-1]} in the bases")
+
+    def __init__(
+        self,
+        model: Any = None,
+        *args: Any,
+        peft_config: Any = None,
+        streaming: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(model, str | PathLike):
+            given = next(
+                (one for one in (*args, *kwargs.values()) if hasattr(one, "per_device_train_batch_size")), None
+            )
+            device = {} if given is None else {"device": given.device.type}
+            model = streamed(model, peft_config, **{**device, **(streaming or {})})
+        elif peft_config is not None or streaming is not None:
+            what = "peft_config and streaming are for a model that is given by its name"
+            raise ConfigError(what, where=type(self).__name__, how="give them to lema.streamed")
+        if not isinstance(model, StreamedPeftModel):
+            what = f"the model is a {type(model).__name__}, whose layers do not stream"
+            raise ConfigError(what, where=type(self).__name__, how="give its name, or what lema.streamed returns")
+        self._batches: Sequence[Any] = ()
+        self._joint: _JointStep | None = None
+        super().__init__(model, *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of an optimizer step as the trainer below does, and note them."""
+        found = super().get_batch_samples(*args, **kwargs)
+        self._batches, self._joint = found[0], None
+        return found
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the training step of the trainer below, its layers together with those of the other batches."""
+        index = next((index for index, batch in enumerate(self._batches) if batch is inputs), None)
+        if index is None or len(self._batches) == 1:
+            return super().training_step(model, inputs, *args, **kwargs)
+        if self._joint is None:
+            step = super().training_step
+            stack = self.accelerator.unwrap_model(model).stack
+            self._joint = _JointStep(stack, self._batches, lambda batch: step(model, batch, *args, **kwargs))
+        return self._joint.loss(index)
+
+
+class _Reached(BaseException):
+    """Gives a training step up where it calls the layers. No `Exception`, because trainers catch those."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """One batch of an optimizer step.
+
+    Attributes:
+        inputs: as the trainer has it.
+        states: what its calls of the layers return, so far as they have been run, each without the layers' graph.
+        at: how many of these its training step has been given this time.
+        call: the call that it waits for; None: there is none.
+        loss: what its training step has returned; None: it has not ended.
+    """
+
+    inputs: Any
+    states: list[Tensor] = field(default_factory=list)
+    at: int = 0
+    call: StackCall | None = None
+    loss: Tensor | None = None
+
+
+class _JointStep:
+    """The training steps of all batches of an optimizer step.
+
+    Args:
+        stack: the layers.
+        batches: those batches.
+        step: takes the training step of one.
+    """
+
+    def __init__(self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]) -> None:
+        self._stack, self._step = stack, step
+        self._batches = [_Batch(inputs) for inputs in batches]
+        self._made: list[tuple[Tensor, Tensor]] = []  # with the layers' graph, and without
+
+    def loss(self, index: int) -> Tensor:
+        """Return what the training step of a batch returns; the last has gradients formed in the layers."""
+        batch = self._batches[index]
+        if not batch.states:
+            self._have_others_wait(index)
+        while batch.loss is None:
+            self._go_on(batch, leads=batch.call is not None or not batch.states)
+            if batch.loss is None:
+                self._have_others_wait(index)
+        if index == len(self._batches) - 1:
+            made = [(state, leaf.grad) for state, leaf in self._made if leaf.grad is not None]
+            self._made.clear()
+            if made:
+                torch.autograd.backward([state for state, _ in made], [gradient for _, gradient in made])
+        return batch.loss
+
+    def _have_others_wait(self, index: int) -> None:
+        """Take the training steps of the batches after this one as far as their next calls."""
+        for other in self._batches[index + 1 :]:
+            if other.loss is None and other.call is None:
+                self._go_on(other, leads=False)
+
+    def _go_on(self, batch: _Batch, *, leads: bool) -> None:
+        """Take a batch's training step, as far as the first call of the layers that has not been run.
+
+        One that `leads` has that call run, together with those that others wait for, and goes on to the next.
+        """
+        stack, inputs = self._stack, batch.inputs
+        before, batch.at, batch.call = stack.supply, 0, None
+        waiting = leads
+
+        def supply(call: StackCall) -> Tensor:
+            nonlocal waiting
+            if batch.at == len(batch.states):
+                batch.call = call
+                if not waiting:
+                    raise _Reached
+                # Here and not after the step, because the adapters of the call are the active ones only within it.
+                waiting = False
+                self._run(call)
+            batch.at += 1
+            return batch.states[batch.at - 1]
+
+        stack.supply = supply
+        try:
+            # Given a copy, because a trainer may write into its batch, and this may not be the last time.
+            batch.loss = self._step(dict(inputs) if type(inputs) is dict else inputs)
+        except _Reached:
+            pass
+        finally:
+            stack.supply = before
+
+    def _run(self, like: StackCall) -> None:
+        """Run the calls that batches wait for and that are made as this one is, whose adapters are active now."""
+        waiting = [(batch, batch.call) for batch in self._batches if batch.call is not None and batch.call.joins(like)]
+        for (batch, _), made in zip(waiting, self._stack.run([call for _, call in waiting]), strict=True):
+            leaf = made.detach().requires_grad_(made.requires_grad)
+            batch.states.append(leaf)
+            batch.call = None
+            if made.requires_grad:
+                self._made.append((made, leaf))

@@ -1,0 +1,213 @@
+"""`lema.streamed`: a PEFT model whose layers stream, for any trainer, or a loop of one's own.
+
+    model = lema.streamed("directory or hub id", LoraConfig(r=16, target_modules="all-linear"), device="cpu")
+    trainer = SFTTrainer(model, args=SFTConfig(...), train_dataset=rows)
+
+It is the model that `LemaModel` opens and `LemaTrainer` drives, with `lema.engine.stack` in the place of its layers.
+Its base weighs nothing: the layers' weights are on `meta`, and in nobody's state dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from os import PathLike
+from typing import Any, NoReturn, Self
+
+import torch
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, PeftModelForCausalLM
+from torch import Tensor, nn
+
+from lema.config import LemaConfig
+from lema.engine.stack import LayerStack
+from lema.errors import ConfigError
+from lema.lora.files import settings_of
+from lema.lora.materialize import make_real
+from lema.storage.modelfiles import load_generation_config
+from lema.storage.verify import base_fingerprint
+from lema.train.model import LemaModel
+
+__all__ = ["StreamedPeftModel", "streamed"]
+
+WRAPPERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+
+
+def streamed(
+    model_name_or_path: str | PathLike[str],
+    peft_config: LoraConfig | str | PathLike[str],
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    micro_batch_size: int | None = None,
+    device_memory: str | float | int | None = None,
+    host_memory: str | float | int | None = None,
+    trust_remote_code: bool = False,
+    **settings: Any,
+) -> StreamedPeftModel:
+    """Open a model whose layers stream, with adapters, as a PEFT model.
+
+    Args:
+        model_name_or_path: model directory or hub id.
+        peft_config: PEFT's config of a fresh adapter, drawn from `seed`; or the directory of a saved one.
+        device: the backend to run on; None: that of `LemaConfig`.
+        dtype: of the frozen weights; None: the checkpoint's.
+        micro_batch_size: rows that are computed at once, however many a batch has; None: the whole batch.
+        device_memory: limit of device memory, as in `LemaConfig`.
+        host_memory: limit of host memory.
+        trust_remote_code: run code that comes with the model.
+        settings: further settings of `LemaConfig`. `gradient_checkpointing` is true here unless given.
+
+    Raises:
+        ConfigError: a setting is wrong, the adapter is none that streams, or several processes were started.
+        MemoryLimitError: the limits are too small.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    fresh = deepcopy(peft_config) if isinstance(peft_config, LoraConfig) else None
+    if device is not None:
+        settings["device"] = device
+    settings = {"gradient_checkpointing": True, **({} if fresh is None else settings_of(fresh)), **settings}
+    config = LemaConfig(
+        model_name_or_path=str(model_name_or_path),
+        dtype=dtype,
+        micro_batch_size=micro_batch_size,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        **settings,
+    )
+    opened = LemaModel(config, trust_remote_code=trust_remote_code)
+    try:
+        if max(opened.backend.replicas.size, opened.backend.parallel.size) > 1:
+            what = "a model for a foreign trainer streams in one process, and several were started"
+            raise ConfigError(what, where="lema.streamed", how="start one, or train with `lema train`")
+        if isinstance(peft_config, LoraConfig):
+            fresh = deepcopy(peft_config)
+            fresh.task_type = "CAUSAL_LM"
+            opened.attach_lora(fresh, seed=config.seed)
+        else:
+            opened.begin_with_adapter(peft_config)
+        opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
+    except BaseException:
+        opened.close()
+        raise
+    return StreamedPeftModel.around(opened)
+
+
+class StreamedPeftModel(PeftModelForCausalLM):
+    """A PEFT model that has its layers streamed; `streamed` opens one.
+
+    What would need the base's weights is refused in one sentence: another device or dtype, merging, copies, and
+    wrappers that divide the model (FSDP, DeepSpeed, DataParallel).
+
+    Attributes:
+        opened: the model as `lema` knows it.
+        stack: what stands in the place of the layers.
+    """
+
+    opened: LemaModel
+    stack: LayerStack
+
+    @classmethod
+    def around(cls, opened: LemaModel) -> Self:
+        """Return the PEFT model of an opened one, as a model to others."""
+        peft_model = opened.lora_manager
+        assert type(peft_model) is PeftModelForCausalLM
+        model: Any = peft_model  # not made anew, because it is the adapter that `opened` saves and trains
+        model.__class__ = cls
+        skeleton, settings = opened.skeleton, opened.config
+        model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size)
+        one = model.peft_config["default"]
+        one.base_model_name_or_path, one.revision = settings.model_name_or_path, settings.revision
+        skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
+        # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
+        # by itself, within a visit that recomputes it already and whose lease ends before.
+        skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign]
+        _recompute(opened, enable=settings.gradient_checkpointing)
+        digest = hashlib.sha256(base_fingerprint(opened.gbi).encode()).digest()
+        # In the state dict, because what tells a model by its tensors shall tell one base from another.
+        model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        model.register_state_dict_post_hook(_leave_out_base)
+        model.eval()  # as `from_pretrained` leaves a model
+        found: Self = model
+        return found
+
+    def close(self) -> None:
+        """Stop reading and give memory back; the model cannot be called after that."""
+        self.stack.take_out()
+        self.opened.close()
+
+    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter as PEFT does, with the values that PEFT draws."""
+        kwargs["low_cpu_mem_usage"] = True  # because PEFT would move it to its base, which is nowhere
+        split, device = self.opened.split, self.opened.backend.device
+        with torch.random.fork_rng(devices=()):  # because some values are drawn already, to be thrown away
+            super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
+        trains = {name: one.requires_grad for name, one in self.named_parameters()}
+        read, name = self.opened.read_stored, split.layers_name
+        make_real(self.opened.skeleton, peft_config, device, name, draw=True, read=read, adapter=adapter_name)
+        for name, one in self.named_parameters():
+            one.requires_grad_(trains[name])
+        split.adapters_changed()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter as PEFT does."""
+        super().delete_adapter(adapter_name)
+        self.opened.split.adapters_changed()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
+        kind = AcceleratorState._shared_state.get("distributed_type")
+        if kind is not None and any(name in str(kind) for name in WRAPPERS):
+            self._refuse(f"{str(kind).rpartition('.')[2]} divides a model's weights, and this one has none to divide")
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
+        """Leave every tensor where it is, and as it is, if that is what is asked for."""
+        here = {(one.device, one.dtype) for one in self.parameters() if not one.is_meta}
+        for device, dtype in here:
+            like = fn(torch.empty(0, dtype=dtype, device=device))
+            if (like.device, like.dtype) != (device, dtype):
+                what = f"the model is to go from {dtype} on {device} to {like.dtype} on {like.device}"
+                self._refuse(f"{what}, and its layers come from files", "open it so: lema.streamed(device=, dtype=)")
+        return self
+
+    def merge_adapter(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: the base's weights are not in memory."""
+        self._refuse("an adapter is to be merged into weights that are in files", MERGE)
+
+    def merge_and_unload(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: the base's weights are not in memory."""
+        self.merge_adapter()
+
+    def unload(self) -> NoReturn:
+        """Refuse: a model without adapters has nothing that trains."""
+        self._refuse("the adapters are to be taken off", "use disable_adapter()")
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        self._refuse("it is to run on several devices at once (DataParallel)", "let one be visible")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: its layers are in files that a copy would have to open."""
+        self._refuse("it is to be copied or pickled", "call save_pretrained, and lema.streamed on what it wrote")
+
+    def _refuse(self, what: str, how: str = "train it in one process, with no wrapper around it") -> NoReturn:
+        raise ConfigError(f"a streamed model cannot do this: {what}", where=type(self).__name__, how=how)
+
+
+MERGE = "save the adapter, and let `lema merge` merge it"
+
+
+def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
+    """Have the layers' activations recomputed in the backward, or kept; transformers reads the flag."""
+    opened.adapter.recompute = enable or opened.split.lazy
+    opened.skeleton.gradient_checkpointing = opened.adapter.recompute
+
+
+def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Take what has no bytes out of a state dict."""
+    for name in [name for name, one in state.items() if name.startswith(prefix) and isinstance(one, Tensor)]:
+        if state[name].is_meta:
+            del state[name]
