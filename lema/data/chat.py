@@ -21,7 +21,7 @@ from lema.data.files import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_SECONDS", "Span", "check_template", "limited", "tokenize_chat", "tokenize_spans"]
+__all__ = ["MAX_SECONDS", "Span", "check_template", "limited", "tokenize_chat", "tokenize_prompt", "tokenize_spans"]
 
 MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
@@ -110,19 +110,44 @@ def tokenize_chat(chat: Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) ->
         DataError: no template, the template refuses the chat, no assistant message, or the rendering of a chat does
             not begin with the rendering of its beginning, so that the assistant's words cannot be found.
     """
-    if not tokenizer.chat_template:
-        how = "use the tokenizer of an instruct model, put a chat_template.jinja beside it, or use prompt + completion"
-        raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
+    _check_template_exists(tokenizer, row)
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise row.broken("no message is the assistant's, so there is nothing to learn")
-    template = _call(row, tokenizer.get_chat_template, tools=chat.tools)
-    if refused := check_template(template):
-        raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
-    _check_roles(chat, template, row)
+    template = _checked_template(chat, tokenizer, row)
     if chat.prompt_length is None and tokenizer.is_fast and _GENERATION.search(template):
         return _marked(chat, tokenizer, row)
     text = _render(chat.messages, chat, tokenizer, row)
     return tokenize_spans(text, _spans(text, chat, tokenizer, row), tokenizer, add_special_tokens=False)
+
+
+def tokenize_prompt(chat: Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) -> list[int]:
+    """The token ids of a chat as far as the assistant's turn, which the template begins.
+
+    Raises:
+        DataError: no template, the template refuses the chat, or the last message is the assistant's.
+    """
+    _check_template_exists(tokenizer, row)
+    if chat.messages[-1]["role"] == "assistant":
+        how = "end with the user's; of a chat to learn from, take the answer out"
+        raise row.broken("the last message is the assistant's, so there is nothing to answer", how=how)
+    _checked_template(chat, tokenizer, row)
+    text = _render(chat.messages, chat, tokenizer, row, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _check_template_exists(tokenizer: "PreTrainedTokenizerBase", row: Row) -> None:
+    if not tokenizer.chat_template:
+        how = "use the tokenizer of an instruct model, put a chat_template.jinja beside it, or use prompt + completion"
+        raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
+
+
+def _checked_template(chat: Chat, tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
+    """Return the template, once it and the roles of the chat are such as it is run with."""
+    template = str(_call(row, tokenizer.get_chat_template, tools=chat.tools))
+    if refused := check_template(template):
+        raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
+    _check_roles(chat, template, row)
+    return template
 
 
 def _check_roles(chat: Chat, template: str, row: Row) -> None:

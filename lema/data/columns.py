@@ -11,7 +11,19 @@ from typing import Any, TypeAlias
 from lema.data.files import Row
 from lema.errors import ConfigError
 
-__all__ = ["IGNORED", "Chat", "Example", "Kind", "Text", "Tokens", "detect", "longest_row", "num_trained", "parse"]
+__all__ = [
+    "IGNORED",
+    "Chat",
+    "Example",
+    "Kind",
+    "Text",
+    "Tokens",
+    "detect",
+    "longest_row",
+    "num_trained",
+    "parse",
+    "prompt_of",
+]
 
 IGNORED = -100
 """The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""
@@ -222,6 +234,15 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
         _check_content(row, message, at)
         messages.append(dict(message))
     return messages
+
+
+def prompt_of(row: Row, column: str) -> str | list[dict[str, Any]]:
+    """Return a column that holds text, or messages.
+
+    Raises:
+        DataError: it is empty or malformed.
+    """
+    return _text(row, column) if isinstance(row.values[column], str) else _messages(row, column)
 
 
 def _check_content(row: Row, message: Mapping[str, Any], at: str) -> None:

@@ -19,7 +19,8 @@ from lema.backend import Backend
 from lema.backend.collectives import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
-from lema.engine import StreamedModel, generate
+from lema.engine import StreamedModel
+from lema.engine.generation import KeyValues
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
 from lema.errors import AdapterError, ConfigError
@@ -256,7 +257,7 @@ class LemaModel:
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
         )
-        adapter.retry.advise = partial(self._open_model.advise, self.allocation)
+        adapter.retry.advise = partial(self.opened.advise, self.allocation)
         return adapter
 
     @cached_property
@@ -296,10 +297,11 @@ class LemaModel:
         shape = None
         if self.lora_manager is not None:
             shape = step_shape(self.config, positions, self.backend.replicas.size, self.backend.parallel.size)
-        return self._open_model.allocate(shape)
+        return self.opened.allocate(shape)
 
     @property
-    def _open_model(self) -> OpenModel:
+    def opened(self) -> OpenModel:
+        """The model as memory is allocated for it."""
         return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend)
 
     @cached_property
@@ -327,34 +329,36 @@ class LemaModel:
         """The tokenizer of the model's directory; `DataError` where there is none."""
         return self.files.tokenizer
 
-    def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[str]:
-        """Continue each prompt, streaming every layer once per token.
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        max_new_tokens: int = 128,
+        *,
+        batch_size: int | None = None,
+        keys_values: KeyValues = "device",
+        **options: Any,
+    ) -> list[str]:
+        """Continue each prompt, streaming every layer once per token of a batch.
 
         Args:
             prompt: one text or several.
             max_new_tokens: tokens to add to each, at most.
-            options: of `transformers`' `generate` (do_sample, temperature, top_p, ...).
+            batch_size: prompts at once; None: all.
+            keys_values: where they wait for the next token: on the "device" or in "host" memory.
+            options: of `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
 
         Returns:
             The continuations, without the prompts. Processes that hold the model together all call this with the same
             arguments, and all get them.
 
         Raises:
+            MemoryLimitError: keys and values of a batch do not fit.
             ConfigError: processes that hold the model together divide the tokens of a row, and one is made at a time.
         """
-        parallel, backend = self.backend.parallel, self.backend
-        if parallel.size > 1:
-            if self.config.sequence_parallel:
-                raise ConfigError(
-                    f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one",
-                    where="sequence_parallel",
-                    how="generate with --set sequence_parallel=false: the adapter and the numbers are the same",
-                )
-            state = backend.rng_state()  # the same for all: each draws every token
-            backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
+        from lema.train.inference.texts import texts_of
+
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        tokens = generate(self.split, self.memory, self.directory, self.tokenizer, prompts, max_new_tokens, options)
-        return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+        return texts_of(self, prompts, max_new_tokens, batch_size, keys_values, options)
 
     def close(self, *, keep_backend: bool = False) -> None:
         """Stop reading and give memory back; `keep_backend`: but for the device, which the caller goes on with."""
