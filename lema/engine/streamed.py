@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from lema.backend.watchdog import Watchdog
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
+from lema.engine.head.likelihood import Likelihood, likelihoods_of
 from lema.engine.head.loss import LossChunks, targets_of
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
@@ -38,8 +39,9 @@ from lema.stream.schedule import forward_order, training_order
 
 __all__ = ["StreamedModel"]
 
+MicroBatches = Sequence[Mapping[str, Tensor]]
+Wait = torch.device | str | None
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
-TARGETS = "targets"
 
 
 class StreamedModel:
@@ -289,6 +291,29 @@ class StreamedModel:
         return torch.stack(values).sum(), chunks.trained_tokens
 
     @torch.no_grad()
+    def likelihoods(self, micro_batches: Sequence[Mapping[str, Tensor]], *, on_host: bool = False) -> list[Likelihood]:
+        """Return how likely each row's targets are, in one pass; `on_host`: hidden states wait in host memory.
+
+        Micro-batches are padded on the right. Other than in training, a label is the token *after* its position,
+        because the last one is no input; -100 is not asked about.
+        """
+        for attempt in self.retry.passes(micro_batches, purpose="evaluation"):
+            with attempt:
+                found = self._likelihoods(attempt.micro_batches, "cpu" if on_host else self.backend.device)
+        return found
+
+    def _likelihoods(self, micro_batches: MicroBatches, wait: Wait) -> list[Likelihood]:
+        # A function of its own, as `_evaluate`.
+        padded = [self._padding.of(batch) for batch in micro_batches]
+        known = [batch["labels"] for batch in padded]
+        placed, there = self._with_targets(padded, known)
+        *_, hidden = self._forward(placed, wait)
+        with self.retry.at("in the head"):
+            score = partial(likelihoods_of, self.split.head, chunk_tokens=self._loss_chunk_tokens)
+            scored = (score(*one) for one in zip(hidden, there, known, strict=True))
+            return [one for rows in scored for one in rows]
+
+    @torch.no_grad()
     def first_non_finite(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str | None:
         """Run forward once more and name the first part whose output is not finite; None: all are."""
         names = ["the embeddings", *(f"{self.split.layers_name}.{i}" for i in range(self.split.num_layers)), "the head"]
@@ -309,17 +334,17 @@ class StreamedModel:
         """Return the lowest index that a process of this copy has found; None: none has."""
         return min((one for one in self.backend.replicas.of_copy(index) if one is not None), default=None)
 
-    def _forward(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the hidden states before the first layer and after each."""
+    def _forward(self, micro_batches: MicroBatches, wait: Wait = None) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the hidden states before the first layer and after each; between layers they `wait` on this device."""
         self.stream.cancel()
         self.stream.announce(forward_order(self.split.num_layers))
         with self._first_lease(micro_batches) as first:
-            hidden, calls = self._prelude(micro_batches, first)
+            hidden, calls = self._prelude(micro_batches, first, wait=wait)
             yield hidden
-            hidden = self._visit(0, calls[0], self.split.enter(hidden), differentiate=False)
+            hidden = visit_frozen(self._engine, 0, calls[0], self.split.enter(hidden), wait)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = self._visit(layer, calls[layer], hidden, differentiate=False)
+            hidden = visit_frozen(self._engine, layer, calls[layer], hidden, wait)
             yield hidden
 
     def _placed(
@@ -328,13 +353,14 @@ class StreamedModel:
         """Return the inputs of a step on the device, and its loss."""
         micro_batches = [self._padding.of(batch) for batch in micro_batches]
         targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in micro_batches]
-        pairs = zip(micro_batches, targets, strict=True)
-        placed = self._inputs.place([{**_inputs_of(batch), TARGETS: target} for batch, target in pairs])
-        there = [batch.pop(TARGETS) for batch in placed]
-        if self.split.tables is not None:
-            for batch, original in zip(placed, micro_batches, strict=True):
-                self.split.tables.remember(batch["input_ids"], original["input_ids"])
+        placed, there = self._with_targets(micro_batches, targets)
         return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, known=targets, **options)
+
+    def _with_targets(
+        self, batches: MicroBatches, targets: Sequence[Tensor]
+    ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+        remember = None if self.split.tables is None else self.split.tables.remember
+        return self._inputs.with_targets([_inputs_of(batch) for batch in batches], targets, remember)
 
     def _first_lease(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> AbstractContextManager[Lease | None]:
         """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""
@@ -342,13 +368,14 @@ class StreamedModel:
         return nullcontext() if known else self.stream.lease(0)
 
     def _prelude(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], first: Lease | None, *, differentiate: bool = False
+        self, micro_batches: MicroBatches, first: Lease | None, *, differentiate: bool = False, wait: Wait = None
     ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
         with self.retry.at("before the layers"):
             for batch in micro_batches:
-                preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
+                prelude = self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate)
+                preludes.append(prelude if wait is None else replace(prelude, hidden=prelude.hidden.to(wait)))
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 

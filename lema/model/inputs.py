@@ -7,7 +7,7 @@ all queued work.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ __all__ = ["Inputs"]
 ALIGNMENT = 64  # of a tensor in memory: torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
 MicroBatch = Mapping[str, Tensor]
+TARGETS = "targets"
 
 
 class Inputs:
@@ -44,6 +45,22 @@ class Inputs:
         placed = self._upload(list(here.values()))
         there = dict(zip(here, placed, strict=True))
         return [{name: there.get(id(tensor), tensor) for name, tensor in batch.items()} for batch in micro_batches]
+
+    def with_targets(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        targets: Sequence[Tensor],
+        remember: Callable[[Tensor, Tensor], object] | None,
+    ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+        """Return the inputs of micro-batches, and what each position is to predict, on the device; tokens there are
+        shown to `remember` with those in host memory."""
+        pairs = zip(micro_batches, targets, strict=True)
+        placed = self.place([{**batch, TARGETS: target} for batch, target in pairs])
+        there = [batch.pop(TARGETS) for batch in placed]
+        if remember is not None:
+            for batch, original in zip(placed, micro_batches, strict=True):
+                remember(batch["input_ids"], original["input_ids"])
+        return placed, there
 
     def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         starts, end = [], 0
