@@ -11,7 +11,8 @@ import typer
 
 from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
-from lema.cli.arguments import ConfigFile, Settings, Source, Trust, config_of, evaluation_rows, model_of, settings_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, settings_of
+from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
 from lema.cli.generate import generate
 from lema.config.quiet import hush
@@ -186,22 +187,6 @@ def plan(
         show_plan(made, Console(highlight=False))
     if plot is not None:
         draw(made, planner, plot)
-
-
-def evaluate(
-    source: Source,
-    data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
-    settings: Settings = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Measure loss and perplexity of a trained adapter."""
-    model = model_of(source, settings, trust_remote_code)
-    with contextlib.closing(model):
-        rows = evaluation_rows(model, data)
-        measured = model.get_trainer().evaluate(rows)
-        if model.backend.replicas.first:
-            for name, value in measured.items():
-                typer.echo(f"{name} {value:.6g}")
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -338,27 +338,31 @@ class LemaModel:
         keys_values: KeyValues = "device",
         **options: Any,
     ) -> list[str]:
-        """Continue each prompt, streaming every layer once per token of a batch.
+        """Return what follows each prompt, streaming every layer once per token of a batch.
 
         Args:
             prompt: one text or several.
             max_new_tokens: tokens to add to each, at most.
             batch_size: prompts at once; None: all.
-            keys_values: where they wait for the next token: on the "device" or in "host" memory.
+            keys_values: where they wait for the next token.
             options: of `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
 
-        Returns:
-            The continuations, without the prompts. Processes that hold the model together all call this with the same
-            arguments, and all get them.
+        Processes that hold the model together all call this with the same arguments, and all get the texts.
 
         Raises:
-            MemoryLimitError: keys and values of a batch do not fit.
-            ConfigError: processes that hold the model together divide the tokens of a row, and one is made at a time.
+            MemoryLimitError: keys and values of a batch do not fit; `ConfigError`: processes divide a row's tokens.
         """
         from lema.train.inference.texts import texts_of
 
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        return texts_of(self, prompts, max_new_tokens, batch_size, keys_values, options)
+        return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options)
+
+    def spend_anew(self) -> None:
+        """Forget what memory is spent on, and drop the layers in it: `allocation` is made, or set, anew."""
+        self.__dict__.pop("allocation", None)
+        if (stream := self.__dict__.pop("memory", None)) is not None:
+            stream.cancel()
+        if (adapter := self.__dict__.pop("adapter", None)) is not None:
+            adapter.close()
 
     def close(self, *, keep_backend: bool = False) -> None:
         """Stop reading and give memory back; `keep_backend`: but for the device, which the caller goes on with."""
@@ -387,11 +391,7 @@ class LemaModel:
         self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
         self._divide()
         self.split.adapters_changed()
-        self.__dict__.pop("allocation", None)  # limits must leave room for the adapter
-        if (stream := self.__dict__.pop("memory", None)) is not None:
-            stream.cancel()
-        if (adapter := self.__dict__.pop("adapter", None)) is not None:
-            adapter.close()
+        self.spend_anew()  # limits must leave room for the adapter
 
     def _require_adapter(self) -> PeftModel:
         if self.lora_manager is None:

@@ -50,14 +50,16 @@ def plan_of(
         prompts: token ids of each.
         batch_size: prompts at once; None: as many as there is room for, 64 at most.
         keys_values: where keys and values of layers wait for the next token.
-        choose: spend the limits of memory on these texts and not on a step of training, where nothing is spent yet.
+        choose: spend the limits of memory on these texts, and not on a step of training.
 
     Raises:
         MemoryLimitError: a batch does not fit; it names the one that does.
     """
     if keys_values == "host" and model.backend.memory().shared:
         warnings.warn("keys and values on the host save nothing on a device that computes in its memory", stacklevel=3)
-    held = None if choose and "allocation" not in model.__dict__ else model.allocation
+    if choose:
+        model.spend_anew()
+    held = None if choose else model.allocation
     longest, most = max(map(len, prompts)), min(len(prompts), MOST_AT_ONCE)
     rows = None if batch_size is None else min(batch_size, len(prompts))
     host = keys_values == "host"
@@ -73,7 +75,7 @@ def plan_of(
 
 def texts_of(
     model: LemaModel,
-    prompts: Sequence[str],
+    prompt: str | Sequence[str],
     max_new_tokens: int,
     batch_size: int | None,
     keys_values: KeyValues,
@@ -84,7 +86,7 @@ def texts_of(
     Raises:
         MemoryLimitError: keys and values of a batch do not fit; `DataError` and `ConfigError`: as `completions`.
     """
-    ids = checked(encoded(model.tokenizer, prompts))
+    ids = checked(encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt))
     size = batch_size or len(ids)
     plan_of(model, ids, max_new_tokens, size, keys_values)
     batches = completions(model, ids, max_new_tokens, size, options, keys_values=keys_values)
