@@ -144,10 +144,11 @@ def test_tasks_have_the_harness_s_metrics(tasks: Path, options: dict[str, Any], 
 def test_a_pass_over_the_weights_serves_every_request(base: Path, tmp_path: Path) -> None:
     requests = asked("loglikelihood", *((f"the miller {n}", f" grinds {n}") for n in range(1000)))
     with opened(settings(base, tmp_path)) as model:
+        before = model.memory.counters.bytes_read  # of what lies outside the layers
         harness_model(model).loglikelihood(requests)
         counters = model.memory.counters
         assert counters.leases == NUM_LAYERS
-        assert counters.bytes_read == sum(layer.read_bytes for layer in model.memory.layers)
+        assert counters.bytes_read - before == sum(layer.read_bytes for layer in model.memory.layers)
         harness_model(model, Harness(rows_per_pass=300)).loglikelihood(requests)
         assert model.memory.counters.leases == math.ceil(1000 / 300) * NUM_LAYERS
 
