@@ -11,8 +11,10 @@ import typer
 
 from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
-from lema.cli.arguments import ConfigFile, Settings, Source, Trust, config_of, evaluation_rows, model_of, settings_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, settings_of
+from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
+from lema.cli.generate import generate
 from lema.config.quiet import hush
 from lema.errors import ConfigError
 
@@ -185,42 +187,6 @@ def plan(
         show_plan(made, Console(highlight=False))
     if plot is not None:
         draw(made, planner, plot)
-
-
-def evaluate(
-    source: Source,
-    data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
-    settings: Settings = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Measure loss and perplexity of a trained adapter."""
-    model = model_of(source, settings, trust_remote_code)
-    with contextlib.closing(model):
-        rows = evaluation_rows(model, data)
-        measured = model.get_trainer().evaluate(rows)
-        if model.backend.replicas.first:
-            for name, value in measured.items():
-                typer.echo(f"{name} {value:.6g}")
-
-
-def generate(
-    source: Source,
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest, up to this mass.")] = 1.0,
-    settings: Settings = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Continue prompts with base model and adapter, streaming."""
-    model = model_of(source, settings, trust_remote_code)
-    # transformers warns of a temperature given where nothing is sampled.
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
-    with contextlib.closing(model):
-        made = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=temperature > 0, **sampling)
-        if model.backend.replicas.first:
-            for text in made:
-                typer.echo(text)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -15,7 +15,7 @@ from lema.config.units import human_bytes, human_count, human_duration
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-__all__ = ["ByteProgress", "ProgressDisplay", "progress_callback"]
+__all__ = ["ByteProgress", "ProgressDisplay", "TokenProgress", "progress_callback"]
 
 
 # What a row of `logs` may hold, how it is shown, and in which order; a row need not have them all.
@@ -138,6 +138,37 @@ class ByteProgress:
         """Say how much was done how fast, up to now: `1.4 GB in 0.9 s, 1.5 GB/s`."""
         seconds = max(self._clock() - self._began, 1e-9)
         return f"{human_bytes(self._bytes)} in {seconds:.1f} s, {human_bytes(self._bytes / seconds)}/s"
+
+
+class TokenProgress:
+    """Shows how many of `total` texts are done and how fast tokens come, on a terminal only; `close` it."""
+
+    def __init__(
+        self, total: int, done: int = 0, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bar = _Bar(console or Console(stderr=True), transient=True)
+        self._clock, self._began = clock, clock()
+        self._total, self._done, self._tokens = total, done, 0
+        self._bar.start()
+
+    def made(self, tokens: int) -> None:
+        """So many tokens have been made, one of each text that goes on."""
+        self._tokens += tokens
+        self._tell()
+
+    def ended(self, texts: int) -> None:
+        """So many texts are done."""
+        self._done += texts
+        self._tell()
+
+    def close(self) -> None:
+        """Leave the terminal as it was; twice is harmless."""
+        self._bar.stop()
+
+    def _tell(self) -> None:
+        rate = self._tokens / max(self._clock() - self._began, 1e-9)
+        done, left = f"{self._done}/{self._total} texts", f"{human_count(rate)} tok/s"
+        self._bar.tell(completed=self._done, total=max(1, self._total), done=done, left=left)
 
 
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from lema import lazy_exports
 
 if TYPE_CHECKING:
-    from lema.engine.generation import generate
+    from lema.engine.generation import complete
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["StreamedModel", "generate"]
+__all__ = ["StreamedModel", "complete"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"StreamedModel": "streamed", "generate": "generation"})
+__getattr__, __dir__ = lazy_exports(__name__, {"StreamedModel": "streamed", "complete": "generation"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -16,15 +17,17 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from lema.engine.head.gradients import EmbedHead
-from lema.engine.head.rows import RowLoss
+from lema.engine.head.loss import LossChunks, targets_of
+from lema.engine.head.rows import RowLoss, mismatched_of
 from lema.engine.trained_weights import Leaves
 from lema.model.flow import LayerCall
 from lema.stream import Lease
 
 if TYPE_CHECKING:
+    from lema.engine.streamed import StreamedModel
     from lema.engine.visit import Engine
 
-__all__ = ["Beside", "Group", "adapters_off", "beside_of", "settled"]
+__all__ = ["Beside", "Group", "adapters_off", "beside_of_pass", "settled"]
 
 Turn: TypeAlias = tuple[Tensor, list[Tensor], list[Tensor]]
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
@@ -146,7 +149,37 @@ class Beside:
         return adapters_off([self._engine.split.model])
 
 
-def beside_of(
+def beside_of_pass(
+    model: StreamedModel,
+    loss: LossChunks | RowLoss,
+    micro_batches: Batches,
+    placed: Batches,
+    calls: Calls,
+    first: Lease | None,
+) -> Beside | None:
+    """Return what goes through the layers beside the rows that train, before the first layer; None: nothing.
+
+    Args:
+        model: the streamed model.
+        loss: of the pass.
+        micro_batches: in host memory; `placed` are they on the device, and `calls` those of each layer.
+        first: the first layer's lease, where the prelude needs its weights.
+    """
+    objective = model.objective
+    if objective is None or not isinstance(loss, RowLoss):
+        return None
+    others = None
+    if objective.mismatched:
+        rows = [model.padding.of(mismatched_of(batch)) for batch in micro_batches]
+        others = model.inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], model.split.tables)
+    outside = bool(model.trained_outside())
+    below = outside and model.starts_below is not False
+    reference = (placed, loss.targets, calls) if objective.reference else None
+    prelude = partial(model.prelude, first=first)
+    return _beside_of(model.engine, prelude, reference, others, -1 if below else model.lowest_trained, outside=outside)
+
+
+def _beside_of(
     engine: Engine,
     prelude: Callable[[Batches], tuple[Sequence[Tensor], Calls]],
     trained: tuple[Batches, Sequence[Tensor], Calls] | None,

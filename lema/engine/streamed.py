@@ -21,13 +21,13 @@ from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import AtOnce
 from lema.backend.watchdog import Watchdog
-from lema.engine.beside import Beside, beside_of
+from lema.engine.beside import Beside, beside_of_pass
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
 from lema.engine.head.loss import LossChunks, targets_of
 from lema.engine.head.objectives import Measured, Objective
-from lema.engine.head.rows import RowLoss, mismatched_of, row_targets
+from lema.engine.head.rows import RowLoss, row_targets
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit, visit_frozen, visit_top
@@ -39,6 +39,9 @@ from lema.stream import LayerStream, Lease, StreamCounters
 from lema.stream.schedule import forward_order, training_order
 
 __all__ = ["StreamedModel"]
+
+MicroBatches = Sequence[Mapping[str, Tensor]]
+Wait = torch.device | str | None
 
 
 class StreamedModel:
@@ -87,7 +90,7 @@ class StreamedModel:
         if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
             recompute, saved, saved_on = True, (), "device"
         self.recompute, self.saved = recompute, frozenset(saved)
-        self._loss_chunk_tokens, self._padding = loss_chunk_tokens, padding or Padding()
+        self.loss_chunk_tokens, self.padding = loss_chunk_tokens, padding or Padding()
         carrier: Carrier = AtOnce(backend.device) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
         self.graphs: KeptGraphs | None = None
@@ -99,13 +102,13 @@ class StreamedModel:
         self._engine = Engine(split, stream, backend)
         self.retry = self._engine.retry
         self.retry.recomputes = recompute
-        self._inputs = Inputs(backend)
+        self.inputs = Inputs(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
         self.objective: Objective | None = None
         self.dft = False
         self.measured: Measured = {}
-        self._starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
+        self.starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
     @property
     def engine(self) -> Engine:
@@ -178,12 +181,12 @@ class StreamedModel:
     @property
     def lowest_trained(self) -> int:
         """The lowest layer that gradients reach: nothing below it is visited by the backward."""
-        if self._starts_below:
+        if self.starts_below:
             return 0
         trained = (layer for layer in range(self.split.num_layers) if self._engine.trains(layer))
         return next(trained, self.split.num_layers - 1)
 
-    def announce_step(self, micro_batches: Sequence[Mapping[str, Tensor]] | None = None) -> None:
+    def announce_step(self, micro_batches: MicroBatches | None = None) -> None:
         """Announce the leases of one training step, so that its first layers are read before it starts.
 
         With `prefix`, the step's micro-batches say which layers it leaves out.
@@ -192,13 +195,13 @@ class StreamedModel:
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(order[first:])
 
-    def _first_layer(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> int:
+    def _first_layer(self, micro_batches: MicroBatches) -> int:
         inputs = [model_inputs(batch) for batch in micro_batches]
         return self.prefix.layer if self.prefix is not None and self.prefix.holds(inputs) else 0
 
     def loss(
         self,
-        micro_batches: Sequence[Mapping[str, Tensor]],
+        micro_batches: MicroBatches,
         *,
         num_tokens: int | None = None,
         scale: float | Tensor = 1.0,
@@ -227,15 +230,15 @@ class StreamedModel:
         graphs = None if self.graphs is None else self.graphs.step()
         # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
         with nullcontext() if start else self._first_lease(placed) as first:
-            hidden, calls = self._prelude(placed, first, differentiate=bool(outside))
+            hidden, calls = self.prelude(placed, first, differentiate=bool(outside))
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
             hidden = self.split.enter(embed_head.start(self._engine.anchor))
-            self._starts_below = embed_head.reach_below
+            self.starts_below = embed_head.reach_below
             lowest = self.lowest_trained
             again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
             with self.retry.at("for the inputs of layers that wait for the backward"):
                 boundaries = self.arena.step(hidden, again) if again else None
-            beside = self._beside(chunks, micro_batches, placed, calls, first)
+            beside = beside_of_pass(self, chunks, micro_batches, placed, calls, first)
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(inputs)
             elif top > 0:
@@ -267,7 +270,7 @@ class StreamedModel:
             ConfigError: the others may visit layers in an order that this process cannot know yet.
         """
         layers, self.measured = self.split.num_layers, {}
-        if training and self.stream.sharded and self._starts_below is None and self.trained_outside():
+        if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
             what = "this process has no rows in the first step, and does not know how far down gradients go"
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
             raise ConfigError(what, where="shard_weights", how=how)
@@ -276,9 +279,7 @@ class StreamedModel:
         self.stream.accompany(training_order(layers, self.lowest_trained) if training else forward_order(layers))
 
     @torch.no_grad()
-    def evaluate(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None = None
-    ) -> tuple[Tensor, int]:
+    def evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None = None) -> tuple[Tensor, int]:
         """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are.
 
         With an `objective`: its loss of the batch, and the number of examples that it is the mean of.
@@ -288,13 +289,11 @@ class StreamedModel:
                 found = self._evaluate(attempt.micro_batches, logits)
         return found
 
-    def _evaluate(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], logits: list[Tensor] | None
-    ) -> tuple[Tensor, int]:
+    def _evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None) -> tuple[Tensor, int]:
         # A function of its own, because an attempt that fails must leave no tensor in a variable of its caller.
         placed, chunks = self._placed(micro_batches, logits=logits)
         joined: list[Beside] = []
-        *_, hidden = self._forward(placed, partial(self._beside, chunks, micro_batches, placed), joined)
+        *_, hidden = self._forward(placed, partial(beside_of_pass, self, chunks, micro_batches, placed), joined)
         if isinstance(chunks, RowLoss):
             value, self.measured = joined[0].evaluated(chunks, hidden), chunks.measured
             return value, chunks.num_examples
@@ -304,39 +303,20 @@ class StreamedModel:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
 
-    def _beside(
-        self,
-        loss: LossChunks | RowLoss,
-        micro_batches: Sequence[Mapping[str, Tensor]],
-        placed: Sequence[Mapping[str, Tensor]],
-        calls: list[list[LayerCall]],
-        first: Lease | None,
-    ) -> Beside | None:
-        """Return what goes through the layers beside the rows that train, before the first layer; None: nothing."""
-        if self.objective is None or not isinstance(loss, RowLoss):
-            return None
+    def hidden_states(self, micro_batches: MicroBatches, wait: Wait = None) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph.
 
-        others = None
-        if self.objective.mismatched:
-            rows = [self._padding.of(mismatched_of(batch)) for batch in micro_batches]
-            others = self._inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], self.split.tables)
-        outside = bool(self.trained_outside())
-        below = outside and self._starts_below is not False
-        reference = (placed, loss.targets, calls) if self.objective.reference else None
-        forks = -1 if below else self.lowest_trained
-        prelude = partial(self._prelude, first=first)
-        return beside_of(self._engine, prelude, reference, others, forks, outside=outside)
-
-    def hidden_states(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph."""
-        batches = [self._padding.of(batch) for batch in self.retry.cut(micro_batches)]
-        return self._forward(self._inputs.place(batches))
+        Between layers they `wait` on this device; None: on the model's.
+        """
+        batches = [self.padding.of(batch) for batch in self.retry.cut(micro_batches)]
+        return self._forward(self.inputs.place(batches), wait=wait)
 
     def _forward(
         self,
-        micro_batches: Sequence[Mapping[str, Tensor]],
+        micro_batches: MicroBatches,
         join: Callable[[list[list[LayerCall]], Lease | None], Beside | None] = lambda *_: None,
         joined: list[Beside] | None = None,
+        wait: Wait = None,
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield the hidden states before the first layer and after each.
 
@@ -345,45 +325,46 @@ class StreamedModel:
         self.stream.cancel()
         self.stream.announce(forward_order(self.split.num_layers))
         with self._first_lease(micro_batches) as first:
-            hidden, calls = self._prelude(micro_batches, first)
+            hidden, calls = self.prelude(micro_batches, first, wait=wait)
             if (beside := join(calls, first)) is not None and joined is not None:
                 joined.append(beside)
             yield hidden
-            hidden = self.visit_layer(0, calls[0], self.split.enter(hidden), beside=beside, differentiate=False)
+            hidden = visit_frozen(self._engine, 0, calls[0], self.split.enter(hidden), beside, wait)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = self.visit_layer(layer, calls[layer], hidden, beside=beside, differentiate=False)
+            hidden = visit_frozen(self._engine, layer, calls[layer], hidden, beside, wait)
             yield hidden
 
     def _placed(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any
+        self, micro_batches: MicroBatches, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
-        batches, objective = [self._padding.of(batch) for batch in micro_batches], self.objective
+        batches, objective = [self.padding.of(batch) for batch in micro_batches], self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
             options |= {"known": targets, "dft": self.dft}
         else:
             targets = [row_targets(batch, objective) for batch in batches]
-        placed, there = self._inputs.place_step(batches, targets, self.split.tables)
+        placed, there = self.inputs.place_step(batches, targets, self.split.tables)
         if objective is None:
-            return placed, LossChunks(self.split.head, there, self._loss_chunk_tokens, **options)
+            return placed, LossChunks(self.split.head, there, self.loss_chunk_tokens, **options)
         scale = options.get("scale", 1.0)
-        return placed, RowLoss(self.split.head, objective, batches, there, self._loss_chunk_tokens, scale=scale)
+        return placed, RowLoss(self.split.head, objective, batches, there, self.loss_chunk_tokens, scale=scale)
 
-    def _first_lease(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> AbstractContextManager[Lease | None]:
+    def _first_lease(self, micro_batches: MicroBatches) -> AbstractContextManager[Lease | None]:
         """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""
         known = self.split.known(model_inputs(micro_batches[0]))
         return nullcontext() if known else self.stream.lease(0)
 
-    def _prelude(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], first: Lease | None, *, differentiate: bool = False
+    def prelude(
+        self, micro_batches: MicroBatches, first: Lease | None, *, differentiate: bool = False, wait: Wait = None
     ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
         with self.retry.at("before the layers"):
             for batch in micro_batches:
-                preludes.append(self.split.prelude(model_inputs(batch), weights, differentiate=differentiate))
+                prelude = self.split.prelude(model_inputs(batch), weights, differentiate=differentiate)
+                preludes.append(prelude if wait is None else replace(prelude, hidden=prelude.hidden.to(wait)))
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 

@@ -101,9 +101,17 @@ def visit(
 
 @torch.no_grad()
 def visit_frozen(
-    engine: Engine, layer: int, calls: Sequence[LayerCall], hidden: Sequence[Tensor], beside: Beside | None = None
+    engine: Engine,
+    layer: int,
+    calls: Sequence[LayerCall],
+    hidden: Sequence[Tensor],
+    beside: Beside | None = None,
+    wait: torch.device | str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s."""
+    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s.
+
+    Hidden states come from where they wait and go to the device `wait`; None: they are on the right one.
+    """
     outputs, retry, place = [], engine.retry, f"in the forward of layer {layer}"
     with (
         retry.at(place),
@@ -114,7 +122,8 @@ def visit_frozen(
             engine.stop.poll()
             for attempt in retry.forwards(engine.generator_state()):
                 with attempt, retry.at(place):
-                    outputs.append(engine.split.run_layer(layer, lease.weights, call, state))
+                    made = engine.split.run_layer(layer, lease.weights, call, state.to(engine.backend.device))
+                    outputs.append(made if wait is None else made.to(wait, non_blocking=True))
         if beside is not None:
             beside.through(layer, lease, hidden)
     return tuple(outputs)

@@ -26,6 +26,7 @@ TARGETS = "targets"
 ALIGNMENT = 64  # of a tensor in memory: torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
 MicroBatch = Mapping[str, Tensor]
+TARGETS = "targets"
 
 
 def model_inputs(batch: MicroBatch) -> dict[str, Tensor]:

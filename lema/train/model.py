@@ -19,7 +19,8 @@ from lema.backend import Backend
 from lema.backend.collectives import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
-from lema.engine import StreamedModel, generate
+from lema.engine import StreamedModel
+from lema.engine.generation import KeyValues
 from lema.engine.head.objectives import pursue
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
@@ -45,6 +46,7 @@ from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
+from lema.train.guards import warn_of_idle
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -234,17 +236,7 @@ class LemaModel:
     @cached_property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
-        if self.config.offloading_tier == "host" and self.backend.memory().shared:
-            warnings.warn(
-                "activation_offloading saves no memory on a device that computes in host memory: `disk` would",
-                stacklevel=2,
-            )
-        if self.split.lazy and not self.config.gradient_checkpointing:
-            warnings.warn(
-                "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
-                "keep a copy of its weights with them, so every layer is computed again; set it to true",
-                stacklevel=2,
-            )
+        warn_of_idle(self.config, shared=self.backend.memory().shared, lazy=self.split.lazy)
         adapter = StreamedModel(
             self.split,
             self.memory,
@@ -258,7 +250,7 @@ class LemaModel:
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
         )
-        adapter.retry.advise = partial(self._open_model.advise, self.allocation)
+        adapter.retry.advise = partial(self.opened.advise, self.allocation)
         pursue(adapter, self.config)
         return adapter
 
@@ -299,10 +291,11 @@ class LemaModel:
         shape = None
         if self.lora_manager is not None:
             shape = step_shape(self.config, positions, self.backend.replicas.size, self.backend.parallel.size)
-        return self._open_model.allocate(shape)
+        return self.opened.allocate(shape)
 
     @property
-    def _open_model(self) -> OpenModel:
+    def opened(self) -> OpenModel:
+        """The model as memory is allocated for it."""
         return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend)
 
     @cached_property
@@ -330,34 +323,40 @@ class LemaModel:
         """The tokenizer of the model's directory; `DataError` where there is none."""
         return self.files.tokenizer
 
-    def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[str]:
-        """Continue each prompt, streaming every layer once per token.
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        max_new_tokens: int = 128,
+        *,
+        batch_size: int | None = None,
+        keys_values: KeyValues = "device",
+        **options: Any,
+    ) -> list[str]:
+        """Return what follows each prompt, streaming every layer once per token of a batch.
 
         Args:
             prompt: one text or several.
             max_new_tokens: tokens to add to each, at most.
-            options: of `transformers`' `generate` (do_sample, temperature, top_p, ...).
+            batch_size: prompts at once; None: all.
+            keys_values: where they wait for the next token.
+            options: of `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
 
-        Returns:
-            The continuations, without the prompts. Processes that hold the model together all call this with the same
-            arguments, and all get them.
+        Processes that hold the model together all call this with the same arguments, and all get the texts.
 
         Raises:
-            ConfigError: processes that hold the model together divide the tokens of a row, and one is made at a time.
+            MemoryLimitError: keys and values of a batch do not fit; `ConfigError`: processes divide a row's tokens.
         """
-        parallel, backend = self.backend.parallel, self.backend
-        if parallel.size > 1:
-            if self.config.sequence_parallel:
-                raise ConfigError(
-                    f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one",
-                    where="sequence_parallel",
-                    how="generate with --set sequence_parallel=false: the adapter and the numbers are the same",
-                )
-            state = backend.rng_state()  # the same for all: each draws every token
-            backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        tokens = generate(self.split, self.memory, self.directory, self.tokenizer, prompts, max_new_tokens, options)
-        return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+        from lema.train.inference.texts import texts_of
+
+        return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options)
+
+    def spend_anew(self) -> None:
+        """Forget what memory is spent on, and drop the layers in it: `allocation` is made, or set, anew."""
+        self.__dict__.pop("allocation", None)
+        if (stream := self.__dict__.pop("memory", None)) is not None:
+            stream.cancel()
+        if (adapter := self.__dict__.pop("adapter", None)) is not None:
+            adapter.close()
 
     def close(self, *, keep_backend: bool = False) -> None:
         """Stop reading and give memory back; `keep_backend`: but for the device, which the caller goes on with."""
@@ -391,11 +390,7 @@ class LemaModel:
         self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
         self._divide()
         self.split.adapters_changed()
-        self.__dict__.pop("allocation", None)  # limits must leave room for the adapter
-        if (stream := self.__dict__.pop("memory", None)) is not None:
-            stream.cancel()
-        if (adapter := self.__dict__.pop("adapter", None)) is not None:
-            adapter.close()
+        self.spend_anew()  # limits must leave room for the adapter
 
     def _require_adapter(self) -> PeftModel:
         if self.lora_manager is None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -82,8 +82,8 @@ class LemaTrainer:
         self._passes = Passes(model_adapter)
         self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
         self.update = Update(model_adapter, config.max_grad_norm)
-        self._denominator = 0  # trained tokens by which the gradients accumulated so far were divided
-        self._trained_tokens = 0
+        # Trained tokens: by which the gradients accumulated so far were divided, and of all of them.
+        self._denominator = self._trained_tokens = 0
 
     def train_step(
         self, inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None
@@ -232,8 +232,7 @@ class LemaTrainer:
             if self.schedule is None:
                 taken = self.global_step - self.skipped_steps
                 self.follow(make_schedule(optimizer, self.config, run.num_steps, taken))
-            assert self.schedule is not None
-            return run.train(self.schedule, self.callbacks, stop)
+            return run.train(cast(LRScheduler, self.schedule), self.callbacks, stop)
 
     def require_room(self, count: int) -> None:
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""

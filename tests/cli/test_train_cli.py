@@ -167,7 +167,7 @@ def test_generation_prints_what_the_whole_model_says(
     assert lema("generate", config, "-p", "corn", "--temperature", "0.9", "--top-p", "0.8", "--max-new-tokens", 2) == 0
     assert capfd.readouterr().err == ""
     assert lema("generate", config, "-p", "") == 3
-    assert "a prompt has no tokens" in capfd.readouterr().err
+    assert "'prompt' is empty" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lema import LemaModel
 from lema.data import collate
-from lema.engine import generate
+from lema.engine import complete
+from lema.engine.generation import encoded
 from lema.errors import ConfigError, DataError
 
 PROMPTS = ["the miller of", "corn", "the river grinds the mill by the river of corn and"]
@@ -47,7 +48,10 @@ def complaints() -> Iterator[list[str]]:
 
 
 def streamed_tokens(model: LemaModel, prompts: list[str], new: int = NEW, **options: Any) -> Tensor:
-    return generate(model.split, model.memory, model.directory, model.tokenizer, prompts, new, options)
+    ids, end = encoded(model.tokenizer, prompts), model.tokenizer.eos_token_id
+    made = complete(model.split, model.memory, model.directory, model.tokenizer, ids, new, options)
+    width = max(len(one.tokens) for one in made)
+    return torch.tensor([[*one.tokens, *[end] * (width - len(one.tokens))] for one in made])
 
 
 def whole_tokens(model: Any, prompts: list[str], new: int = NEW, **options: Any) -> Tensor:

@@ -233,7 +233,7 @@ def test_embeddings_that_layers_are_given_beside_the_hidden_state(
     with streamed_model(checkpoint, {"gradient_checkpointing": recompute}, **options) as model:
         disturb(model.lora_manager)
         with model.memory.lease(0) as first:
-            _, calls = model.adapter._prelude(batches, first, differentiate=True)
+            _, calls = model.adapter.prelude(batches, first, differentiate=True)
         given = [list(tensors_in((call.args, call.kwargs))) for layer in calls for call in layer]
         assert any(tensor.requires_grad for tensors in given for tensor in tensors)
         assert_same(streamed_step(model, batches), whole_step(whole, batches))

@@ -197,7 +197,7 @@ def test_what_depends_on_values_is_refused_by_name(tmp_path: Path, monkeypatch: 
 
 
 def allocation_of(model: LemaModel, shape: StepShape | None = None) -> Allocation:
-    return model._open_model.allocate(shape)
+    return model.opened.allocate(shape)
 
 
 def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lema.data.forms import Remarks, TrainOn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chats", "tokenize_spans"]
+__all__ = ["Chats", "check_roles", "tokenize_spans"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -42,7 +42,7 @@ class Chats:
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to learn")
         template = open_template(self.tokenizer, chat.tools, row)
-        _check_roles(chat, template, row)
+        check_roles(chat, template, row)
         trained = self._trained(chat, row)
         if not trained:
             return [], []
@@ -95,7 +95,7 @@ class Chats:
         return text[:end] + token, (start, end + len(token))
 
 
-def _check_roles(chat: Chat, template: Template, row: Row) -> None:
+def check_roles(chat: Chat, template: Template, row: Row) -> None:
     """Refuse unknown roles: most templates write any role, and the words of a misspelt one would not be learnt."""
     for number, message in enumerate(chat.messages, 1):
         role = message["role"]

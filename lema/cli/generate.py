@@ -1,0 +1,232 @@
+"""The command that continues prompts: a few on the command line, or a file of them in batches."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lema.cli.arguments import Settings, Source, Trust, model_of
+from lema.config.units import human_bytes, human_count
+from lema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lema.data.files import Row
+    from lema.train.inference.texts import Completion
+    from lema.train.model import LemaModel
+
+__all__ = ["generate"]
+
+
+def generate(
+    source: Source,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prompts: lines of .txt, `prompt` or `messages` of .jsonl; - for standard input."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where results go, a JSON object a line, as batches end.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what is in the output, and make the rest.")] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts at once; by default as many as fit, 64 at most.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0: always the likeliest token.", show_default=False)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many of the likeliest.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens come again less often.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn; by default that of the settings.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")] = False,
+    kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values wait.")] = "device",
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Continue prompts with base model and adapter, streaming: the weights are read once per token of a batch."""
+    if (prompts is None) == (not prompt):
+        raise ConfigError("prompts come from one place", where="--prompt", how="give --prompt TEXT or --prompts FILE")
+    if kv not in ("device", "host"):
+        raise ConfigError(f"{kv!r} is no place for keys and values", where="--kv", how="say device or host")
+    options: dict[str, Any] = _sampling(
+        do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+    )
+    if repetition_penalty is not None:
+        options["repetition_penalty"] = repetition_penalty
+    if stop:
+        options["stop_strings"] = stop
+    from lema.data.chat.prompts import read_prompts
+    from lema.data.files import Row
+
+    given = prompt or []
+    rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(given, 1)]
+    rows = rows or read_prompts(prompts or Path("-"))
+    kept = _kept(output, rows, resume=resume)
+    model = model_of(source, settings, trust_remote_code)
+    with contextlib.closing(model):
+        made = _Made(model, rows, kept, output, bare=prompts is None and output is None)
+        made.run(chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed, options=options)
+
+
+def _sampling(*, do_sample: bool, temperature: float | None, **others: float | None) -> dict[str, Any]:
+    """Return the settings of sampling, as `transformers` names them.
+
+    Raises:
+        ConfigError: they are given where nothing is drawn.
+    """
+    given = {name: value for name, value in others.items() if value is not None}
+    if temperature == 0 or not (do_sample or temperature):
+        if given or do_sample:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in [*given, *["do_sample"] * do_sample])
+            how = "give --do-sample, or a --temperature above 0; or leave these out"
+            raise ConfigError("nothing is drawn, so there is nothing to draw among", where=named, how=how)
+        return {"do_sample": False}
+    return {"do_sample": True, **({} if temperature is None else {"temperature": temperature}), **given}
+
+
+def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, dict[str, Any]]:
+    """Return the results that the output has already, by the number of their prompts.
+
+    Raises:
+        ConfigError: there is an output and it is not to be kept, or it is that of other prompts.
+    """
+    if output is None or not output.exists():
+        if resume and output is None:
+            raise ConfigError("there is no output to go on with", where="--resume", how="give --output FILE, too")
+        return {}
+    if not resume:
+        how = "give --resume to go on with it, or name another file"
+        raise ConfigError("there are results already", where=f"--output {output}", how=how)
+    from lema.data.chat.prompts import written
+
+    found = {}
+    for number, line in enumerate(output.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            continue  # the end of what was being written as the run ended
+        try:
+            result = json.loads(line)
+            same = result.items() >= written(rows[result["index"]]).items() and isinstance(result["completion"], str)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            same = False
+        if not same:
+            how = "name the file of the prompts it was made of, or another output"
+            raise ConfigError("the output has results of other prompts", where=f"{output}:{number}", how=how)
+        found[result["index"]] = result
+    return found
+
+
+class _Made:
+    """Results, written where they are wanted as batches end."""
+
+    def __init__(
+        self,
+        model: "LemaModel",
+        rows: list["Row"],
+        kept: dict[int, dict[str, Any]],
+        output: Path | None,
+        *,
+        bare: bool,
+    ) -> None:
+        self._model, self._rows, self._kept, self._output, self._bare = model, rows, kept, output, bare
+        self._first = model.backend.replicas.first
+
+    def run(
+        self, *, chat: bool, new: int, batch_size: int | None, kv: Any, seed: int | None, options: dict[str, Any]
+    ) -> None:
+        """Continue the prompts that have no result yet."""
+        from lema.cli.progress import TokenProgress
+        from lema.data.chat.prompts import fitting, prompt_ids
+        from lema.train.inference.texts import completions, plan_of
+
+        model = self._model
+        ids = [prompt_ids(row, model.tokenizer, chat=chat) for row in self._rows]
+        fitting(self._rows, ids, new, getattr(model.skeleton.config, "max_position_embeddings", None))
+        plan = plan_of(model, ids, new, batch_size, kv, choose=True)
+        size = plan.rows if plan is not None else batch_size or min(64, len(ids))
+        if plan is not None and not self._bare:
+            self._say(f"{len(ids):,} prompts, {plan.summary()}")
+        began, before = time.monotonic(), model.memory.counters
+        with contextlib.closing(TokenProgress(len(ids), len(self._kept))) as display:
+            batches = completions(
+                model,
+                ids,
+                new,
+                size,
+                options,
+                keys_values=kv,
+                seed=model.config.seed if seed is None else seed,
+                done=self._kept.keys(),
+                told=display.made if self._first else lambda _: None,
+            )
+            tokens = self._write(batches, display.ended)
+        seconds, after = time.monotonic() - began, model.memory.counters
+        if not self._bare:
+            read = human_bytes(after.bytes_read - before.bytes_read)
+            self._say(f"{tokens:,} tokens, {human_count(tokens / max(seconds, 1e-9))}/s; {read} of weights read")
+
+    def _write(self, batches: Iterable[list["Completion"]], ended: Callable[[int], None]) -> int:
+        """Write each batch as it ends, whole; the file is put in the order of the prompts at last."""
+        tokens = 0
+        if self._output is not None and self._first:
+            self._rewrite()  # so that it ends with a whole line
+        for batch in batches:
+            results = [self._result(one) for one in batch]
+            self._kept.update((one["index"], one) for one in results)
+            tokens += sum(len(one.tokens) for one in batch)
+            if self._first and self._output is not None:
+                with self._output.open("a", encoding="utf-8") as file:
+                    file.write("".join(map(_line, results)))
+            elif self._first and not self._bare:
+                typer.echo("".join(map(_line, results)), nl=False)
+            ended(len(batch))
+        if self._first and self._output is not None:
+            self._rewrite()
+        if self._first and self._bare:
+            for index in sorted(self._kept):
+                typer.echo(self._kept[index]["completion"])
+        return tokens
+
+    def _rewrite(self) -> None:
+        from lema.storage.atomic import replace_file
+
+        assert self._output is not None
+        lines = "".join(_line(self._kept[index]) for index in sorted(self._kept))
+        replace_file(self._output, lines.encode())
+
+    def _result(self, one: "Completion") -> dict[str, Any]:
+        from lema.data.chat.prompts import written
+
+        return {
+            **written(self._rows[one.index]),
+            "index": one.index,
+            "completion": one.text,
+            "finish_reason": one.finish,
+            "prompt_tokens": one.prompt_tokens,
+            "completion_tokens": len(one.tokens),
+        }
+
+    def _say(self, text: str) -> None:
+        if self._first:
+            typer.echo(text, err=True)
+
+
+def _line(result: dict[str, Any]) -> str:
+    return json.dumps(result, ensure_ascii=False) + "\n"

@@ -1,0 +1,118 @@
+"""Prompts: rows of text or of messages, from a file or from standard input, each as the token ids it begins with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lema.data.chat.messages import Chat, read_messages
+from lema.data.chat.template import forms_of_messages, open_template
+from lema.data.chat.tokens import check_roles
+from lema.data.files import Row, load_rows
+from lema.data.values import text_of
+from lema.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["fitting", "prompt_ids", "read_prompts", "written"]
+
+STDIN = "standard input"
+RESULTS = frozenset({"index", "completion", "finish_reason", "prompt_tokens", "completion_tokens"})
+
+
+def read_prompts(path: Path) -> list[Row]:
+    """Return the rows of a file, or of standard input where the path is `-`: its lines, or the JSON object on each.
+
+    Raises:
+        DataError: there are none, or one is malformed; names file and line.
+    """
+    if str(path) != "-":
+        return load_rows(path)
+    rows = [Row(values, STDIN, number) for number, values in _piped(sys.stdin.read())]
+    if not rows:
+        raise DataError("there are no prompts", where=STDIN, how="write one on each line")
+    return rows
+
+
+def _piped(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    objects = bool(lines) and lines[0][1].lstrip().startswith("{")
+    for number, line in lines:
+        if not objects:
+            yield number, {"prompt": line.rstrip("\r")}
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"no JSON: {error.msg}", where=f"{STDIN}:{number}", how="write an object a line") from error
+        if not isinstance(values, dict):
+            raise DataError("a row should be a JSON object", where=f"{STDIN}:{number}", how='{"prompt": "..."}')
+        yield number, values
+
+
+def written(row: Row) -> dict[str, Any]:
+    """Return the columns of a row that results show, in which those of results replace its own; a line of text is its
+    `prompt`."""
+    values = {name: value for name, value in row.values.items() if name not in RESULTS}
+    return {"prompt": values["text"]} if list(values) == ["text"] else values
+
+
+def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> list[int]:
+    """Return the token ids that a row's text begins with.
+
+    A row has `messages`, or a `prompt` that is text or messages. Messages, and with `chat` text, as the user's, go
+    through the tokenizer's template as far as the assistant's turn.
+
+    Raises:
+        DataError: the row has neither, it is malformed, or the template does not take it.
+    """
+    values = written(row)
+    column = next((name for name in ("messages", "prompt") if values.get(name) is not None), None)
+    if column is None:
+        how = 'write {"prompt": "..."} or {"messages": [...]}, or lines of text in a .txt file'
+        raise row.broken(f"the row has no prompt: its columns are {', '.join(values)}", how=how)
+    if isinstance(given := values[column], str):
+        text = text_of(row, given, f"'{column}'")
+        if not text.strip():
+            raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
+        if not chat:
+            return list(tokenizer(text, verbose=False)["input_ids"])
+        given = [{"role": "user", "content": text}]
+    said = read_messages(Row({**values, column: given}, row.source, row.line), column, {})
+    rendered = _as_far_as_the_answer(said, tokenizer, row)
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _as_far_as_the_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+    """Render a chat and the beginning of the assistant's turn, in the first form that the template takes."""
+    if chat.messages[-1]["role"] == "assistant":
+        how = "end with the user's; of a chat to learn from, take the answer out"
+        raise row.broken("the last message is the assistant's, so there is nothing to answer", how=how)
+    template = open_template(tokenizer, chat.tools, row)
+    check_roles(chat, template, row)
+    first: DataError | None = None
+    for messages in forms_of_messages(chat.messages):
+        try:
+            return template.render(messages, row, prompt=True)
+        except DataError as error:
+            first = first or error
+    assert first is not None, "there is one form at least"
+    raise first
+
+
+def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, positions: int | None) -> None:
+    """Refuse prompts that have no tokens, or more than the model's positions leave room for.
+
+    Raises:
+        DataError: it names the first.
+    """
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not prompt:
+            raise row.broken("the prompt has no tokens", how="give a prompt of at least one character")
+        if positions is not None and len(prompt) + new > positions:
+            what = f"{len(prompt):,} tokens and {new:,} new ones are more than the {positions:,} that the model takes"
+            raise row.broken(what, how="shorten it, or ask for fewer new tokens")

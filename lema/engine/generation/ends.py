@@ -1,0 +1,80 @@
+"""Where each text of a batch ends: at a token that ends it, at a string it is to stop at, or at its length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+__all__ = ["Ends", "Finish", "Generated"]
+
+Finish: TypeAlias = Literal["stop", "stop_string", "length"]
+"""Why a text ended: at a token that ends texts, at a string asked for, or because it has as many tokens as asked."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was made for one prompt."""
+
+    tokens: tuple[int, ...]  # new ones, the one that ends the text among them, padding not
+    finish: Finish
+
+
+class Ends(StoppingCriteria):
+    """Sees after each token which texts of a batch have ended, and remembers when and why.
+
+    Args:
+        width: tokens of every prompt, padding among them.
+        rows: texts in the batch.
+        ends: tokens that end a text.
+        strings: strings that end a text; they are looked for in new tokens alone.
+        tokenizer: for `strings`.
+        told: called after each token with how many texts got one.
+
+    Attributes:
+        lengths: new tokens of each text.
+        reasons: why each ended.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        rows: int,
+        ends: Collection[int],
+        strings: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        told: Callable[[int], object],
+    ) -> None:
+        self._width, self._ends, self._strings = width, frozenset(ends), tuple(strings)
+        self._tokenizer, self._told, self._open = tokenizer, told, list(range(rows))
+        # No token of a text has less than a byte, so a string that has just ended lies in so many of the last ones.
+        self._window = max((len(one.encode()) for one in self._strings), default=0) + 1
+        self.lengths, self.reasons = [0] * rows, list[Finish](["length"] * rows)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002 - as in StoppingCriteria
+        """Return which texts have ended, bool `[rows]`, of all tokens so far, `[rows, tokens]`."""
+        length = input_ids.shape[1] - self._width
+        first = max(self._width, input_ids.shape[1] - self._window) if self._strings else -1
+        last = input_ids[:, first:].tolist()  # one look at the device for the batch
+        self._told(len(self._open))
+        for row in tuple(self._open):
+            self.lengths[row] = length
+            if last[row][-1] in self._ends:
+                self.reasons[row] = "stop"
+            elif self._strings and self._stopped(last[row]):
+                self.reasons[row] = "stop_string"
+            else:
+                continue
+            self._open.remove(row)
+        done = torch.ones(len(input_ids), dtype=torch.bool)
+        done[self._open] = False
+        return done.to(input_ids.device)
+
+    def _stopped(self, tokens: list[int]) -> bool:
+        # Special tokens are written too, because people stop at those of chats.
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return any(one in text for one in self._strings)

@@ -1,0 +1,66 @@
+"""The model's own forward, one layer after the other: what a cache of keys and values needs, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+from transformers import Cache
+
+from lema.model import Split
+from lema.stream import LayerStream
+from lema.stream.schedule import forward_order
+
+__all__ = ["KeyValues", "kept_by", "leased_forwards", "streaming_forward"]
+
+KeyValues: TypeAlias = Literal["device", "host"]
+"""Where keys and values of the layers wait for the next token."""
+
+
+def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = "device") -> list[Callable[..., Any]]:
+    """Return a forward for each layer that leases it as the model's own forward reaches it.
+
+    The forward of one layer after the other is what a cache of keys and values needs, and what one token at a time
+    allows; training goes layer-major instead. With keys and values on the "host", those of one layer at a time are on
+    the device: they come with the layer's lease and leave with it, whatever kind of cache `transformers` made.
+    """
+
+    def forward(index: int) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not stream.announced:
+                stream.announce(forward_order(split.num_layers)[index:])
+            with stream.lease(index) as lease:
+                if index == split.num_layers - 1:
+                    # While this layer computes the next token's first layers are read, because it will need them all.
+                    stream.announce(forward_order(split.num_layers))
+                if keys_values == "device":
+                    return split.call_layer(index, lease.weights, args, kwargs)
+                for kept in kept_by(index, args, kwargs):
+                    kept.prefetch()
+                made = split.call_layer(index, lease.weights, args, kwargs)
+                # Looked up again, because the first token makes the layers of some caches as it goes.
+                for kept in kept_by(index, args, kwargs):
+                    kept.offload()
+                return made
+
+        return run
+
+    return [forward(index) for index in range(split.num_layers)]
+
+
+@contextmanager
+def streaming_forward(split: Split, stream: LayerStream, keys_values: KeyValues = "device") -> Iterator[None]:
+    """Make the model's own forward lease each layer as it reaches it, for the length of a `with` block."""
+    stream.cancel()
+    try:
+        with split.replaced(leased_forwards(split, stream, keys_values)):
+            yield
+    finally:
+        stream.cancel()
+
+
+def kept_by(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what one layer keeps of the caches among its arguments: of keys and values, or of states."""
+    caches = [item for item in (*args, *kwargs.values()) if isinstance(item, Cache)]
+    return [cache.layers[index] for cache in caches if index < len(cache.layers)]

@@ -1,0 +1,171 @@
+"""The tokens of a batch of prompts, padded on the left, each layer's weights leased once per token for all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase, StoppingCriteriaList
+
+from lema.engine.generation.ends import Ends, Generated
+from lema.engine.generation.forward import KeyValues, streaming_forward
+from lema.errors import ConfigError, DataError
+from lema.model import Split
+from lema.storage.modelfiles import load_generation_config
+from lema.stream import LayerStream
+
+__all__ = ["checked", "complete", "encoded"]
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+
+
+def complete(
+    split: Split,
+    stream: LayerStream,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    options: Mapping[str, Any],
+    *,
+    keys_values: KeyValues = "device",
+    told: Callable[[int], object] = lambda _: None,
+) -> list[Generated]:
+    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each.
+
+    Args:
+        max_new_tokens: for each prompt, at most.
+        options: of `transformers`' `generate`.
+        keys_values: where keys and values of layers wait for the next token.
+        told: called after each token with how many texts got one; of beams it is not.
+
+    Raises:
+        DataError: there is no prompt, or one has no tokens.
+        ConfigError: an option is none that `transformers` knows, or a text is to stop at an empty string.
+    """
+    asked = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
+    settings, width = asked.settings, max(map(len, checked(prompts)))
+    rows, given = len(prompts) * (settings.num_return_sequences or 1), asked.rest.get("stopping_criteria") or []
+    ends = Ends(width, rows, asked.ends, asked.strings, tokenizer, told)
+    if beams := (settings.num_beams or 1) > 1:
+        # Left to `transformers`, because a beam's place in the batch is another after each token.
+        settings.stop_strings = list(asked.strings) or None
+        asked.rest["tokenizer"] = tokenizer
+    criteria = StoppingCriteriaList(given if beams else [*given, ends])
+    tokens = _generate(split, stream, asked, prompts, criteria, keys_values)
+    if beams:
+        return [_until(row, asked.ends) for row in tokens.tolist()]
+    return [
+        Generated(tuple(row[:length]), reason)
+        for row, length, reason in zip(tokens.tolist(), ends.lengths, ends.reasons, strict=True)
+    ]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each prompt, special tokens added as the tokenizer does."""
+    return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+
+
+def checked(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Return the prompts, each of token ids.
+
+    Raises:
+        DataError: there is none, or one has no tokens.
+    """
+    if not prompts:
+        raise DataError("there is no prompt", where="generate", how="give one text or several")
+    if empty := [str(place) for place, prompt in enumerate(prompts, 1) if not len(prompt)]:
+        what = "a prompt has no tokens"
+        raise DataError(what, where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character")
+    return prompts
+
+
+def _generate(
+    split: Split,
+    stream: LayerStream,
+    asked: _Asked,
+    prompts: Sequence[Sequence[int]],
+    criteria: StoppingCriteriaList,
+    keys_values: KeyValues,
+) -> Tensor:
+    """Return the new tokens, `[prompts, at most max_new_tokens]`, padded where a text ended before the others."""
+    model = split.model
+    inputs = _padded(prompts, asked.settings.pad_token_id)
+    # Not of any parameter, because those of the layers are on no device between leases.
+    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values):
+            tokens: Tensor = cast(Any, model).generate(
+                **{name: tensor.to(device) for name, tensor in inputs.items()},
+                **{**asked.rest, "stopping_criteria": criteria},
+                generation_config=asked.settings,
+            )
+    finally:
+        model.train(was_training)
+    return tokens[:, inputs["input_ids"].shape[1] :]
+
+
+def _until(row: list[int], ends: frozenset[int]) -> Generated:
+    """Return the tokens as far as the first that ends a text."""
+    length = next((place for place, token in enumerate(row, 1) if token in ends), 0)
+    return Generated(tuple(row[:length]), "stop") if length else Generated(tuple(row), "length")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a call asks for, as `transformers` takes it."""
+
+    settings: GenerationConfig
+    rest: dict[str, Any]  # options that are no settings
+    strings: tuple[str, ...]  # that texts stop at
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        found = self.settings.eos_token_id
+        return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+
+
+def _asked(
+    directory: Path,
+    default: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    options: Mapping[str, Any],
+) -> _Asked:
+    """Return the model's own settings with those that this call asks for, and the options that are no settings."""
+    settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
+    wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
+    if not wanted["do_sample"]:
+        # Taken out, because `transformers` would warn of settings of sampling that came with the model.
+        wanted = {name: None for name in SAMPLING if name not in options} | wanted
+    if settings.eos_token_id is None:
+        wanted.setdefault("eos_token_id", tokenizer.eos_token_id)
+    rest = settings.update(**wanted)
+    if unknown := rest.keys() - signature(GenerationMixin.generate).parameters.keys():
+        how = "options are those of transformers' generate, such as do_sample, temperature and top_p"
+        raise ConfigError(f"unknown option of generation: {', '.join(sorted(unknown))}", where="generate", how=how)
+    if settings.pad_token_id is None:
+        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        settings.pad_token_id = padding or 0  # masked, so any token will do
+    strings = [settings.stop_strings] if isinstance(settings.stop_strings, str) else settings.stop_strings or []
+    if "" in strings:
+        raise ConfigError("every text has an empty string", where="stop_strings", how="name one that ends a text")
+    settings.stop_strings = None  # because `transformers` would look for them in prompts, too
+    return _Asked(settings, dict(rest), tuple(strings))
+
+
+def _padded(prompts: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` `[prompts, longest]`, padded on the left: what follows is appended."""
+    width = max(map(len, prompts))
+    rows = [[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}

@@ -1,0 +1,162 @@
+"""The memory that a batch of texts takes beside the weights: keys and values, and what is computed with them.
+
+No formula here knows a kind of cache. The model runs forward with the cache that `transformers` makes for it, under
+`FakeTensorMode`, in which only shapes are computed, while live bytes are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.utils import ALL_CACHE_NAMES
+
+from lema.backend import Parallel, load
+from lema.engine.generation.forward import kept_by
+from lema.errors import LemaError, ModelError
+from lema.model import Split
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in, values_unread
+from lema.plan.meter import Tally
+from lema.plan.workload import VALUES_NEEDED, cost_kinds, fake_weights, without_values
+from lema.stream.placement import LayerBytes
+
+__all__ = ["TextBytes", "text_bytes"]
+
+MEASURED = 2  # rows; each of a batch takes the same
+
+
+@dataclass(frozen=True)
+class TextBytes:
+    """What a batch of texts takes of memory, beside weights."""
+
+    peak: int  # the most alive at once where keys and values stay on the device, they among it
+    keys_values: int  # of all layers, or the states that layers keep instead, once all tokens are made
+    layer: int  # of the layer that has most of them
+
+    def of(self, rows: int) -> TextBytes:
+        """Return what so many rows take, this being what `MEASURED` take."""
+        return TextBytes(*(-(-rows * one // MEASURED) for one in (self.peak, self.keys_values, self.layer)))
+
+    def on_device(self, *, host: bool) -> int:
+        """Return the bytes on the device; `host`: all keys and values but one layer's are in host memory."""
+        return self.peak - self.keys_values + self.layer if host else self.peak
+
+
+def text_bytes(
+    model: PreTrainedModel, layers: Sequence[LayerBytes], prompt: int, new: int, parallel: Parallel | None = None
+) -> TextBytes:
+    """Run a prompt, and then the last token, through the model, on tensors without values; return what rows take.
+
+    Of layers that cost alike and keep alike one is run for all.
+
+    Args:
+        model: adapters attached; the decoder layers' weights on `meta`. It is left as it was.
+        prompt: tokens of each row, padding among them.
+        new: tokens that are made.
+        parallel: the processes that its layers have been divided among; None: they are whole.
+
+    Raises:
+        ModelError: what the model computes depends on values.
+    """
+    split = Split(model, load("cpu"), parallel=parallel)
+    kinds = cost_kinds(split, layers)
+    with without_values(model), values_unread(), torch.no_grad(), split.autocast():
+        model.eval()
+        try:
+            return _measured(split, layers, kinds, prompt, new)
+        except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError):
+            kinds = tuple(range(len(layers)))  # because layers may take keys and values that others made
+        try:
+            return _measured(split, layers, kinds, prompt, new)
+        except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError) as error:
+            raise ModelError(
+                "what this model computes depends on values, so the memory of its texts cannot be told from its config",
+                where=type(model).__name__,
+                how="begin with few prompts at once, and look at what they take",
+            ) from error
+
+
+def _measured(split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...], prompt: int, new: int) -> TextBytes:
+    runs = _Runs(split, layers, kinds)
+    with split.replaced([runs.of(index) for index in range(split.num_layers)]):
+        with runs.tallied() as tally:
+            runs.forward(prompt)
+        first = tally.peak + runs.elsewhere.held
+        with runs.tallied() as tally:
+            cache = runs.forward(prompt + new - 1)
+            # Where the model has no cache of layers, all that is left is what it keeps.
+            keys_values = runs.here.kept + runs.elsewhere.kept or tally.live
+            largest, before = runs.largest or keys_values, tally.live
+            tally.peak = before
+            runs.forward(1, prompt + new, cache)
+    return TextBytes(max(first, keys_values + tally.peak - before), keys_values, largest)
+
+
+@dataclass
+class _Kept:
+    """Bytes of keys and values: what is `kept` is a part of what is `held` where it is a view of more."""
+
+    kept: int = 0
+    held: int = 0
+
+    def add(self, other: _Kept) -> None:
+        self.kept, self.held = self.kept + other.kept, self.held + other.held
+
+
+class _Runs:
+    """Forwards of a model of which one layer of each kind is run, with weights without values."""
+
+    def __init__(self, split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...]) -> None:
+        self._split, self._kinds = split, kinds
+        self._weights = [fake_weights(layers[kinds.index(kind)]) for kind in range(max(kinds) + 1)]
+        self._tally = Tally()
+        self._made: dict[Any, tuple[Any, _Kept]] = {}
+        self.here, self.elsewhere = _Kept(), _Kept()  # by the layers that were run, and those they stand for
+        self.largest = 0  # of one layer
+
+    def tallied(self) -> Tally:
+        """Return a tally that counts no weight."""
+        self._tally = Tally()
+        self._tally.leave_out([*self._split.model.parameters(), *self._split.model.buffers()])
+        for weights in self._weights:
+            self._tally.leave_out(weights.values())
+        return self._tally
+
+    def of(self, index: int) -> Callable[..., Any]:
+        """Return what stands for a layer's forward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            own = kept_by(index, args, kwargs)
+            alike = self._kinds[index], *((type(one), getattr(one, "sliding_window", None)) for one in own)
+            if alike in self._made:
+                made, kept = self._made[alike]
+                self.elsewhere.add(kept)
+                return made
+            made = self._split.call_layer(index, self._weights[self._kinds[index]], args, kwargs)
+            found = [one for layer in kept_by(index, args, kwargs) for one in tensors_in(vars(layer))]
+            kept = _Kept(sum(one.nbytes for one in found), sum(one.untyped_storage().nbytes() for one in found))
+            self.here.add(kept)
+            self.largest, self._made[alike] = max(self.largest, kept.kept), (made, kept)
+            return made
+
+        return run
+
+    def forward(self, tokens: int, so_far: int | None = None, cache: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Run `tokens` tokens of each row, of `so_far` in all; return the cache by the name under which it is given."""
+        self._made.clear()
+        self.here, self.elsewhere = _Kept(), _Kept()
+        model = self._split.model
+        few = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+        output = model(
+            input_ids=torch.ones(MEASURED, tokens, dtype=torch.long),
+            attention_mask=torch.ones(MEASURED, so_far or tokens, dtype=torch.long),
+            use_cache=True,
+            **few,
+            **(cache or {}),
+        )
+        self._made.clear()  # because what layers made is gone
+        return {name: output[name] for name in ALL_CACHE_NAMES if output.get(name) is not None}

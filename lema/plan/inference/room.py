@@ -1,0 +1,162 @@
+"""The batch of texts that memory has room for: weights, keys and values and one pass, within the limits of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import psutil
+
+from lema.backend.hostmemory import memory_available
+from lema.backend.registry import kept_unasked
+from lema.config.units import human_bytes, parse_memory
+from lema.errors import MemoryLimitError
+from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, OpenModel, allocated, of_one_process
+from lema.plan.cost import Allocation, Demand, Speeds, device_parts, host_parts
+from lema.plan.inference.keyvalues import TextBytes, text_bytes
+from lema.plan.step import demand_of
+
+__all__ = ["Room", "TextPlan", "plan_texts"]
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """A batch of texts, and what it takes."""
+
+    rows: int  # at once
+    prompt: int  # tokens of the longest
+    new: int  # tokens that are made for each, at most
+    host: bool  # keys and values of all layers but one are in host memory
+    taken: TextBytes
+    allocation: Allocation  # of memory to weights, with that much left beside them
+
+    def summary(self) -> str:
+        """Say what a batch costs."""
+        place = "in host memory" if self.host else "on the device"
+        return (
+            f"{self.rows} at once, prompts of up to {self.prompt:,} tokens and {self.new:,} new: "
+            f"{human_bytes(self.taken.keys_values)} of keys and values {place}, "
+            f"{human_bytes(self.taken.on_device(host=self.host))} on the device beside weights"
+        )
+
+
+def plan_texts(
+    opened: OpenModel,
+    prompt: int,
+    new: int,
+    *,
+    rows: int | None,
+    most: int,
+    host: bool,
+    held: Allocation | None = None,
+) -> TextPlan:
+    """Return the batch that is asked for, or without one the widest that there is room for.
+
+    Args:
+        prompt: tokens of the longest prompt.
+        new: tokens that are made for each, at most.
+        rows: of a batch; None: as many as there is room for.
+        most: with `rows` None, no more than this.
+        host: keys and values of all layers but one are in host memory.
+        held: what memory is spent on already; None: nothing yet, so the plan chooses it.
+
+    Raises:
+        MemoryLimitError: a batch of `rows`, or of one, does not fit; it names the batch that does.
+        ModelError: what the model computes depends on values.
+    """
+    sized = text_bytes(opened.skeleton, opened.layers, prompt, new, opened.backend.parallel)
+    room = Room.of(opened, held)
+
+    def plan(count: int) -> TextPlan | MemoryLimitError:
+        taken = sized.of(count)
+        shared = opened.backend.memory().shared
+        found = room.fit(taken.on_device(host=host and not shared), taken.keys_values if host and not shared else 0)
+        if isinstance(found, MemoryLimitError):
+            return found
+        return TextPlan(count, prompt, new, host, taken, found)
+
+    wanted = plan(rows or most)
+    if isinstance(wanted, TextPlan):
+        return wanted
+    low, high = 0, rows or most  # the widest batch that fits lies in [low, high)
+    best: TextPlan | None = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if isinstance(tried := plan(middle), TextPlan):
+            low, best = middle, tried
+        else:
+            high = middle
+    if rows is None and best is not None:
+        return best
+    need = sized.of(rows or 1)
+    how = [f"generate {low} at once (--batch-size {low})" if low else "ask for fewer new tokens, or a shorter prompt"]
+    if not host and not opened.backend.memory().shared:
+        how.append("keep keys and values in host memory (--kv host)")
+    if not low and wanted.how:
+        how.append(wanted.how)
+    raise MemoryLimitError(
+        f"{rows or 1} texts of up to {prompt:,} tokens and {new:,} new ones do not fit: their keys and values take "
+        f"{human_bytes(need.keys_values)}, one pass with them {human_bytes(need.on_device(host=host))}",
+        where=wanted.where,
+        how=", or ".join(how),
+    )
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that passes without a backward have, beside the weights."""
+
+    opened: OpenModel
+    weights: Demand  # without what is computed with them
+    device: int  # bytes that may be used there; 0: nobody knows
+    host: int
+    held: Allocation | None  # what weights have already; None: they are given what fits
+    totals: tuple[int, int, int]  # of the device and the host, and what is available on the host
+
+    @classmethod
+    def of(cls, opened: OpenModel, held: Allocation | None) -> Room:
+        """Return the room of an open model; processes of a group ask together, and get that of the least of them."""
+        config, backend = opened.config, opened.backend
+        memory, replicas = backend.memory(), backend.replicas
+        measured = memory.total, psutil.virtual_memory().total, memory_available()
+        device, total, available = map(min, zip(*replicas.everyone(measured), strict=True))
+        demand = demand_of(
+            opened.layers,
+            None,
+            None,
+            None,
+            outside_bytes=opened.outside_bytes,
+            adapter_bytes=sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad),
+            lowest=len(opened.layers) - 1,  # because nothing is kept for a backward
+            shared=memory.shared,
+        )
+        demand = of_one_process(demand, replicas, sharded=config.shard_weights)
+        limit = None if config.device_memory is None else parse_memory(config.device_memory, device)
+        host = available if config.host_memory is None else parse_memory(config.host_memory, total)
+        if held is not None:  # its share is gone from what is available already
+            host = available
+        return cls(opened, demand, limit or (host if memory.shared else device), host, held, (device, total, available))
+
+    def fit(self, on_device: int, on_host: int) -> Allocation | MemoryLimitError:
+        """Return what weights get beside so many bytes, or why nothing fits."""
+        demand, config, shared = replace(self.weights, working_bytes=on_device), self.opened.config, self.weights.shared
+        allocation = self.held
+        if allocation is None:
+            kept = kept_unasked(self.opened.backend) if config.device_memory is None and self.totals[0] else 0.0
+            speeds = Speeds(UNKNOWN_DISK) if shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
+            try:
+                allocation = allocated(config, demand, speeds, *self.totals, kept=kept)
+            except MemoryLimitError as error:
+                return error
+        there = sum(device_parts(demand, allocation).values())
+        if shared and config.device_memory is None and self.held is not None:
+            there = on_device  # what weights have is no longer available
+        if self.device and there > self.device:
+            return MemoryLimitError("the device's memory is too small", where=_where(config.device_memory, "device"))
+        beside = 0 if self.held is not None else sum(host_parts(demand, allocation).values())
+        if on_host * demand.processes + beside > self.host:
+            return MemoryLimitError("host memory is too small", where=_where(config.host_memory, "host"))
+        return allocation
+
+
+def _where(setting: object, what: str) -> str:
+    return f"the memory of the {what}" if setting is None else f"{what}_memory"

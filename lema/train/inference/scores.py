@@ -1,0 +1,107 @@
+"""How likely texts are: rows are sorted by length and packed, so that one pass over the weights serves thousands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lema.engine.head.likelihood import Likelihood, likelihoods
+from lema.engine.head.loss import IGNORED
+from lema.errors import DataError, ModelError
+from lema.plan.inference.rows import RowPlan, plan_rows
+
+if TYPE_CHECKING:
+    from lema.train.model import LemaModel
+
+__all__ = ["Scored", "scores"]
+
+AT_ONCE, PER_PASS = 16, 1024  # where nothing else is said, and memory is not known
+
+Scored = tuple[Sequence[int], int]
+"""The tokens of a row, and how many of them at its end are asked about."""
+
+
+def scores(
+    model: LemaModel,
+    rows: Sequence[Scored],
+    *,
+    batch_size: int | None = None,
+    rows_per_pass: int | None = None,
+    choose: bool = False,
+    told: Callable[[int], object] = lambda _: None,
+) -> list[Likelihood]:
+    """Return how likely the last tokens of each row are after those before them, in the order given.
+
+    Args:
+        batch_size: rows that a layer computes at once; None: `micro_batch_size`, else 16, or fewer where memory ends.
+        rows_per_pass: rows for which the weights are read once; None: as many as there is room for.
+        choose: spend the limits of memory on such passes, and not on a step of training.
+        told: called after each pass with how many rows it had.
+
+    Raises:
+        DataError: a row has no token before those that are asked about, or none of these.
+        MemoryLimitError: a pass does not fit; it names the rows that do.
+    """
+    for number, (tokens, asked) in enumerate(rows, 1):
+        if not 0 < asked < len(tokens):
+            what = f"{asked} tokens of {len(tokens)} are asked about"
+            raise DataError(what, where=f"row {number}", how="give at least one, and at least one before them")
+    if not rows:
+        return []
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
+    at_once = batch_size or model.config.micro_batch_size or AT_ONCE
+    plan = _plan(model, rows, at_once, rows_per_pass, choose=choose)
+    size = plan.rows if plan is not None else min(rows_per_pass or PER_PASS, len(rows))
+    at_once = plan.at_once if plan is not None else at_once
+    found: dict[int, Likelihood] = {}
+    was_training = model.skeleton.training
+    model.skeleton.eval()
+    try:
+        for first in range(0, len(order), size):
+            some = order[first : first + size]
+            packed = [
+                _packed([rows[index] for index in some[at : at + at_once]]) for at in range(0, len(some), at_once)
+            ]
+            on_host = plan is not None and plan.on_host
+            found.update(zip(some, likelihoods(model.adapter, packed, on_host=on_host), strict=True))
+            told(len(some))
+    finally:
+        model.skeleton.train(was_training)
+    return [found[index] for index in range(len(rows))]
+
+
+def _plan(
+    model: LemaModel, rows: Sequence[Scored], at_once: int, rows_per_pass: int | None, *, choose: bool
+) -> RowPlan | None:
+    """Return what a pass takes; None: it cannot be told."""
+    if choose:
+        model.spend_anew()
+    held = None if choose else model.allocation
+    longest = max(len(tokens) for tokens, _ in rows) - 1
+    try:
+        plan = plan_rows(model.opened, longest, len(rows), at_once=at_once, rows=rows_per_pass, held=held)
+    except ModelError as error:
+        warnings.warn(f"{error.what}: no memory is set aside for rows", stacklevel=3)
+        return None
+    if choose:
+        model.allocation = plan.allocation
+    return plan
+
+
+def _packed(rows: Sequence[Scored]) -> dict[str, Tensor]:
+    """Return a micro-batch, padded on the right, where causal models look at nothing of it, so that it needs no mask.
+
+    The last token of a row is no input, because nothing comes after it.
+    """
+    width = max(len(tokens) for tokens, _ in rows) - 1
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full((len(rows), width), IGNORED)
+    for place, (tokens, asked) in enumerate(rows):
+        end = len(tokens) - 1
+        ids[place, :end] = torch.tensor(tokens[:-1])
+        labels[place, end - asked : end] = torch.tensor(tokens[-asked:])
+    return {"input_ids": ids, "labels": labels}

@@ -1,0 +1,147 @@
+"""`lema generate --prompts`: what is read, what is written, and what a run that was stopped goes on with."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clirun import config_writer, lema, write_rows
+from smallrun import SENTENCES, tokenizer, write_model
+
+Read = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def config(llama: Path, tmp_path: Path) -> Path:
+    return config_writer(llama, tmp_path)()
+
+
+def results(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_file_of_prompts_becomes_a_file_of_results(config: Path, tmp_path: Path, capfd: Any) -> None:
+    prompts = write_rows(tmp_path / "prompts.txt", [{"text": text} for text in SENTENCES[:5]])
+    out = tmp_path / "out.jsonl"
+    capfd.readouterr()
+    assert (
+        lema("generate", config, "--prompts", prompts, "--output", out, "--max-new-tokens", 3, "--batch-size", 2) == 0
+    )
+    printed, said = capfd.readouterr()
+    assert printed == ""
+    assert "5 prompts, 2 at once, prompts of up to " in said
+    assert " of keys and values on the device, " in said
+    assert "15 tokens, " in said
+    found = results(out)
+    assert [one["index"] for one in found] == list(range(5))
+    assert [one["prompt"] for one in found] == SENTENCES[:5]
+    lengths = [len(tokenizer()(text)["input_ids"]) for text in SENTENCES[:5]]
+    assert [one["prompt_tokens"] for one in found] == lengths
+    assert {(one["completion_tokens"], one["finish_reason"]) for one in found} == {(3, "length")}
+    assert lema("generate", config, "-p", SENTENCES[0], "-p", SENTENCES[1], "--max-new-tokens", 3) == 0
+    assert capfd.readouterr().out == "".join(one["completion"] + "\n" for one in found[:2])
+
+
+def test_a_run_that_was_stopped_goes_on_and_ends_the_same(config: Path, tmp_path: Path, capfd: Any) -> None:
+    rows = [{"prompt": text, "id": number} for number, text in enumerate(SENTENCES[:7])]
+    prompts, out = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
+    command = ["generate", config, "--prompts", prompts, "--output", out, "--max-new-tokens", 4, "--batch-size", 2]
+    command += ["--temperature", 0.9, "--seed", 5]
+    assert lema(*command) == 0
+    whole = out.read_bytes()
+    assert [one["id"] for one in results(out)] == list(range(7))
+    assert lema(*command) == 2
+    assert "there are results already" in capfd.readouterr().err
+    lines = whole.splitlines(keepends=True)
+    out.write_bytes(lines[5] + lines[2] + lines[0][:10])  # in any order, and the last cut off
+    assert lema(*command, "--resume") == 0
+    assert out.read_bytes() == whole
+    write_rows(prompts, [{"prompt": "other"}, *rows[1:]])
+    assert lema(*command, "--resume") == 2
+    assert f"{out}:1" in capfd.readouterr().err
+    assert out.read_bytes() == whole
+
+
+def test_results_are_there_when_a_later_batch_fails(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lema.train.inference import texts
+
+    prompts, out = write_rows(tmp_path / "prompts.txt", [{"text": one} for one in SENTENCES[:6]]), tmp_path / "o.jsonl"
+    real, calls = texts.complete, []
+
+    def complete(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    monkeypatch.setattr(texts, "complete", complete)
+    command = ["generate", config, "--prompts", prompts, "--output", out, "--max-new-tokens", 2, "--batch-size", 2]
+    assert lema(*command) == 130
+    assert len(results(out)) == 4
+    assert lema(*command, "--resume") == 0
+    assert [one["index"] for one in results(out)] == list(range(6))
+    assert len(calls) == 4
+
+
+def test_messages_and_with_chat_texts_go_through_the_template(
+    config: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [{"role": "user", "content": "corn"}]
+    rows = {"prompt": "corn"}, {"prompt": said}, {"messages": said}
+    found = []
+    for row in rows:
+        monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(row) + "\n"))
+        capfd.readouterr()
+        assert lema("generate", config, "--prompts", "-", "--max-new-tokens", 3, "--chat") == 0
+        found.append(json.loads(capfd.readouterr().out))
+        assert found[-1].items() >= row.items()
+    assert len({one["completion"] for one in found}) == 1
+    templated = "[user]corn[end][assistant]"
+    assert lema("generate", config, "-p", templated, "--max-new-tokens", 3) == 0
+    assert capfd.readouterr().out == found[0]["completion"] + "\n"
+    assert found[0]["prompt_tokens"] == len(tokenizer()(templated)["input_ids"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("corn\nmill\n\n"))
+    assert lema("generate", config, "--prompts", "-", "--max-new-tokens", 1) == 0
+    assert [json.loads(line)["prompt"] for line in capfd.readouterr().out.splitlines()] in (
+        ["corn", "mill"],
+        ["mill", "corn"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--prompts", "{prompts}", "-p", "corn"], 2, "prompts come from one place"),
+        ([], 2, "prompts come from one place"),
+        (["-p", "corn", "--top-k", "5"], 2, "--top-k"),
+        (["-p", "corn", "--temperature", "0", "--do-sample"], 2, "--do-sample"),
+        (["-p", "corn", "--resume"], 2, "--output"),
+        (["-p", "corn", "--kv", "disk"], 2, "'disk' is no place"),
+        (["-p", "corn", "--max-new-tokens", "127"], 3, "more than the 128 that the model takes"),
+        (["--prompts", "{answered}"], 3, "the last message is the assistant's"),
+        (["--prompts", "{columns}"], 3, "no prompt: its columns are question"),
+        (["--prompts", "{prompts}", "--set", "device_memory=1MB", "--max-new-tokens", "90"], 4, "do not fit"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    config: Path, tmp_path: Path, arguments: list[str], code: int, said: str, capfd: Any
+) -> None:
+    places = {
+        "prompts": write_rows(tmp_path / "prompts.txt", [{"text": "the miller"}] * 64),
+        "answered": write_rows(
+            tmp_path / "answered.jsonl", [{"messages": [{"role": "assistant", "content": "I am the miller"}]}]
+        ),
+        "columns": write_rows(tmp_path / "columns.jsonl", [{"question": "who?"}]),
+    }
+    batch = ["--batch-size", "64"]
+    assert lema("generate", config, *(one.format(**places) for one in arguments), *batch) == code
+    assert said in capfd.readouterr().err
