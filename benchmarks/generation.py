@@ -50,13 +50,16 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=8, help="tokens made for each")
+    parser.add_argument(
+        "--dtype", default="float32", help="bfloat16 computes slowly on processors without units for it"
+    )
+    parser.add_argument("--prompt", type=int, default=8, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=16, help="tokens made for each")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="prompts at once")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
     arguments = parser.parse_args()
-    shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, vocabulary=1000)
+    shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, 1000, dtype=arguments.dtype)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         write_model(directory, shape)
