@@ -163,6 +163,9 @@ class LemaConfig(AdapterSettings, _First):
     embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
     """Where frozen embeddings wait whose rows are given to the device for the tokens that are there: in host memory, or
     in the model's files; device: they are all on the device. auto: those of 16 MiB and more in the files."""
+    head: Silent[Literal["auto", "device", "stream"]] = "auto"
+    """Where the head's weight is: on the device, or streamed in pieces after the layers, twice in a step; that changes
+    the last bits. auto: streamed where `device_memory` does not hold it, if it has 16 MiB and more."""
     shard_weights: Silent[bool] = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
     activation_offloading: Silent[Offloading] = False

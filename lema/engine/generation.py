@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
+from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, DataError
 from lema.model import Split
 from lema.storage.modelfiles import load_generation_config
-from lema.stream import LayerStream
+from lema.stream import LayerStream, Lease
 from lema.stream.schedule import forward_order
 
 __all__ = ["generate", "streaming_forward"]
@@ -25,28 +27,44 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cuto
 
 
 @contextmanager
-def streaming_forward(split: Split, stream: LayerStream) -> Iterator[None]:
-    """Make the model's own forward lease each layer as it reaches it, for the length of a `with` block.
+def streaming_forward(split: Split, stream: LayerStream, head: PiecedHead | None = None) -> Iterator[None]:
+    """Make the model's own forward lease each layer as it reaches it, and each piece of the head's weight where it is
+    leased in pieces, for the length of a `with` block.
 
     The forward of one layer after the other is what a cache of keys and values needs, and what one token at a time
     allows; training goes layer-major instead.
     """
 
+    order = forward_order(len(stream.layers))
+
+    @contextmanager
+    def leased(index: int) -> Iterator[Lease]:
+        if not stream.announced:
+            stream.announce(order[index:])
+        with stream.lease(index) as lease:
+            if index == order[-1]:
+                # While this one computes the next token's first layers are read, because it will need them all.
+                stream.announce(order)
+            yield lease
+
     def forward(index: int) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not stream.announced:
-                stream.announce(forward_order(split.num_layers)[index:])
-            with stream.lease(index) as lease:
-                if index == split.num_layers - 1:
-                    # While this layer computes the next token's first layers are read, because it will need them all.
-                    stream.announce(forward_order(split.num_layers))
+            with leased(index) as lease:
                 return split.call_layer(index, lease.weights, args, kwargs)
 
         return run
 
+    def product(pieces: PiecedHead, given: Tensor) -> Tensor:
+        found = []
+        for number, span in enumerate(pieces.spans, split.num_layers):
+            with leased(number) as lease:
+                found.append(pieces.product(given, lease.weights["weight"], span))
+        return torch.cat(found, dim=-1)
+
     stream.cancel()
+    in_pieces = nullcontext() if head is None else head.standing_in(partial(product, head))
     try:
-        with split.replaced([forward(index) for index in range(split.num_layers)]):
+        with split.replaced([forward(index) for index in range(split.num_layers)]), in_pieces:
             yield
     finally:
         stream.cancel()
@@ -60,8 +78,9 @@ def generate(
     prompts: Sequence[str],
     max_new_tokens: int,
     options: Mapping[str, Any],
+    head: PiecedHead | None = None,
 ) -> Tensor:
-    """Return the new tokens, int64 `[prompts, at most max_new_tokens]`.
+    """Return the new tokens, int64 `[prompts, at most max_new_tokens]`; `head`: where its weight is leased in pieces.
 
     Raises:
         DataError: there is no prompt, or one has no tokens.
@@ -75,7 +94,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), split.autocast(), streaming_forward(split, stream):
+        with torch.no_grad(), split.autocast(), streaming_forward(split, stream, head):
             tokens: Tensor = cast(Any, model).generate(
                 **{name: tensor.to(device) for name, tensor in inputs.items()}, generation_config=settings, **rest
             )

@@ -23,6 +23,7 @@ from lema.backend.watchdog import Watchdog
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.loss import LossChunks, targets_of
+from lema.engine.head.pieces import PiecedHead, piece_passes, visit_head
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit, visit_frozen, visit_top
@@ -55,6 +56,7 @@ class StreamedModel:
         offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
         at_once: wait for each copy of what waits elsewhere, before the step goes on.
         padding: how long rows are made.
+        head: the head, where its weight is leased in pieces after the layers; None: it is on the device.
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
@@ -77,8 +79,9 @@ class StreamedModel:
         offload_dir: Path | None = None,
         at_once: bool = False,
         padding: Padding | None = None,
+        head: PiecedHead | None = None,
     ) -> None:
-        self.split, self.stream, self.backend = split, stream, backend
+        self.split, self.stream, self.backend, self.head = split, stream, backend, head
         if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
             recompute, saved, saved_on = True, (), "device"
         self.recompute, self.saved = recompute, frozenset(saved)
@@ -170,7 +173,7 @@ class StreamedModel:
 
         With `prefix`, the step's micro-batches say which layers it leaves out.
         """
-        order = training_order(self.split.num_layers, self.lowest_trained)
+        order = training_order(len(self.stream.layers), self.lowest_trained)
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(order[first:])
 
@@ -209,12 +212,13 @@ class StreamedModel:
             hidden = self.split.enter(embed_head.start(self._engine.anchor))
             self._starts_below = embed_head.reach_below
             lowest = self.lowest_trained
-            again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
+            last = top if self.head is None else top + 1  # before the turn, which is that of the head's pieces
+            again = [layer for layer in range(lowest, last) if self.recompute and layer not in self.saved]
             with self.retry.at("for the inputs of layers that wait for the backward"):
                 boundaries = self.arena.step(hidden, again) if again else None
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(micro_batches)
-            elif top > 0:
+            elif last > 0:
                 hidden = self._visit(0, calls[0], hidden, boundaries, graphs, differentiate=lowest <= 0)
         for layer in range(max(start, 1), top + 1):
             if self.prefix is not None and layer == self.prefix.layer > start:
@@ -222,13 +226,16 @@ class StreamedModel:
                 drawn = not torch.equal(before, self.backend.rng_state())
                 handed_on = any(call.received is not None and call.received.more for call in calls[layer])
                 self.prefix.keep(micro_batches, hidden, drawn=drawn, handed_on=handed_on)
-            if layer < top:
+            if layer < last:
                 hidden = self._visit(layer, calls[layer], hidden, boundaries, graphs, differentiate=lowest <= layer)
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
-        loss = visit_top(self._engine, calls[top], hidden, embed_head)
+        if self.head is None:
+            loss = visit_top(self._engine, calls[top], hidden, embed_head)
+        else:
+            loss = visit_head(self._engine, self.head, chunks, hidden)
         if graphs is not None:
-            graphs.expect(top - 1)
+            graphs.expect(last - 1)
         if logits is not None:
             cut(logits, micro_batches)
         return loss
@@ -239,7 +246,7 @@ class StreamedModel:
         Raises:
             ConfigError: the others may visit layers in an order that this process cannot know yet.
         """
-        layers = self.split.num_layers
+        layers = len(self.stream.layers)
         if training and self.stream.sharded and self._starts_below is None and self.trained_outside():
             what = "this process has no rows in the first step, and does not know how far down gradients go"
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
@@ -265,7 +272,10 @@ class StreamedModel:
         placed, chunks = self._placed(micro_batches, logits=logits)
         *_, hidden = self._forward(placed)
         with self.retry.at("in the head and the loss"):
-            values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+            if self.head is None:
+                values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+            else:
+                values, _ = piece_passes(self.head, self.stream, chunks, hidden, differentiate=False)
         if logits is not None:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
@@ -282,8 +292,10 @@ class StreamedModel:
                 if not self.stream.sharded and self.backend.parallel.size == 1:  # else others go through all layers too
                     break
         if (first := self._lowest(first)) is None:
-            logits = [self.split.head(state) for state in hidden]
-            finite = all(bool(block.isfinite().all()) for block in logits)
+            if self.head is None:
+                finite = all(bool(self.split.head(state).isfinite().all()) for state in hidden)
+            else:
+                finite = self.head.finite(self.stream, hidden)
             first = self._lowest(None if finite else len(names) - 1)
         return None if first is None else names[first]
 
@@ -294,7 +306,7 @@ class StreamedModel:
     def _forward(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the hidden states before the first layer and after each."""
         self.stream.cancel()
-        self.stream.announce(forward_order(self.split.num_layers))
+        self.stream.announce(forward_order(len(self.stream.layers)))
         with self._first_lease(micro_batches) as first:
             hidden, calls = self._prelude(micro_batches, first)
             yield hidden
@@ -328,7 +340,7 @@ class StreamedModel:
     ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
-        with self.retry.at("before the layers"):
+        with self.retry.at("before the layers"), nullcontext() if self.head is None else self.head.standing_in():
             for batch in micro_batches:
                 preludes.append(self.split.prelude(_inputs_of(batch), weights, differentiate=differentiate))
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]

@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,12 @@ __all__ = [
     "find_towers",
     "is_in",
     "meta_model",
+    "past_layers",
     "read_config",
 ]
 
+
+T = TypeVar("T")
 
 MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
 MAX_TABLE_BYTES = 256 << 20  # of one table
@@ -343,24 +346,33 @@ class _Uses(TorchFunctionMode):
 def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
     """Name the parameters outside the layers that the model's forward does not use on token ids; none if it fails."""
     inside = {id(one) for one in layers.parameters()}
+
+    def look(run: Callable[[], Any]) -> set[str]:
+        names, uses = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)], _Uses()
+        with uses:
+            run()
+        return {name for name, one in names if one not in uses.seen and one not in inside}
+
+    return past_layers(model, layers, look) or set()
+
+
+def past_layers(model: PreTrainedModel, layers: nn.ModuleList, look: Callable[[Callable[[], Any]], T]) -> T | None:
+    """Return what `look` finds, given a function that runs the model's own forward on a few token ids, without values
+    and past its layers, which hand on what they are given; None: the forward does not run like that."""
     for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
 
         def passed(*args: Any, _rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
             return (hidden, *_rest) if _rest else hidden
 
-        uses = _Uses()
         with without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad():
-            names = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
             for layer in layers:
                 layer.forward = passed
             try:
-                with uses:
-                    model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False)
-                return {name for name, one in names if one not in uses.seen and one not in inside}
+                return look(lambda: model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False))
             except PASSED_THROUGH_THE_MODEL:
                 continue
             finally:
                 for layer in layers:
                     del layer.forward
-    return set()
+    return None

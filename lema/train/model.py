@@ -20,6 +20,8 @@ from lema.backend.collectives import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel, generate
+from lema.engine.head.cut import open_ends
+from lema.engine.head.pieces import PiecedHead
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
 from lema.errors import AdapterError, ConfigError
@@ -32,7 +34,6 @@ from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
 from lema.model.outer_weights import StoredTensors, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend, whole_adapter
-from lema.model.row_tables import RowTables
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import OpenModel
@@ -44,6 +45,8 @@ from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
+
+from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -100,8 +103,9 @@ class LemaModel:
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
-        self.split.tables = self._tables = RowTables(self.skeleton, self._stored, config.embeddings)
-        self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names)
+        self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
+        self.split.tables = self._tables
+        self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self._precision = ProductPrecision(config.tf32)
@@ -232,20 +236,11 @@ class LemaModel:
     @cached_property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
-        if self.config.offloading_tier == "host" and self.backend.memory().shared:
-            warnings.warn(
-                "activation_offloading saves no memory on a device that computes in host memory: `disk` would",
-                stacklevel=2,
-            )
-        if self.split.lazy and not self.config.gradient_checkpointing:
-            warnings.warn(
-                "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
-                "keep a copy of its weights with them, so every layer is computed again; set it to true",
-                stacklevel=2,
-            )
+        warn_of_no_use(self.config, self.backend)
+        memory = self.memory  # first, because it settles where the head is
         adapter = StreamedModel(
             self.split,
-            self.memory,
+            memory,
             self.backend,
             recompute=self.config.gradient_checkpointing,
             saved=self.allocation.saved,
@@ -255,6 +250,7 @@ class LemaModel:
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
+            head=self._pieced_head,
         )
         adapter.retry.advise = partial(self._open_model.advise, self.allocation)
         return adapter
@@ -266,12 +262,17 @@ class LemaModel:
         records = held_records(self.skeleton, self.records, self.backend.parallel)
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
-    def keep_whole(self, chosen: Callable[[str], bool]) -> None:
-        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names.
+    def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
+        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names; and
+        the head, if it says so of its own, or for the reason that is given.
 
         Raises:
-            ConfigError: the settings ask for their rows.
+            ConfigError: the settings ask for their rows, or for the head in pieces.
         """
+        if head is None and any(map(chosen, self._head.names)):
+            head = "its weight is adapted, or trains"
+        if head is not None:
+            self.outside_bytes += self._head.keep_whole(self._tables, head)
         if names := [name for name in self._tables.names if chosen(name)]:
             self.outside_bytes += self._tables.keep_whole(names)
             self.__dict__.pop("_layers", None)
@@ -300,7 +301,13 @@ class LemaModel:
 
     @property
     def _open_model(self) -> OpenModel:
-        return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend)
+        return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, self._head)
+
+    @property
+    def _pieced_head(self) -> PiecedHead | None:
+        """The head, where its weight is leased in pieces."""
+        module = self._head.module
+        return module and PiecedHead(self.split, self.backend, module, self._head.spans(self._layers))
 
     @cached_property
     def memory(self) -> LayerStream:
@@ -311,8 +318,10 @@ class LemaModel:
         """
         if self.config.shard_weights and self.backend.replicas.size == 1:
             warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
+        if not self.allocation.pieces:
+            self.outside_bytes += self._head.keep_whole(self._tables)
         return LayerStream(
-            self._layers,
+            [*self._layers, *self._head.pieces(self._layers)],
             self.backend,
             prefetch_depth=self.allocation.slots - 1,
             residents=self.allocation.residents,
@@ -353,7 +362,8 @@ class LemaModel:
             state = backend.rng_state()  # the same for all: each draws every token
             backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        tokens = generate(self.split, self.memory, self.directory, self.tokenizer, prompts, max_new_tokens, options)
+        model = self.split, self.memory, self.directory, self.tokenizer
+        tokens = generate(*model, prompts, max_new_tokens, options, self._pieced_head)
         return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
     def close(self, *, keep_backend: bool = False) -> None:
@@ -379,7 +389,7 @@ class LemaModel:
         with self._tables.taken_out():
             self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
             touched = self._tables.touched()
-        self.keep_whole(touched.__contains__)
+        self.keep_whole(touched.__contains__, self._head.touched())
         self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
         self._divide()
         self.split.adapters_changed()

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from lema.errors import DataError
 from lema.model.capture import leaves
 
-__all__ = ["IGNORED", "LossChunks", "attended_tokens", "split_batch", "targets_of", "trained_tokens"]
+__all__ = ["IGNORED", "LossChunks", "attended_tokens", "blocks", "split_batch", "targets_of", "trained_tokens"]
 
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
@@ -136,9 +136,14 @@ class LossChunks:
             return torch.zeros((), device=hidden.device), leaf
         target = self._targets[index][rows, columns]
         logits = self._head(leaf)
-        if self._logits is not None:
-            self._place(index, logits.detach(), rows, columns)
+        self.place(index, logits.detach(), rows, columns)
         return self._value(logits, target), leaf
+
+    def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
+        for rows, columns in self._blocks(index):
+            if not self._skipped(index, rows, columns):
+                yield rows, columns, self._targets[index][rows, columns]
 
     def _skipped(self, index: int, rows: slice, columns: slice) -> bool:
         return self._logits is None and not _count(self._known[index][rows, columns])
@@ -147,23 +152,30 @@ class LossChunks:
         flat = logits.float().view(-1, logits.shape[-1])
         return cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum") / self.num_tokens
 
-    def _place(self, index: int, block: Tensor, rows: slice, columns: slice) -> None:
-        assert self._logits is not None
+    def place(
+        self, index: int, block: Tensor, rows: slice, columns: slice, words: slice = slice(None), size: int | None = None
+    ) -> None:
+        """Put logits where the caller asked for them: those of a block and, of a vocabulary of `size`, of `words`."""
+        if self._logits is None:
+            return
         if len(self._logits) == index:
-            self._logits.append(block.new_empty((*self._targets[index].shape, block.shape[-1])))
-        self._logits[index][rows, columns] = block
+            self._logits.append(block.new_empty((*self._targets[index].shape, size or block.shape[-1])))
+        self._logits[index][rows, columns, words] = block
 
     def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
-        """Cut `[batch, sequence]` into blocks: whole rows while they fit in a chunk, else parts of one row."""
-        batch, sequence = self._targets[index].shape
-        height = max(1, self._chunk_tokens // sequence)
-        width = sequence if self._chunk_tokens >= sequence else self._chunk_tokens
-        for row in range(0, batch, height):
-            for column in range(0, sequence, width):
-                yield slice(row, min(row + height, batch)), slice(column, min(column + width, sequence))
+        return blocks(*self._targets[index].shape, self._chunk_tokens)
 
     def _sum(self, values: Iterator[Tensor] | list[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self._targets[0].device)
         for value in values:
             total = total + value
         return total
+
+
+def blocks(batch: int, sequence: int, chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Cut `[batch, sequence]` into blocks: whole rows while they fit in a chunk, else parts of one row."""
+    height = max(1, chunk_tokens // sequence)
+    width = sequence if chunk_tokens >= sequence else chunk_tokens
+    for row in range(0, batch, height):
+        for column in range(0, sequence, width):
+            yield slice(row, min(row + height, batch)), slice(column, min(column + width, sequence))
