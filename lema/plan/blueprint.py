@@ -166,9 +166,7 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
         return directory, index, model, match_names(model, index)
 
 
-def _outside_bytes(
-    model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str]
-) -> int:
+def _outside_bytes(model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str]) -> int:
     outside = place_outside(model, stored, layers_name, left_out)[1]
     return outside.nbytes + outside.expanded_bytes
 

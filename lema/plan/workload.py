@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lema.backend import Parallel, load
 from lema.engine.head.cut import HeadCut
 from lema.engine.head.loss import blocks
-from lema.engine.head.pieces import PiecedHead, piece_passes
+from lema.engine.head.pieces import piece_passes
 from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import replaced_tensors, tensors_in
@@ -108,7 +108,8 @@ class Workload:
         """The same where the head is in pieces, through each of which so many micro-batches go before the next."""
         assert self.pieces is not None
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
-        kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)  # hidden states count twice elsewhere
+        # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
+        kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)
         turn = round(self.pieces.working_bytes + kept) - to_come
         return max(self.prelude_bytes, turn, *(work.working_bytes for work in self.works))
 
@@ -352,8 +353,8 @@ def _pieces_work(
     split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
 ) -> HeadWork:
     """Run the head and the loss of a micro-batch through the pieces."""
-    assert head.module is not None
-    pieced = PiecedHead(split, load("cpu"), head.module, head.spans(layers))
+    pieced = head.pieced(split, load("cpu"), layers)
+    assert pieced is not None
     stream = _Leases(dict(enumerate(map(fake_weights, head.pieces(layers)), len(layers))))
     leaf, chunks = torch.empty_like(hidden), _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)
     with Tally() as tally:

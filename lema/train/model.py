@@ -21,7 +21,6 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel, generate
 from lema.engine.head.cut import open_ends
-from lema.engine.head.pieces import PiecedHead
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
 from lema.errors import AdapterError, ConfigError
@@ -45,7 +44,6 @@ from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
-
 from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
@@ -250,7 +248,7 @@ class LemaModel:
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
-            head=self._pieced_head,
+            head=self._head.pieced(self.split, self.backend, self._layers),
         )
         adapter.retry.advise = partial(self._open_model.advise, self.allocation)
         return adapter
@@ -302,12 +300,6 @@ class LemaModel:
     @property
     def _open_model(self) -> OpenModel:
         return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, self._head)
-
-    @property
-    def _pieced_head(self) -> PiecedHead | None:
-        """The head, where its weight is leased in pieces."""
-        module = self._head.module
-        return module and PiecedHead(self.split, self.backend, module, self._head.spans(self._layers))
 
     @cached_property
     def memory(self) -> LayerStream:
@@ -363,7 +355,8 @@ class LemaModel:
             backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         model = self.split, self.memory, self.directory, self.tokenizer
-        tokens = generate(*model, prompts, max_new_tokens, options, self._pieced_head)
+        head = self._head.pieced(self.split, backend, self._layers)  # after the stream, which settles where it is
+        tokens = generate(*model, prompts, max_new_tokens, options, head)
         return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
     def close(self, *, keep_backend: bool = False) -> None:

@@ -24,7 +24,9 @@ from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
 from lema.config import LemaConfig
 from lema.config.units import human_bytes
+from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError
+from lema.model import Split
 from lema.model.outer_weights import StoredTensors
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers, past_layers
@@ -95,7 +97,10 @@ class HeadCut:
     @property
     def weight(self) -> nn.Parameter | None:
         """The weight that is not loaded; None: it is."""
-        return None if self.module is None else self.module.weight
+        if self.module is None:
+            return None
+        assert isinstance(self.module.weight, nn.Parameter)
+        return self.module.weight
 
     @property
     def names(self) -> frozenset[str]:
@@ -140,6 +145,10 @@ class HeadCut:
         record, dtype = self._stored.records[self.name], self._stored.dtypes[self.name]
         assert isinstance(record, TensorRecord)
         return tuple(place({"weight": (part_of(record, 0, [span]), dtype)}) for span in self.spans(layers))
+
+    def pieced(self, split: Split, backend: Backend, layers: Sequence[LayerBytes]) -> PiecedHead | None:
+        """Return the head as it is run in pieces that are leased after these layers; None: it is whole."""
+        return None if self.module is None else PiecedHead(split, backend, self.module, self.spans(layers))
 
     def told(self, pieces: Sequence[LayerBytes]) -> str:
         """Say what a plan tells of pieces that are leased."""
@@ -245,7 +254,7 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
             def product(given: Tensor, size: int = size, follow: _Follow = follow) -> Tensor:
                 return follow.begin(given.new_empty(*given.shape[:-1], size))
 
-            module.forward = product  # type: ignore[method-assign]
+            module.forward = product  # type: ignore[assignment,method-assign]
             try:
                 with follow:
                     logits = run().logits

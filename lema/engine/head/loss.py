@@ -153,7 +153,13 @@ class LossChunks:
         return cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum") / self.num_tokens
 
     def place(
-        self, index: int, block: Tensor, rows: slice, columns: slice, words: slice = slice(None), size: int | None = None
+        self,
+        index: int,
+        block: Tensor,
+        rows: slice,
+        columns: slice,
+        words: slice = slice(None),
+        size: int | None = None,
     ) -> None:
         """Put logits where the caller asked for them: those of a block and, of a vocabulary of `size`, of `words`."""
         if self._logits is None:
@@ -163,7 +169,8 @@ class LossChunks:
         self._logits[index][rows, columns, words] = block
 
     def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
-        return blocks(*self._targets[index].shape, self._chunk_tokens)
+        batch, sequence = self._targets[index].shape
+        return blocks(batch, sequence, self._chunk_tokens)
 
     def _sum(self, values: Iterator[Tensor] | list[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self._targets[0].device)

@@ -2,9 +2,9 @@
 
 Each piece is leased as a layer is, and every micro-batch goes through it before the next piece. A first pass over the
 pieces finds, of each token, the largest logit, the sum of the exponentials and the target's logit, as online softmax
-does (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A second pass, back from the last piece, forms each
-piece's part of softmax less target, and with it a part of the gradient of what the product is given. So the head moves
-twice in a step, less the last piece. Logits exist for one chunk of tokens and one piece.
+does (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A second pass, back from the last piece, forms
+each piece's part of softmax less target, and with it a part of the gradient of what the product is given. So the head
+moves twice in a step, less the last piece. Logits exist for one chunk of tokens and one piece.
 
 What comes before the product and after it is the model's own code. Loss and gradients are those of the whole head but
 for rounding, because sums over the vocabulary are added in another order.
@@ -55,9 +55,7 @@ class Chunks(Protocol):
 
     def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]: ...
 
-    def place(
-        self, index: int, block: Tensor, rows: slice, columns: slice, words: slice, size: int | None
-    ) -> None: ...
+    def place(self, index: int, block: Tensor, rows: slice, columns: slice, words: slice, size: int | None) -> None: ...
 
 
 class _Reached(Exception):
@@ -74,9 +72,7 @@ class PiecedHead:
         spans: the rows of each piece, `(first, end)`; they are leased after the layers, by the numbers that follow.
     """
 
-    def __init__(
-        self, split: Split, backend: Backend, module: nn.Linear, spans: Sequence[tuple[int, int]]
-    ) -> None:
+    def __init__(self, split: Split, backend: Backend, module: nn.Linear, spans: Sequence[tuple[int, int]]) -> None:
         self.backend = backend
         self._split, self._module, self.spans = split, module, tuple(spans)
         self._width = module.in_features  # of what the head is given, before norms and the like
@@ -92,7 +88,7 @@ class PiecedHead:
         """Have the head return what `product` makes of its input in a `with` block; None: a few logits by a weight that
         is made up, which tell the parts of the model from each other."""
         # On the instance, because the class is the library's.
-        self._module.forward = product or _made_up  # type: ignore[method-assign]
+        self._module.forward = product or _made_up  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:
