@@ -163,7 +163,7 @@ class LemaConfig(AdapterSettings, _First):
     embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
     """Where frozen embeddings wait whose rows are given to the device for the tokens that are there: in host memory, or
     in the model's files; device: they are all on the device. auto: those of 16 MiB and more in the files."""
-    head: Silent[Literal["auto", "device", "stream"]] = "auto"
+    head: Said[Literal["auto", "device", "stream"]] = "auto"
     """Where the head's weight is: on the device, or streamed in pieces after the layers, twice in a step; that changes
     the last bits. auto: streamed where `device_memory` does not hold it, if it has 16 MiB and more."""
     shard_weights: Silent[bool] = False
