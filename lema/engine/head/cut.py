@@ -303,7 +303,7 @@ class _Follow(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         given = list(_tensors((args, kwargs)))
         mine = [one for one in given if any(one is known for known in self._made)]
-        if mine:
+        if mine and func is not torch.ops.prim.device.default:
             results = list(_tensors(made))
             shape = self._made[0].shape
             alone = torch.Tag.pointwise in func.tags or func in COPIES or func is aten.slice.Tensor
