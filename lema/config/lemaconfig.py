@@ -183,6 +183,9 @@ class LemaConfig(AdapterSettings, _First):
     embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
     """Where frozen embeddings wait whose rows are given to the device for the tokens that are there: in host memory, or
     in the model's files; device: they are all on the device. auto: those of 16 MiB and more in the files."""
+    head: Said[Literal["auto", "device", "stream"]] = "auto"
+    """Where the head's weight is: on the device, or streamed in pieces after the layers, twice in a step; that changes
+    the last bits. auto: streamed where `device_memory` does not hold it, if it has 16 MiB and more."""
     shard_weights: Silent[bool] = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
     activation_offloading: Silent[Offloading] = False
@@ -270,6 +273,8 @@ class LemaConfig(AdapterSettings, _First):
         if self.embeddings in ("host", "disk") and self.lora_trainable_token_indices is not None:
             what = "lora_trainable_token_indices trains rows of the embeddings; set it to auto"
             yield Problem("embeddings", what)
+        if self.head == "stream" and (self.objective != "sft" or self.loss_type == "dft"):
+            yield Problem("head", "streamed in pieces it serves objective: sft with loss_type: nll; set it to auto")
         if self.shard_weights and self.cache_frozen_prefix:
             what = "with cache_frozen_prefix processes leave out layers that others need; set one to false"
             yield Problem("shard_weights", what)

@@ -27,6 +27,7 @@ from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
 from lema.engine.head.loss import LossChunks, targets_of
 from lema.engine.head.objectives import Measured, Objective
+from lema.engine.head.pieces import PiecedHead, piece_passes, visit_head
 from lema.engine.head.rows import RowLoss, row_targets
 from lema.engine.padding import Padding, cut
 from lema.engine.trained_weights import TrainedWeights
@@ -60,6 +61,7 @@ class StreamedModel:
         offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
         at_once: wait for each copy of what waits elsewhere, before the step goes on.
         padding: how long rows are made.
+        head: the head, where its weight is leased in pieces after the layers; None: it is on the device.
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
@@ -85,8 +87,9 @@ class StreamedModel:
         offload_dir: Path | None = None,
         at_once: bool = False,
         padding: Padding | None = None,
+        head: PiecedHead | None = None,
     ) -> None:
-        self.split, self.stream, self.backend = split, stream, backend
+        self.split, self.stream, self.backend, self.head = split, stream, backend, head
         if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
             recompute, saved, saved_on = True, (), "device"
         self.recompute, self.saved = recompute, frozenset(saved)
@@ -191,7 +194,7 @@ class StreamedModel:
 
         With `prefix`, the step's micro-batches say which layers it leaves out.
         """
-        order = training_order(self.split.num_layers, self.lowest_trained)
+        order = training_order(len(self.stream.layers), self.lowest_trained)
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(order[first:])
 
@@ -235,13 +238,14 @@ class StreamedModel:
             hidden = self.split.enter(embed_head.start(self._engine.anchor))
             self.starts_below = embed_head.reach_below
             lowest = self.lowest_trained
-            again = [layer for layer in range(lowest, top) if self.recompute and layer not in self.saved]
+            last = top if self.head is None else top + 1  # before the turn, which is that of the head's pieces
+            again = [layer for layer in range(lowest, last) if self.recompute and layer not in self.saved]
             with self.retry.at("for the inputs of layers that wait for the backward"):
                 boundaries = self.arena.step(hidden, again) if again else None
             beside = beside_of_pass(self, chunks, micro_batches, placed, calls, first)
             if start and self.prefix is not None:
                 hidden = self.prefix.fetch(inputs)
-            elif top > 0:
+            elif last > 0:
                 hidden = self.visit_layer(0, calls[0], hidden, boundaries, graphs, beside, differentiate=lowest <= 0)
         for layer in range(max(start, 1), top + 1):
             if self.prefix is not None and layer == self.prefix.layer > start:
@@ -249,16 +253,20 @@ class StreamedModel:
                 drawn = not torch.equal(before, self.backend.rng_state())
                 handed_on = any(call.received is not None and call.received.more for call in calls[layer])
                 self.prefix.keep(inputs, hidden, drawn=drawn, handed_on=handed_on)
-            if layer < top:
+            if layer < last:
                 given: Any = (calls[layer], hidden, boundaries, graphs, beside)
                 hidden = self.visit_layer(layer, *given, differentiate=lowest <= layer)
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
-        loss = visit_top(self._engine, calls[top], hidden, embed_head, beside)
+        if self.head is None:
+            loss = visit_top(self._engine, calls[top], hidden, embed_head, beside)
+        else:
+            assert isinstance(chunks, LossChunks), "the head is whole for a loss of rows"
+            loss = visit_head(self._engine, self.head, chunks, hidden)
         if isinstance(chunks, RowLoss):
             self.measured = chunks.measured
         if graphs is not None:
-            graphs.expect(top - 1)
+            graphs.expect(last - 1)
         if logits:  # of a loss of rows there are none
             cut(logits, micro_batches)
         return loss
@@ -269,7 +277,7 @@ class StreamedModel:
         Raises:
             ConfigError: the others may visit layers in an order that this process cannot know yet.
         """
-        layers, self.measured = self.split.num_layers, {}
+        layers, self.measured = len(self.stream.layers), {}
         if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
             what = "this process has no rows in the first step, and does not know how far down gradients go"
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
@@ -298,7 +306,10 @@ class StreamedModel:
             value, self.measured = joined[0].evaluated(chunks, hidden), chunks.measured
             return value, chunks.num_examples
         with self.retry.at("in the head and the loss"):
-            values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+            if self.head is None:
+                values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
+            else:
+                values, _ = piece_passes(self.head, self.stream, chunks, hidden, differentiate=False)
         if logits is not None:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
@@ -323,7 +334,7 @@ class StreamedModel:
         `join` returns the rows that go beside these, which are added to `joined`.
         """
         self.stream.cancel()
-        self.stream.announce(forward_order(self.split.num_layers))
+        self.stream.announce(forward_order(len(self.stream.layers)))
         with self._first_lease(micro_batches) as first:
             hidden, calls = self.prelude(micro_batches, first, wait=wait)
             if (beside := join(calls, first)) is not None and joined is not None:
@@ -361,7 +372,7 @@ class StreamedModel:
     ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
-        with self.retry.at("before the layers"):
+        with self.retry.at("before the layers"), nullcontext() if self.head is None else self.head.standing_in():
             for batch in micro_batches:
                 prelude = self.split.prelude(model_inputs(batch), weights, differentiate=differentiate)
                 preludes.append(prelude if wait is None else replace(prelude, hidden=prelude.hidden.to(wait)))

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from logging import CRITICAL, getLogger
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -38,6 +38,7 @@ __all__ = [
     "has_values",
     "leaves",
     "passed_by",
+    "past_layers",
     "replaced_tensors",
     "same_structure",
     "structure",
@@ -54,6 +55,8 @@ __all__ = [
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
 Shared = MutableMapping[Any, Any]
+T = TypeVar("T")
+FEW_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -338,6 +341,16 @@ def passed_by(layers: nn.ModuleList, rest: tuple[None, ...]) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.forward
+
+
+def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callable[[], Any]], T]) -> T | None:
+    """Return what `look` finds, given a function that runs the model's own forward on a few token ids, without values
+    and past its layers, which hand on what they are given; None: the forward does not run like that."""
+    for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
+        apart = without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad()
+        with apart[0], apart[1], apart[2], suppress(*PASSED_THROUGH_THE_MODEL), passed_by(layers, rest):
+            return look(lambda: model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False))
+    return None
 
 
 @contextmanager

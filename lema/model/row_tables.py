@@ -87,16 +87,22 @@ class RowTables:
         where: the setting: rows come from "host" memory or from "disk"; "device": all are whole. "auto": from disk,
             unless layers stay on the device unasked, or it compiles what is run on it, for every number of rows.
         planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
+        head: the head's weight, where it is leased in pieces: a table that has the same one is not loaded either.
 
     Raises:
         ConfigError: the input embeddings cannot be looked up as the setting says.
     """
 
     def __init__(
-        self, model: PreTrainedModel, stored: StoredTensors, where: Place, planned_for: Backend | str | None = None
+        self,
+        model: PreTrainedModel,
+        stored: StoredTensors,
+        where: Place,
+        planned_for: Backend | str | None = None,
+        head: nn.Parameter | None = None,
     ) -> None:
         self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
-        self._layers_name, self._given = find_layers(model)[0], _input_embeddings(model)
+        self._layers_name, self._given, self._head = find_layers(model)[0], _input_embeddings(model), head
         self._inputs = Inputs(stored.backend)
         self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []  # ids on the device, and the same in host memory
         self._looked_at = True
@@ -105,6 +111,7 @@ class RowTables:
         kept = kept_unasked(planned_for or stored.backend) > 0 or not has_addresses(stored.backend.device)
         if where != "device" and not (where == "auto" and kept):
             self._choose()
+        self._embeddings = {name: table.module for name, table in self._tables.items()}
         self._put_in()
 
     @property
@@ -135,6 +142,10 @@ class RowTables:
             spared = f"{human_bytes(self.nbytes)} are not loaded to the device: {grouped(list(self._tables))}"
             told.append(f"embeddings: rows from {source}; {spared}")
         return tuple(told)
+
+    def embedding(self, name: str) -> nn.Embedding:
+        """Return the embedding with this weight, be it looked up row by row or, by now, whole."""
+        return self._embeddings[name]
 
     def remember(self, ids: Tensor, same: Tensor) -> None:
         """Note what ids on the device are, for as long as they are there, so that the device need not be asked."""
@@ -204,7 +215,8 @@ class RowTables:
             assert isinstance(module.weight, nn.Parameter)
             dtype, in_layers = self._stored.dtypes[name], name.startswith(f"{self._layers_name}.")
             nbytes = module.weight.numel() * dtype.itemsize
-            if (nbytes < LEAST_BYTES and not (asked and is_input)) or (in_layers and self._divided):
+            wanted = (asked and is_input) or module.weight is self._head
+            if (nbytes < LEAST_BYTES and not wanted) or (in_layers and self._divided):
                 continue
             why = self._why_whole(name, module)
             if why is None:
@@ -223,7 +235,7 @@ class RowTables:
     def _why_whole(self, name: str, module: nn.Embedding) -> str | None:
         """Return why a table has to be whole; None: it need not be."""
         parameters = self._model.named_parameters(remove_duplicate=False)
-        if sum(one is module.weight for _, one in parameters) > 1:
+        if module.weight is not self._head and sum(one is module.weight for _, one in parameters) > 1:
             return "they are the head's weight as well, which is needed whole on the device"
         if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
             return "the model looks its tokens up in no plain table"

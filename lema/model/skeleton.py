@@ -31,7 +31,7 @@ from transformers.initialization import guard_torch_init_functions, no_init_weig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.errors import LemaError, ModelError
-from lema.model.capture import PASSED_THROUGH_THE_MODEL, passed_by, tensors_in, without_values
+from lema.model.capture import past_layers, tensors_in
 from lema.storage.index import check_inside
 from lema.storage.modelfiles import read_config_file
 from lema.storage.remotecode import check_code
@@ -324,9 +324,6 @@ def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
     return lists
 
 
-FEW_TOKENS = 8
-
-
 def find_towers(model: PreTrainedModel) -> list[str]:
     """Name the outermost modules of which text reaches no parameter: those that see images, for one.
 
@@ -383,11 +380,11 @@ class _Uses(TorchFunctionMode):
 def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
     """Name the parameters outside the layers that the model's forward does not use on token ids; none if it fails."""
     inside = {id(one) for one in layers.parameters()}
-    for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
-        uses = _Uses()
-        with without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad():
-            names = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
-            with suppress(*PASSED_THROUGH_THE_MODEL), passed_by(layers, rest), uses:
-                model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False)
-                return {name for name, one in names if one not in uses.seen and one not in inside}
-    return set()
+
+    def look(run: Callable[[], Any]) -> set[str]:
+        names, uses = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)], _Uses()
+        with uses:
+            run()
+        return {name for name, one in names if one not in uses.seen and one not in inside}
+
+    return past_layers(model, layers, look) or set()

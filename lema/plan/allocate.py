@@ -17,6 +17,7 @@ from lema.backend.registry import kept_unasked
 from lema.backend.torchrun import local_processes
 from lema.config import LemaConfig, MemoryStrategy
 from lema.config.units import human_bytes, parse_memory
+from lema.engine.head.cut import HeadCut
 from lema.engine.oom import Shortage
 from lema.engine.optim import training_bytes
 from lema.errors import LemaError, MemoryLimitError, ModelError
@@ -62,8 +63,9 @@ class OpenModel:
     config: LemaConfig
     skeleton: PreTrainedModel  # adapters attached; the decoder layers' weights on `meta`
     layers: Sequence[LayerBytes]
-    outside_bytes: int  # of what lies outside the layers, on the device
+    outside_bytes: int  # of what lies outside the layers, on the device; beside the head, where that may be cut
     backend: Backend
+    head: HeadCut
 
     def allocate(self, shape: StepShape | None = None) -> Allocation:
         """Return what the memory of a run is to be spent on.
@@ -97,10 +99,19 @@ class OpenModel:
         to_choose = to_choose and backend.parallel.size == 1  # a layer that several run together is not timed alone
         if to_choose and workload is not None and shape is not None:
             speeds, timings = calibrate(self.skeleton, self.layers, workload, shape, backend)
-        demand = self._demand(shape, workload, timings)
+        if self.head.module is None:
+            return self._allocated(self._demand(shape, workload, timings), speeds, kept)
+        if not self.head.asked:
+            with suppress(MemoryLimitError):  # then it is cut
+                return self._allocated(self._demand(shape, workload, timings), speeds, kept)
+        return self._allocated(self._demand(shape, workload, timings, in_pieces=True), speeds, kept)
+
+    def _allocated(self, demand: Demand, speeds: Speeds, kept: float) -> Allocation:
+        """Return the same allocation in all processes."""
+        config, backend = self.config, self.backend
         # What processes measure differs; that they spend memory alike does not depend on it.
         host = psutil.virtual_memory().total, memory_available()
-        told = backend.replicas.everyone((demand, speeds, memory.total, *host))
+        told = backend.replicas.everyone((demand, speeds, backend.memory().total, *host))
         (demand, speeds, *_), totals = told[0], zip(*(one[2:] for one in told), strict=True)
         demand = of_one_process(demand, backend.replicas, sharded=config.shard_weights)
         of_copies = demand.processes * backend.parallel.size  # which more machines than this one may hold
@@ -119,7 +130,7 @@ class OpenModel:
 
         def demand(batch: MicroBatch, chunk: int) -> Demand:
             step = StepShape(batch, max(num_rows, batch.rows))
-            alone = self._demand(step, self._workload(batch, chunk))
+            alone = self._demand(step, self._workload(batch, chunk), in_pieces=allocation.pieces > 0)
             return of_one_process(alone, self.backend.replicas, sharded=config.shard_weights)
 
         chunk = config.loss_chunk_tokens
@@ -142,20 +153,29 @@ class OpenModel:
         )
 
     def _workload(self, batch: MicroBatch, chunk_tokens: int) -> Workload:
-        return measure(self.skeleton, self.layers, batch, chunk_tokens, parallel=self.backend.parallel)
+        return measure(self.skeleton, self.layers, batch, chunk_tokens, parallel=self.backend.parallel, head=self.head)
 
-    def _demand(self, shape: StepShape | None, workload: Workload | None, timings: Timings | None = None) -> Demand:
-        """Return the bytes and seconds that a step needs, of one process alone."""
+    def _demand(
+        self,
+        shape: StepShape | None,
+        workload: Workload | None,
+        timings: Timings | None = None,
+        *,
+        in_pieces: bool = False,
+    ) -> Demand:
+        """Return the bytes and seconds that a step needs, of one process alone; `in_pieces`: the head is."""
+        whole = 0 if in_pieces or self.head.module is None else self.head.nbytes
         name, stack = find_layers(self.skeleton)
         return demand_of(
             self.layers,
             workload,
             timings,
             None if workload is None else shape,
-            outside_bytes=self.outside_bytes,
+            outside_bytes=self.outside_bytes + whole,
             adapter_bytes=training_bytes(self.skeleton, name),
             lowest=lowest_trained(stack),
             shared=self.backend.memory().shared,
+            pieces=self.head.pieces(self.layers) if in_pieces else (),
         )
 
 

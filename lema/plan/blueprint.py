@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel, SingleProcess, load
 from lema.config import LemaConfig
+from lema.engine.head.cut import HeadCut, open_ends
 from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
@@ -40,19 +41,35 @@ class Blueprint:
     layers: Sequence[LayerBytes]  # the decoder layers as bytes
     outside_bytes: int  # of embeddings, final norm and head, on the device
     tables: RowTables  # the embeddings that are looked up row by row
+    head: HeadCut  # the head; where it may be cut, `outside_bytes` are those beside it
     adapter_bytes: int  # of what trains, with gradients and optimizer state
     adapter_parameters: int  # how many train
     stored_bytes: int  # of the model's files
     files: tuple[Path, ...]
     parameters: int  # of the model, adapters not counted
     trained: TrainedBytes | None = None  # weights of the model that train in the place of an adapter
+    pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
 
     @property
     def model_bytes(self) -> int:
         """Of all weights in the types they are used in: what the model takes when it is written."""
         streamed = sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
-        return self.outside_bytes + self.tables.nbytes + streamed
+        own = self.head.nbytes if self.pieces and not self.tables.names & self.head.names else 0
+        return self.outside_bytes + self.tables.nbytes + streamed + own
+
+    @property
+    def head_notes(self) -> tuple[str, ...]:
+        """What a plan tells of the head."""
+        return (self.head.told(self.pieces),) if self.pieces else self.head.notes
+
+    def with_whole_head(self) -> Blueprint:
+        """Return the model with its head on the device."""
+        return replace(self, outside_bytes=self.outside_bytes + self.head.nbytes, pieces=())
+
+    def with_head_in_pieces(self) -> Blueprint:
+        """Return the model with its head leased in pieces, where it may be."""
+        return replace(self, pieces=self.head.pieces(self.layers))
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -95,15 +112,17 @@ def draw_up(
     name, stack = find_layers(model)
     dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
     stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
-    tables = RowTables(model, stored, config.embeddings, backend or config.device)
-    outside_bytes = _outside_bytes(model, stored, name, tables)
+    head, tables = open_ends(model, stored, config, parallel, backend or config.device)
+    outside_bytes = _outside_bytes(model, stored, name, tables.names | head.names)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
         trained = None
         with tables.taken_out():
             inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
             touched = tables.touched()
-        outside_bytes += tables.keep_whole(touched)
+        if (why := head.touched()) is not None:
+            outside_bytes += head.keep_whole(tables, why)
+        outside_bytes += tables.keep_whole(tables.names.intersection(touched))
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             parallel.shard(model)
@@ -112,6 +131,7 @@ def draw_up(
         adapter = training_bytes(model, name)
     else:
         wanted = chosen(model)
+        outside_bytes += head.keep_whole(tables, "weights of the model train")
         outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
         trained = _train_weights(model, layers, wanted, f"{name}.")
@@ -122,13 +142,14 @@ def draw_up(
         layers,
         outside_bytes,
         tables,
+        head,
         adapter,
         count,
         index.nbytes,
         index.files,
         parameters,
         trained,
-        parallel,
+        parallel=parallel,
     )
 
 
@@ -145,8 +166,8 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
         return directory, index, model, match_names(model, index)
 
 
-def _outside_bytes(model: PreTrainedModel, stored: StoredTensors, layers_name: str, tables: RowTables) -> int:
-    outside = place_outside(model, stored, layers_name, tables.names)[1]
+def _outside_bytes(model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str]) -> int:
+    outside = place_outside(model, stored, layers_name, left_out)[1]
     return outside.nbytes + outside.expanded_bytes
 
 

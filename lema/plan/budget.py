@@ -99,12 +99,12 @@ def _candidates(
     demand: Demand, num_slots: int, tiers: Sequence[Tier], *, limited: bool, recompute: bool
 ) -> Iterator[Allocation]:
     """Yield every number of residents with every place for boundaries; without a limit, what streaming needs alone."""
-    saved = frozenset[int]() if recompute else frozenset(demand.visited_twice)
+    saved = frozenset[int]() if recompute else frozenset(demand.keeping)
     num_layers = len(demand.layers)
     for count in range(num_layers + 1 if limited else 1):
         residents = frozenset(spread(count, num_layers))
         for tier in tiers:
-            yield Allocation(num_slots, residents, frozenset(), tier, saved)
+            yield Allocation(num_slots, residents, frozenset(), tier, saved, pieces=demand.pieces)
 
 
 def _left(limit: int | None, parts: dict[str, int]) -> float:
@@ -115,7 +115,7 @@ def _savable(demand: Demand, bare: Allocation, room: float) -> Iterator[int]:
     """Yield the layers whose activations fit, taken in an order that does not depend on the room."""
     inputs = 0 if bare.boundaries == "device" else demand.boundary_bytes  # they stay with the activations
     for index in scattered(len(demand.layers)):
-        if index in demand.visited_twice:
+        if index in demand.keeping:
             room -= demand.layers[index].saved_bytes + inputs
             if room < 0:
                 return

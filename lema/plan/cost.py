@@ -48,6 +48,7 @@ class Allocation:
     boundaries: Tier = "device"  # where boundary activations wait for the backward
     saved: frozenset[int] = frozenset()  # layers whose activations are kept, so not recomputed
     saved_on: Tier = "device"  # where those activations wait for the backward, with these layers' inputs
+    pieces: int = 0  # of the head's weight, which are leased after the layers and numbered so; 0: it is on the device
 
     def summary(self) -> str:
         """Say it in a few words."""
@@ -56,6 +57,7 @@ class Allocation:
             "cached in host memory": len(self.host_cached),
             "not recomputed": len(self.saved),
         }
+        kept |= {"pieces of the head streamed": self.pieces}
         parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
         waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
@@ -93,7 +95,7 @@ class HostTraining:
 class Demand:
     """One step, whatever memory there is for it."""
 
-    layers: tuple[LayerCost, ...]  # from the lowest up
+    layers: tuple[LayerCost, ...]  # from the lowest up; the last may be pieces of the head
     lowest: int = 0  # the lowest layer that gradients reach
     outside_bytes: int = 0  # embeddings, final norm, head
     adapter_bytes: int = 0  # what trains, with gradients and optimizer state
@@ -108,6 +110,7 @@ class Demand:
     processes: int = 1  # of this machine, which have its host memory together
     shared: bool = False  # the device computes in host memory: host buffers are its slots
     training: HostTraining = HostTraining()  # in each process, for weights that train themselves
+    pieces: int = 0  # how many of the layers are pieces of the head
     row_bytes: int = 0  # of embeddings that are looked up row by row, the rows of all tokens of the step
 
     @property
@@ -117,8 +120,13 @@ class Demand:
 
     @property
     def visited_twice(self) -> range:
-        """The layers that keep their inputs on the way up and are leased again on the way down."""
+        """The layers, and pieces of the head, that are leased again on the way down."""
         return range(self.lowest, self.top)
+
+    @property
+    def keeping(self) -> range:
+        """The layers that keep their inputs on the way up: all that gradients reach but for one that is the turn."""
+        return range(self.lowest, len(self.layers) - self.pieces if self.pieces else self.top)
 
     @property
     def fixed_bytes(self) -> int:
@@ -184,7 +192,7 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "flight": demand.flight_bytes,
         "expanded": demand.expanded_bytes,
         "gathered": demand.gathered_bytes,
-        "boundaries": (len(demand.visited_twice) - away - len(gone)) * demand.boundary_bytes + staged,
+        "boundaries": (len(demand.keeping) - away - len(gone)) * demand.boundary_bytes + staged,
         "saved": kept + passing,
     }
 
@@ -213,7 +221,7 @@ def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
     """Return the layers whose activations are kept and leave the device, and their bytes, those of inputs included."""
     if allocation.saved_on == "device":
         return {}
-    gone = sorted(allocation.saved.intersection(demand.visited_twice))
+    gone = sorted(allocation.saved.intersection(demand.keeping))
     return {index: demand.layers[index].saved_bytes + demand.boundary_bytes for index in gone}
 
 
@@ -221,7 +229,7 @@ def _away(demand: Demand, allocation: Allocation) -> int:
     """Return how many layers' inputs leave the device; that of a layer whose activations are kept stays with them."""
     if allocation.boundaries == "device":
         return 0
-    return len(demand.visited_twice) - len(allocation.saved.intersection(demand.visited_twice))
+    return len(demand.keeping) - len(allocation.saved.intersection(demand.keeping))
 
 
 def _streamed(demand: Demand, allocation: Allocation, *, in_place: bool) -> list[int]:

@@ -246,7 +246,8 @@ class _Timer:
     def _ends(self, workload: Workload, hidden: Tensor, rate: float) -> tuple[float, float]:
         """Return the seconds of the head with the loss, and of what comes before the layers; of a model whose ends are
         too large to be made up, what the head's operations take."""
-        if self.blueprint.outside_bytes > memory_available() / FREE_PART:
+        whole = self.blueprint.outside_bytes + (self.blueprint.head.nbytes if self.blueprint.head.module else 0)
+        if whole > memory_available() / FREE_PART:
             return workload.head.flops / rate, 0.0
         batch = self.shape.micro_batch
         tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)

@@ -170,7 +170,7 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
 
 def _memory(needs: StepNeeds) -> PlannedMemory:
     planner, demand, allocation = needs.planner, needs.demand, needs.allocation
-    spilled = len(demand.visited_twice) * demand.boundary_bytes * (allocation.boundaries == "disk")
+    spilled = len(demand.keeping) * demand.boundary_bytes * (allocation.boundaries == "disk")
     saved = sum(saved_elsewhere(demand, allocation).values()) * (allocation.saved_on == "disk")
     device_limit, host_limit = planner.limits
     return PlannedMemory(
@@ -270,6 +270,7 @@ def _notes(planner: Planner, memory: PlannedMemory) -> tuple[str, ...]:
     notes = [planner.machine.note] * bool(planner.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.tables.notes
+    notes += planner.blueprint.head_notes
     if sum(memory.device.values()) > planner.machine.device_memory:
         notes.append("this does not fit the device: set device_memory, gradient_checkpointing or micro_batch_size")
     return tuple(notes)

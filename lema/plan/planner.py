@@ -6,7 +6,7 @@ It plans runs that train adapters and phases that train weights of the model: th
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -137,6 +137,7 @@ class Planner:
             lowest=self.blueprint.lowest_adapted,
             shared=self.machine.shared,
             trained=self.blueprint.trained,
+            pieces=self.blueprint.pieces,
         )
         rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
         return replace(known, processes=self.processes * self.blueprint.parallel.size, row_bytes=rows)
@@ -316,7 +317,20 @@ def planner_of(
             site = replace(site, machine=measured, process_bytes=process_bytes())
         elif workload is not None and site.speeds == "profile":
             timings = by_arithmetic(workload, blueprint.layers, site.machine, main_dtype(blueprint.model).itemsize)
-    return Planner(config, blueprint, site, workload, timings, shape, processes, device_memory, note)
+    planner = Planner(config, blueprint, site, workload, timings, shape, processes, device_memory, note)
+    return planner if blueprint.head.module is None else _with_head(planner)
+
+
+def _with_head(planner: Planner) -> Planner:
+    """Return the planner with the head where a run would have it: in pieces if it is asked for or does not fit."""
+    blueprint = planner.blueprint
+    whole = replace(planner, blueprint=blueprint.with_whole_head())
+    if not blueprint.head.asked:
+        with suppress(MemoryLimitError):
+            whole.allocation(whole.demand())
+            blueprint.head.keep_whole(blueprint.tables)
+            return whole
+    return replace(planner, blueprint=blueprint.with_head_in_pieces())
 
 
 def workload_of(blueprint: Blueprint, batch: MicroBatch, config: LemaConfig) -> Workload:
@@ -327,5 +341,11 @@ def workload_of(blueprint: Blueprint, batch: MicroBatch, config: LemaConfig) -> 
     """
     names = () if blueprint.trained is None else blueprint.trained.names
     return measure(
-        blueprint.model, blueprint.layers, batch, config.loss_chunk_tokens, names, parallel=blueprint.parallel
+        blueprint.model,
+        blueprint.layers,
+        batch,
+        config.loss_chunk_tokens,
+        names,
+        parallel=blueprint.parallel,
+        head=blueprint.head,
     )

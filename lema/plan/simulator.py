@@ -112,7 +112,7 @@ class _Run:
         self.demand, self.allocation, self.stream, self.device = demand, allocation, stream, device
         self.order = training_order(len(demand.layers), demand.lowest)
         self.away: dict[int, tuple[int, Tier]] = {}  # of each layer what leaves the device, and where to
-        for index in demand.visited_twice:
+        for index in demand.keeping:
             if index not in allocation.saved and allocation.boundaries != "device":
                 self.away[index] = demand.boundary_bytes, allocation.boundaries
         for index, nbytes in saved_elsewhere(demand, allocation).items():

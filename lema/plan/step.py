@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 
+PRODUCTS = 2  # by the head's weight, forward and backward; in pieces the first is formed twice
 T = TypeVar("T", Workload, LayerWork, HeadWork)
 
 
@@ -146,6 +147,7 @@ def demand_of(
     lowest: int,
     shared: bool,
     trained: TrainedBytes | None = None,
+    pieces: Sequence[LayerBytes] = (),
 ) -> Demand:
     """Return what one step needs.
 
@@ -155,6 +157,7 @@ def demand_of(
         shape: of the step, given with `workload`.
         trained: weights of the layers that train themselves; None: none do. What they take of host memory is not in
             the demand yet.
+        pieces: of the head's weight, where they are leased after the layers.
     """
     times = 0.0 if shape is None else shape.num_micro_batches
     costs = []
@@ -168,9 +171,15 @@ def demand_of(
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
         costs.append(LayerCost(*sizes, *seconds, micro, gradients))
+    product = 0.0 if timings is None else times * timings.head / PRODUCTS
+    for piece in pieces:
+        part = product * piece.nbytes / sum(one.nbytes for one in pieces)
+        seconds = (0.0, part, part, part)
+        costs.append(LayerCost(piece.nbytes, piece.read_bytes, piece.nbytes, 0, *seconds))
     known = Demand(
         tuple(costs),
         lowest=lowest,
+        pieces=len(pieces),
         outside_bytes=outside_bytes,
         adapter_bytes=adapter_bytes,
         expanded_bytes=max(layer.expanded_bytes for layer in layers),
@@ -193,16 +202,21 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
     known = replace(known, lowest=0 if workload.starts_below else known.lowest)
     # Beside each boundary waits the generator's state, which other devices have but a few bytes of; beside the hidden
     # state after the top layer, the gradients of its adapters.
-    states = len(known.visited_twice) * workload.state_bytes * known.shared
-    beside = workload.call_bytes + workload.of(known.top).gradient_bytes + states
+    states = len(known.keeping) * workload.state_bytes * known.shared
+    beside = workload.call_bytes + states
+    turn = 0.0 if timings is None else times * timings.head
+    if known.pieces:
+        turn /= PRODUCTS * known.pieces  # the last piece's second product: its other seconds are its own
+    else:
+        beside += workload.of(known.top).gradient_bytes
     return replace(
         known,
-        working_bytes=workload.working_bytes,
+        working_bytes=workload.in_pieces(times) if known.pieces else workload.working_bytes,
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in working_bytes.
         flight_bytes=2 * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
         boundary_bytes=hidden,
         micro_boundary_bytes=min(hidden, workload.hidden_bytes),
-        turn=0.0 if timings is None else times * timings.head,
+        turn=turn,
         rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
     )
 
@@ -221,6 +235,13 @@ def of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workl
     parts = ("saved_bytes", "working_bytes", "forward_bytes")
     works = tuple(_grown(*layers, rows, *parts) for layers in zip(one.works, two.works, strict=True))
     head = _grown(one.head, two.head, min(rows, rows_at_once), "working_bytes")
+    if one.pieces is not None and two.pieces is not None:
+        at_once = _grown(one.pieces, two.pieces, min(rows, rows_at_once), "working_bytes")
+        kept = _grown(one.pieces, two.pieces, rows, "kept_bytes").kept_bytes
+        # What waits grows with all rows, and what works on it with those of a chunk.
+        more = kept - _grown(one.pieces, two.pieces, min(rows, rows_at_once), "kept_bytes").kept_bytes
+        pieces = replace(at_once, working_bytes=at_once.working_bytes + more, kept_bytes=kept)
+        one = replace(one, pieces=pieces)
     whole = _grown(one, two, rows, "hidden_bytes", "call_bytes", "prelude_bytes")
     return replace(whole, works=works, head=head)
 

@@ -21,12 +21,16 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from lema.backend import Parallel, load
+from lema.engine.head.cut import HeadCut
+from lema.engine.head.loss import blocks
+from lema.engine.head.pieces import piece_passes
 from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import replaced_tensors, tensors_in
 from lema.model.flow import LayerCall, Prelude
 from lema.model.skeleton import find_layers
 from lema.plan.meter import Tally
+from lema.stream import Lease
 from lema.stream.placement import LayerBytes
 
 __all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "calls_of", "measure"]
@@ -69,6 +73,7 @@ class HeadWork:
 
     flops: int  # floating-point operations
     working_bytes: int  # the most that is alive at once; logits are those of one chunk
+    kept_bytes: int = 0  # what waits while other micro-batches are worked on, where the head is in pieces
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Workload:
     prelude_bytes: int  # the most that is alive at once before the layers
     state_bytes: int  # of the generator's state, kept for each layer that is recomputed
     starts_below: bool  # whether something before the layers trains
+    pieces: HeadWork | None = None  # the head and the loss in pieces of the vocabulary; None: they are not asked for
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
@@ -99,6 +105,15 @@ class Workload:
         turn = top.forward_bytes + self.hidden_bytes + self.head.working_bytes - to_come
         return max(self.prelude_bytes, turn, *(work.working_bytes for work in self.works))
 
+    def in_pieces(self, times: float) -> int:
+        """The same where the head is in pieces, through each of which so many micro-batches go before the next."""
+        assert self.pieces is not None
+        to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
+        # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
+        kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)
+        turn = round(self.pieces.working_bytes + kept) - to_come
+        return max(self.prelude_bytes, turn, *(work.working_bytes for work in self.works))
+
 
 def measure(
     model: PreTrainedModel,
@@ -107,6 +122,7 @@ def measure(
     loss_chunk_tokens: int,
     trained: Sequence[Collection[str]] = (),
     parallel: Parallel | None = None,
+    head: HeadCut | None = None,
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
 
@@ -116,6 +132,7 @@ def measure(
         loss_chunk_tokens: logits exist for this many tokens at a time.
         trained: of each layer, the weights of its own that train; empty: none do, in any.
         parallel: the processes that its layers have been divided among; None: they are whole.
+        head: the head, where it may be cut into pieces.
 
     Raises:
         ModelError: the model cannot be streamed, or what it computes depends on values.
@@ -125,7 +142,7 @@ def measure(
     kinds = cost_kinds(split, layers, trained)
     with without_values(model):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained)
+            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head)
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(
@@ -201,6 +218,7 @@ def _measure(
     batch: MicroBatch,
     chunk_tokens: int,
     trained: Sequence[Collection[str]],
+    head: HeadCut | None,
 ) -> Workload:
     tokens = torch.ones(batch.rows, batch.length, dtype=torch.long)
     learn(split, layers)
@@ -225,6 +243,7 @@ def _measure(
         tally.peak,
         load("cpu").rng_state().nbytes,
         prelude.hidden.requires_grad,
+        None if head is None or head.module is None else _pieces_work(split, hidden, chunk_tokens, head, layers),
     )
 
 
@@ -300,6 +319,52 @@ def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> 
             value = cross_entropy(logits.float().view(-1, logits.shape[-1]), target.view(-1), reduction="sum")
         torch.autograd.grad(value, leaf)
     return HeadWork(tally.flops * rows * length // (block[0] * block[1]), tally.peak + beside)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The loss of one micro-batch whose tokens all train, as far as pieces of the head ask for it."""
+
+    tokens: tuple[int, int]
+    chunk_tokens: int
+    scale = 1.0
+    num_tokens = 1
+
+    def blocks_to_form(self, _: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        targets = torch.zeros(self.tokens, dtype=torch.long)
+        for rows, columns in blocks(*self.tokens, self.chunk_tokens):
+            yield rows, columns, targets[rows, columns]
+
+    def place(self, *_: Any) -> None:
+        """Nobody asks for logits."""
+
+
+@dataclass(frozen=True)
+class _Leases:
+    """Leases of weights without values, by the numbers of their layers."""
+
+    weights: dict[int, dict[str, Tensor]]
+
+    @contextmanager
+    def lease(self, layer: int) -> Iterator[Lease]:
+        yield Lease(layer, torch.empty(0), self.weights[layer])
+
+
+def _pieces_work(
+    split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
+) -> HeadWork:
+    """Run the head and the loss of a micro-batch through the pieces."""
+    pieced = head.pieced(split, load("cpu"), layers)
+    assert pieced is not None
+    stream = _Leases(dict(enumerate(map(fake_weights, head.pieces(layers)), len(layers))))
+    leaf, chunks = torch.empty_like(hidden), _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)
+    with Tally() as tally:
+        tally.leave_out([leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)])
+        given = pieced.inputs(leaf)
+        kept = given.numel() * (given.element_size() + torch.float32.itemsize)  # with its gradient
+        del given
+        piece_passes(pieced, stream, chunks, [leaf], differentiate=True)
+    return HeadWork(tally.flops, tally.peak, kept)
 
 
 @contextmanager

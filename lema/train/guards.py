@@ -8,7 +8,6 @@ step are kept until its numbers are known to be finite, so that a bad step can b
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,22 +35,10 @@ __all__ = [
     "non_finite_gradient",
     "non_finite_loss",
     "non_finite_norm",
-    "warn_of_idle",
     "watched",
     "where_began",
     "worst",
 ]
-
-
-def warn_of_idle(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
-    """Warn of settings that do nothing on a device: one that computes in host memory, or one that compiles graphs."""
-    if config.offloading_tier == "host" and shared:
-        what = "activation_offloading saves no memory on a device that computes in host memory: `disk` would"
-        warnings.warn(what, stacklevel=3)
-    if lazy and not config.gradient_checkpointing:
-        what = "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
-        what += "keep a copy of its weights with them, so every layer is computed again; set it to true"
-        warnings.warn(what, stacklevel=3)
 
 
 class HiddenGradients:

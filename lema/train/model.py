@@ -21,7 +21,9 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.generation import KeyValues
+from lema.engine.head.cut import open_ends
 from lema.engine.head.objectives import pursue
+from lema.engine.head.pieces import PiecedHead
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
 from lema.errors import AdapterError, ConfigError
@@ -34,7 +36,6 @@ from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
 from lema.model.outer_weights import StoredTensors, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend, whole_adapter
-from lema.model.row_tables import RowTables
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import OpenModel
@@ -46,7 +47,7 @@ from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
-from lema.train.guards import warn_of_idle
+from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -86,11 +87,9 @@ class LemaModel:
         self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
         self.directory, hf_config = self.files.directory, deepcopy(self.files.config)
         if config.model_type is not None and config.model_type != hf_config.model_type:
-            raise ConfigError(
-                f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}",
-                where=str(self.directory / "config.json"),
-                how="correct model_type, or leave it out",
-            )
+            what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
+            where = str(self.directory / "config.json")
+            raise ConfigError(what, where=where, how="correct model_type, or leave it out")
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
@@ -103,8 +102,9 @@ class LemaModel:
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
-        self.split.tables = self._tables = RowTables(self.skeleton, self._stored, config.embeddings)
-        self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names)
+        self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
+        self.split.tables = self._tables
+        self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self._precision = ProductPrecision(config.tf32)
@@ -174,11 +174,8 @@ class LemaModel:
         """
         path = Path(directory)
         if (saved := read_lora_config(path)) is None:
-            raise AdapterError(
-                "there is no adapter in PEFT's format here",
-                where=str(path),
-                how="name a directory with adapter_config.json and adapter_model.safetensors",
-            )
+            how = "name a directory with adapter_config.json and adapter_model.safetensors"
+            raise AdapterError("there is no adapter in PEFT's format here", where=str(path), how=how)
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
         self.attach_lora(saved)
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
@@ -200,17 +197,8 @@ class LemaModel:
         """
         from lema.train.trainer import LemaTrainer
 
-        return LemaTrainer(
-            self.config,
-            self.adapter,
-            self.gbi,
-            self.lora_manager,
-            optimizer,
-            self.memory,
-            callbacks=callbacks,
-            files=self.files,
-            **options,
-        )
+        given = self.config, self.adapter, self.gbi, self.lora_manager, optimizer, self.memory
+        return LemaTrainer(*given, callbacks=callbacks, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`.
@@ -236,10 +224,11 @@ class LemaModel:
     @cached_property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
-        warn_of_idle(self.config, shared=self.backend.memory().shared, lazy=self.split.lazy)
+        warn_of_no_use(self.config, self.backend)
+        memory = self.memory  # first, because it settles where the head is
         adapter = StreamedModel(
             self.split,
-            self.memory,
+            memory,
             self.backend,
             recompute=self.config.gradient_checkpointing,
             saved=self.allocation.saved,
@@ -249,6 +238,7 @@ class LemaModel:
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
+            head=self.head_in_pieces(),
         )
         adapter.retry.advise = partial(self.opened.advise, self.allocation)
         pursue(adapter, self.config)
@@ -261,12 +251,17 @@ class LemaModel:
         records = held_records(self.skeleton, self.records, self.backend.parallel)
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
-    def keep_whole(self, chosen: Callable[[str], bool]) -> None:
-        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names.
+    def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
+        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names; and
+        the head, if it says so of its own, or for the reason that is given.
 
         Raises:
-            ConfigError: the settings ask for their rows.
+            ConfigError: the settings ask for their rows, or for the head in pieces.
         """
+        if head is None and any(map(chosen, self._head.names)):
+            head = "its weight is adapted, or trains"
+        if head is not None:
+            self.outside_bytes += self._head.keep_whole(self._tables, head)
         if names := [name for name in self._tables.names if chosen(name)]:
             self.outside_bytes += self._tables.keep_whole(names)
             self.__dict__.pop("_layers", None)
@@ -296,7 +291,11 @@ class LemaModel:
     @property
     def opened(self) -> OpenModel:
         """The model as memory is allocated for it."""
-        return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend)
+        return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, self._head)
+
+    def head_in_pieces(self) -> PiecedHead | None:
+        """Return the head as it is run in pieces that are leased after the layers; None: it is on the device."""
+        return self._head.pieced(self.split, self.backend, self._layers)
 
     @cached_property
     def memory(self) -> LayerStream:
@@ -307,8 +306,10 @@ class LemaModel:
         """
         if self.config.shard_weights and self.backend.replicas.size == 1:
             warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
+        if not self.allocation.pieces:
+            self.outside_bytes += self._head.keep_whole(self._tables)
         return LayerStream(
-            self._layers,
+            [*self._layers, *self._head.pieces(self._layers)],
             self.backend,
             prefetch_depth=self.allocation.slots - 1,
             residents=self.allocation.residents,
@@ -377,16 +378,14 @@ class LemaModel:
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         if self._divided and self.backend.parallel.size > 1:
-            raise ConfigError(
-                "the layers have been divided among processes already",
-                how="call initialize_lora() before anything else",
-            )
+            what = "the layers have been divided among processes already"
+            raise ConfigError(what, how="call initialize_lora() before anything else")
         if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
             self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
         with self._tables.taken_out():
             self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
             touched = self._tables.touched()
-        self.keep_whole(touched.__contains__)
+        self.keep_whole(touched.__contains__, self._head.touched())
         self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
         self._divide()
         self.split.adapters_changed()

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {  # of a model's name: how it is opened
         "poison": False,
     },
     "llama, cast": {"gradient_checkpointing": True, "dtype": "bfloat16", "strategy": "resident", "poison": False},
+    "llama, head in pieces": {"gradient_checkpointing": True, "head": "stream"},
     "quantised": {"gradient_checkpointing": False, "poison": False},
     "quantised, kept": {"gradient_checkpointing": True, "spent": {"residents": frozenset({0, 7})}},
     "mixtral": {

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import torch
+from torch import Tensor
 from transformers import Cache
 
+from lema.engine.head.pieces import PiecedHead
 from lema.model import Split
-from lema.stream import LayerStream
+from lema.stream import LayerStream, Lease
 from lema.stream.schedule import forward_order
 
 __all__ = ["KeyValues", "kept_by", "leased_forwards", "streaming_forward"]
 
 KeyValues: TypeAlias = Literal["device", "host"]
 """Where keys and values of the layers wait for the next token."""
+
+
+@contextmanager
+def _leased(stream: LayerStream, index: int) -> Iterator[Lease]:
+    """Lease a layer, or a piece of the head's weight, of one forward after the other."""
+    order = forward_order(len(stream.layers))
+    if not stream.announced:
+        stream.announce(order[index:])
+    with stream.lease(index) as lease:
+        if index == order[-1]:
+            # While this one computes the next token's first layers are read, because it will need them all.
+            stream.announce(order)
+        yield lease
 
 
 def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = "device") -> list[Callable[..., Any]]:
@@ -28,12 +45,7 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
 
     def forward(index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not stream.announced:
-                stream.announce(forward_order(split.num_layers)[index:])
-            with stream.lease(index) as lease:
-                if index == split.num_layers - 1:
-                    # While this layer computes the next token's first layers are read, because it will need them all.
-                    stream.announce(forward_order(split.num_layers))
+            with _leased(stream, index) as lease:
                 if keys_values == "device":
                     return split.call_layer(index, lease.weights, args, kwargs)
                 for kept in kept_by(index, args, kwargs):
@@ -50,11 +62,23 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
 
 
 @contextmanager
-def streaming_forward(split: Split, stream: LayerStream, keys_values: KeyValues = "device") -> Iterator[None]:
-    """Make the model's own forward lease each layer as it reaches it, for the length of a `with` block."""
+def streaming_forward(
+    split: Split, stream: LayerStream, keys_values: KeyValues = "device", head: PiecedHead | None = None
+) -> Iterator[None]:
+    """Make the model's own forward lease each layer as it reaches it, and each piece of the head's weight where it is
+    leased in pieces, for the length of a `with` block."""
+
+    def product(pieces: PiecedHead, given: Tensor) -> Tensor:
+        found = []
+        for number, span in enumerate(pieces.spans, split.num_layers):
+            with _leased(stream, number) as lease:
+                found.append(pieces.product(given, lease.weights["weight"], span))
+        return torch.cat(found, dim=-1)
+
     stream.cancel()
+    in_pieces = nullcontext() if head is None else head.standing_in(partial(product, head))
     try:
-        with split.replaced(leased_forwards(split, stream, keys_values)):
+        with split.replaced(leased_forwards(split, stream, keys_values)), in_pieces:
             yield
     finally:
         stream.cancel()

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 
 from lema.engine.generation.ends import Ends, Generated
 from lema.engine.generation.forward import KeyValues, streaming_forward
+from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, DataError
 from lema.model import Split
 from lema.storage.modelfiles import load_generation_config
@@ -36,6 +37,7 @@ def complete(
     *,
     keys_values: KeyValues = "device",
     told: Callable[[int], object] = lambda _: None,
+    head: PiecedHead | None = None,
 ) -> list[Generated]:
     """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each.
 
@@ -44,6 +46,7 @@ def complete(
         options: of `transformers`' `generate`.
         keys_values: where keys and values of layers wait for the next token.
         told: called after each token with how many texts got one; of beams it is not.
+        head: the head, where its weight is leased in pieces.
 
     Raises:
         DataError: there is no prompt, or one has no tokens.
@@ -58,7 +61,7 @@ def complete(
         settings.stop_strings = list(asked.strings) or None
         asked.rest["tokenizer"] = tokenizer
     criteria = StoppingCriteriaList(given if beams else [*given, ends])
-    tokens = _generate(split, stream, asked, prompts, criteria, keys_values)
+    tokens = _generate(split, stream, asked, prompts, criteria, keys_values, head)
     if beams:
         return [_until(row, asked.ends) for row in tokens.tolist()]
     return [
@@ -93,6 +96,7 @@ def _generate(
     prompts: Sequence[Sequence[int]],
     criteria: StoppingCriteriaList,
     keys_values: KeyValues,
+    head: PiecedHead | None,
 ) -> Tensor:
     """Return the new tokens, `[prompts, at most max_new_tokens]`, padded where a text ended before the others."""
     model = split.model
@@ -102,7 +106,7 @@ def _generate(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values):
+        with torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values, head):
             tokens: Tensor = cast(Any, model).generate(
                 **{name: tensor.to(device) for name, tensor in inputs.items()},
                 **{**asked.rest, "stopping_criteria": criteria},

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lema.engine.head.loss import IGNORED
+from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
@@ -39,7 +40,13 @@ def likelihoods(
         micro_batches: padded on the right. Other than in training, a label is the token *after* its position, because
             the last one is no input; -100 is not asked about.
         on_host: hidden states wait in host memory between layers.
+
+    Raises:
+        ConfigError: the head is streamed in pieces.
     """
+    if model.head is not None:
+        what = "likelihoods are of whole logits, and the head's weight is streamed in pieces"
+        raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
     for attempt in model.retry.passes(micro_batches, purpose="evaluation"):
         with attempt:
             found = _of_pass(model, attempt.micro_batches, on_host=on_host)

@@ -156,9 +156,14 @@ class LossChunks:
             return torch.zeros((), device=hidden.device), leaf
         target = self._targets[index][rows, columns]
         logits = self._head(leaf)
-        if self._logits is not None:
-            self._place(index, logits.detach(), rows, columns)
+        self.place(index, logits.detach(), rows, columns)
         return self._value(logits, target), leaf
+
+    def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
+        for rows, columns in self._blocks(index):
+            if not self._skipped(index, rows, columns):
+                yield rows, columns, self._targets[index][rows, columns]
 
     def _skipped(self, index: int, rows: slice, columns: slice) -> bool:
         return self._logits is None and not _count(self._known[index][rows, columns])
@@ -170,11 +175,21 @@ class LossChunks:
             return (losses * torch.exp(-losses.detach())).sum() / self.num_tokens
         return cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum") / self.num_tokens
 
-    def _place(self, index: int, block: Tensor, rows: slice, columns: slice) -> None:
-        assert self._logits is not None
+    def place(
+        self,
+        index: int,
+        block: Tensor,
+        rows: slice,
+        columns: slice,
+        words: slice = slice(None),
+        size: int | None = None,
+    ) -> None:
+        """Put logits where the caller asked for them: those of a block and, of a vocabulary of `size`, of `words`."""
+        if self._logits is None:
+            return
         if len(self._logits) == index:
-            self._logits.append(block.new_empty((*self._targets[index].shape, block.shape[-1])))
-        self._logits[index][rows, columns] = block
+            self._logits.append(block.new_empty((*self._targets[index].shape, size or block.shape[-1])))
+        self._logits[index][rows, columns, words] = block
 
     def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
         batch, sequence = self._targets[index].shape

@@ -119,12 +119,17 @@ class Room:
         memory, replicas = backend.memory(), backend.replicas
         measured = memory.total, psutil.virtual_memory().total, memory_available()
         device, total, available = map(min, zip(*replicas.everyone(measured), strict=True))
+        head = opened.head
+        in_pieces = head.asked if held is None else held.pieces > 0
+        # Whole unless the settings ask for pieces, because each token would read all of them once more.
+        whole = 0 if in_pieces or head.module is None else head.nbytes
         demand = demand_of(
             opened.layers,
             None,
             None,
             None,
-            outside_bytes=opened.outside_bytes,
+            outside_bytes=opened.outside_bytes + whole,
+            pieces=head.pieces(opened.layers) if in_pieces else (),
             adapter_bytes=sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad),
             lowest=len(opened.layers) - 1,  # because nothing is kept for a backward
             shared=memory.shared,

@@ -80,6 +80,7 @@ def streamed(
     )
     opened = LemaModel(config, trust_remote_code=trust_remote_code)
     try:
+        opened.keep_whole(lambda _: False, "it is run by the trainer's own code")
         if max(opened.backend.replicas.size, opened.backend.parallel.size) > 1:
             what = "a model for a foreign trainer streams in one process, and several were started"
             raise ConfigError(what, where="lema.streamed", how="start one, or train with `lema train`")

@@ -145,6 +145,7 @@ def completions(
             options,
             keys_values=keys_values,
             told=told,
+            head=model.head_in_pieces(),
         )
         yield [
             Completion(

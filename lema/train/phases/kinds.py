@@ -35,7 +35,7 @@ def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
         return model.get_trainer()
     model.skeleton.train()
     chosen = chosen_by(phase, model.skeleton)
-    model.keep_whole(chosen)
+    model.keep_whole(chosen, "weights of the model train")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
 
 

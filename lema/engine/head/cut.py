@@ -1,0 +1,322 @@
+"""The head's weight cut into pieces of the vocabulary, which are leased after the top layer as if they were layers.
+
+A piece is some of the weight's rows, which follow each other where they are stored, and no larger than the largest
+layer, so that it passes through the same slots. The product by it gives a part of the logits. That is enough for the
+loss (`lema.engine.head.pieces`) where what the model does with the product afterwards it does to each logit alone, as
+soft-capping and logit scales do. Where it does more, or the head trains, is adapted or is stored otherwise, it is whole
+on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from math import ceil
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from lema.backend import Backend, Parallel
+from lema.backend.registry import has_addresses
+from lema.config import LemaConfig
+from lema.config.units import human_bytes
+from lema.engine.head.pieces import PiecedHead
+from lema.errors import ConfigError
+from lema.model import Split
+from lema.model.capture import past_layers
+from lema.model.outer_weights import StoredTensors
+from lema.model.row_tables import RowTables
+from lema.model.skeleton import find_layers
+from lema.storage.header import TensorRecord
+from lema.storage.slices import part_of
+from lema.stream.placement import PAGE, LayerBytes, place
+
+__all__ = ["HeadCut", "open_ends"]
+
+
+SETTING = "head"
+LEAST_BYTES = 16 << 20  # of a head that is cut unasked: a smaller one is worth no second reading
+FEW = 3  # rows of the weight by which the model's own code is tried, beside all of them
+Where = Literal["auto", "device", "stream"]
+Span = tuple[int, int]
+
+aten = torch.ops.aten
+COPIES = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy_.default}
+
+
+class HeadCut:
+    """The head of a model, as long as it may be cut.
+
+    Args:
+        model: without adapters, its weights on `meta`.
+        stored: where these are.
+        where: the setting. "auto": it may be cut where a limit of device memory asks for it, if it is large.
+        limited: whether there is such a limit.
+        parallel: the processes that hold the model together.
+        planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
+
+    Attributes:
+        module: the head; None: it is whole on the device.
+        why: why it is, in words; empty: it need not be, or nobody asked.
+
+    Raises:
+        ConfigError: it cannot be cut, as the setting asks for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: StoredTensors,
+        where: Where,
+        *,
+        limited: bool,
+        parallel: Parallel,
+        planned_for: Backend | str | None = None,
+    ) -> None:
+        self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
+        self.module: nn.Linear | None = None
+        self.name, self.why = "", ""
+        self._others: tuple[str, ...] = ()  # names of the same weight, which are tables' looked up row by row
+        if where == "device" or (where == "auto" and not limited):
+            return
+        found = _head_of(model)
+        if parallel.size > 1:
+            self._refuse("several processes hold the model together")
+        elif not has_addresses(stored.backend.device):
+            self._refuse("this device compiles what it runs, for every size of it")
+        elif found is None:
+            self._refuse("the model's head is no plain linear module")
+        elif (why := self._why_whole(found)) is not None:
+            self._refuse(why)
+        elif where == "stream" or self.nbytes >= LEAST_BYTES:
+            self.module = found
+
+    @property
+    def weight(self) -> nn.Parameter | None:
+        """The weight that is not loaded; None: it is."""
+        if self.module is None:
+            return None
+        assert isinstance(self.module.weight, nn.Parameter)
+        return self.module.weight
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of that weight."""
+        return frozenset() if self.module is None else frozenset({self.name, *self._others})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight on the device, where it is whole there."""
+        return self._stored.place([self.name]).nbytes if self.name else 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether the settings ask for it to be cut, whatever there is room for."""
+        return self._where == "stream"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan tells of it."""
+        return (f"head: it stays whole on the device, because {self.why}",) if self.why else ()
+
+    def agree(self, tables: RowTables) -> None:
+        """Leave the head whole where a table of the same weight has to be."""
+        if self.module is not None and not tables.names.issuperset(self._others):
+            self.module = None
+            self._refuse("its weight is that of the input embeddings, which are whole there")
+
+    def spans(self, layers: Iterable[LayerBytes]) -> tuple[Span, ...]:
+        """Return the rows of each piece, `(first, end)`: as few pieces as go into the slots of these layers."""
+        record, dtype = self._stored.records[self.name], self._stored.dtypes[self.name]
+        size, width = record.shape
+        # Less two pages, because a piece begins as far into a page as it does in its file, and is rounded up to one.
+        room = max(layer.nbytes for layer in layers) - 2 * PAGE
+        count = ceil(size / max(1, min(size, room // (width * dtype.itemsize))))
+        each = ceil(size / count)
+        return tuple((first, min(first + each, size)) for first in range(0, size, each))
+
+    def pieces(self, layers: Sequence[LayerBytes]) -> tuple[LayerBytes, ...]:
+        """Return the weight as bytes, in pieces named `weight`; none: it is whole."""
+        if self.module is None:
+            return ()
+        record, dtype = self._stored.records[self.name], self._stored.dtypes[self.name]
+        assert isinstance(record, TensorRecord)
+        return tuple(place({"weight": (part_of(record, 0, [span]), dtype)}) for span in self.spans(layers))
+
+    def pieced(self, split: Split, backend: Backend, layers: Sequence[LayerBytes]) -> PiecedHead | None:
+        """Return the head as it is run in pieces that are leased after these layers; None: it is whole."""
+        return None if self.module is None else PiecedHead(split, backend, self.module, self.spans(layers))
+
+    def told(self, pieces: Sequence[LayerBytes]) -> str:
+        """Say what a plan tells of pieces that are leased."""
+        return f"head: {human_bytes(self.nbytes)} pass through the slots in {len(pieces)} pieces, up and down"
+
+    def touched(self) -> str | None:
+        """Say what has been done to the model since that needs the head whole; None: nothing has."""
+        if self.module is None:
+            return None
+        if _head_of(self._model) is not self.module:
+            return "it is adapted, or trained"
+        inside = f"{find_layers(self._model)[0]}."
+        # Of any of them, because the head's gradients are formed for all logits of a token at once.
+        trained = [
+            name for name, one in self._model.named_parameters() if one.requires_grad and not name.startswith(inside)
+        ]
+        return f"{trained[0]} trains, which is outside the layers" if trained else None
+
+    def keep_whole(self, tables: RowTables, why: str = "") -> int:
+        """Have the head whole on the device after all; return what that takes of it.
+
+        Raises:
+            ConfigError: the settings ask for it to be cut, and `why` says why it cannot be.
+        """
+        if self.module is None:
+            return 0
+        module, self.module = self.module, None
+        if why:
+            self._refuse(why)
+        if self._others:
+            nbytes = tables.keep_whole([name for name in self._others if name in tables.names])
+            if not self._planned:
+                module.weight = tables.embedding(self._others[0]).weight
+            return nbytes
+        placed = self._stored.place([self.name])
+        if not self._planned:
+            module.weight = nn.Parameter(self._stored.load(placed)[self.name], requires_grad=False)
+        return placed.nbytes
+
+    def _refuse(self, why: str) -> None:
+        if self._where == "stream":
+            raise ConfigError(f"the head cannot pass through in pieces: {why}", where=SETTING, how="set it to auto")
+        self.why = why
+
+    def _why_whole(self, module: nn.Linear) -> str | None:
+        """Return why a head has to be whole, and note the names of its weight; None: it need not be."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        names = [name for name, one in named if one is module.weight]
+        own = next(name for name, one in self._model.named_modules() if one is module) + ".weight"
+        others = tuple(name for name in names if name != own)
+        stored = next((name for name in (own, *others) if name in self._stored.records), None)
+        if stored is None or not isinstance(self._stored.records[stored], TensorRecord):
+            return "its weight is stored quantised, or in several places"
+        embeddings = {f"{name}.weight" for name, one in self._model.named_modules() if isinstance(one, nn.Embedding)}
+        if len(others) > 1 or not embeddings.issuperset(others):
+            return "others than the input embeddings share its weight"
+        self.name, self._others = stored, others
+        return _needs_all_logits(self._model, module)
+
+
+def open_ends(
+    model: PreTrainedModel,
+    stored: StoredTensors,
+    config: LemaConfig,
+    parallel: Parallel,
+    planned_for: Backend | str | None = None,
+) -> tuple[HeadCut, RowTables]:
+    """Return what of a model's ends need not be loaded: its head, and tables that are looked up row by row.
+
+    Raises:
+        ConfigError: the settings ask for what cannot be.
+    """
+    # Of a loss that is no cross-entropy of tokens the passes over the pieces know nothing.
+    limited = config.device_memory is not None and config.objective == "sft" and config.loss_type != "dft"
+    head = HeadCut(model, stored, config.head, limited=limited, parallel=parallel, planned_for=planned_for)
+    tables = RowTables(model, stored, config.embeddings, planned_for, head.weight)
+    head.agree(tables)
+    return head, tables
+
+
+def _head_of(model: PreTrainedModel) -> nn.Linear | None:
+    """Return what the model calls its head, if it is a plain linear module."""
+    with suppress(NotImplementedError):  # of a model whose code does not say
+        found = model.get_output_embeddings()
+        if isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward:
+            return found
+    return None
+
+
+def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
+    """Return what the model does with its logits that it does not do to each alone; None: it does nothing else.
+
+    It is run without values, once with the product by all of the weight and once by a few of its rows.
+    """
+    layers = find_layers(model)[1]
+
+    def look(run: Callable[[], Any]) -> list[str]:
+        # Where it will be, because a model that computes with it beside the product then fails here.
+        module._parameters["weight"] = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+        found = []
+        for size in (module.out_features, FEW):
+            follow = _Follow()
+
+            def product(given: Tensor, size: int = size, follow: _Follow = follow) -> Tensor:
+                return follow.begin(given.new_empty(*given.shape[:-1], size))
+
+            module.forward = product  # type: ignore[assignment,method-assign]
+            try:
+                with follow:
+                    logits = run().logits
+            finally:
+                del module.forward
+            found += follow.said if follow.is_made_of(logits) else [follow.said[0] if follow.said else ELSEWHERE]
+        return found
+
+    training = model.training
+    try:
+        found = [past_layers(model.train(mode), layers, look) for mode in (True, False)]
+    finally:
+        model.train(training)
+    if any(one is None for one in found):
+        return "the model does not run on part of its vocabulary"
+    return next((what for one in found for what in one or ()), None)
+
+
+ELSEWHERE = "the model's logits are not what its head returns"
+
+
+class _Follow(TorchDispatchMode):
+    """Follows a product through operations on each of its elements alone.
+
+    Attributes:
+        said: what is done with it besides.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's is
+        self._made: list[Tensor] = []  # held, so that no other tensor gets the number of one
+        self._begun = 0
+        self.said: list[str] = []
+
+    def begin(self, product: Tensor) -> Tensor:
+        """Follow this product."""
+        self._begun += 1
+        self._made.append(product)
+        return product
+
+    def is_made_of(self, logits: Any) -> bool:
+        """Whether these are the product, as it was followed to here."""
+        return self._begun == 1 and any(one is logits for one in self._made) and logits.shape == self._made[0].shape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = list(_tensors((args, kwargs)))
+        mine = [one for one in given if any(one is known for known in self._made)]
+        if mine and func is not torch.ops.prim.device.default:
+            results = list(_tensors(made))
+            shape = self._made[0].shape
+            alone = torch.Tag.pointwise in func.tags or func in COPIES or func is aten.slice.Tensor
+            # Others of one element alone: one for each token would be made of the hidden state, which is not there
+            # when a piece is worked on, and one for each word would have to be cut too.
+            others = all(one.numel() == 1 for one in given if not any(one is my for my in mine))
+            if not alone or not others or any(one.shape != shape for one in results):
+                self.said.append(f"the model does {func.overloadpacket.__name__} to all logits of a token together")
+            self._made += results
+        return made
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (one for one in tree_leaves(values) if isinstance(one, Tensor))

@@ -1,0 +1,325 @@
+"""The head and the loss, with the product by the head's weight formed piece by piece of the vocabulary.
+
+Each piece is leased as a layer is, and every micro-batch goes through it before the next piece. A first pass over the
+pieces finds, of each token, the largest logit, the sum of the exponentials and the target's logit, as online softmax
+does (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A second pass, back from the last piece, forms
+each piece's part of softmax less target, and with it a part of the gradient of what the product is given. So the head
+moves twice in a step, less the last piece. Logits exist for one chunk of tokens and one piece.
+
+What comes before the product and after it is the model's own code. Loss and gradients are those of the whole head but
+for rounding, because sums over the vocabulary are added in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lema.backend import Backend
+from lema.engine.head.loss import IGNORED
+from lema.model import Split
+from lema.stream import Lease
+
+if TYPE_CHECKING:
+    from lema.engine.visit import Engine
+
+__all__ = ["PiecedHead", "piece_passes", "visit_head"]
+
+
+LOWEST = torch.finfo(torch.float32).min
+MADE_UP = 3  # rows of a weight that stands for the head's while the model is taken apart
+
+
+class Leases(Protocol):
+    """What leases the pieces: the stream of layers, or in a plan what has no bytes."""
+
+    def lease(self, layer: int) -> AbstractContextManager[Lease]:
+        """Hold a piece's weight for the length of a `with` block."""
+        ...
+
+
+class Chunks(Protocol):
+    """The loss as the passes see it; `lema.engine.head.loss.LossChunks` says what each is."""
+
+    @property
+    def scale(self) -> float | Tensor: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]: ...
+
+    def place(self, index: int, block: Tensor, rows: slice, columns: slice, words: slice, size: int | None) -> None: ...
+
+
+class _Reached(Exception):
+    """Stops the model's forward at the product."""
+
+
+class PiecedHead:
+    """The model's own head, of whose weight there is one piece at a time.
+
+    Args:
+        split: the model in its parts.
+        backend: for the generator state.
+        module: the head, its weight on `meta`.
+        spans: the rows of each piece, `(first, end)`; they are leased after the layers, by the numbers that follow.
+    """
+
+    def __init__(self, split: Split, backend: Backend, module: nn.Linear, spans: Sequence[tuple[int, int]]) -> None:
+        self.backend = backend
+        self._split, self._module, self.spans = split, module, tuple(spans)
+        self._width = module.in_features  # of what the head is given, before norms and the like
+        self._dtype = module.weight.dtype
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a token has."""
+        return self.spans[-1][1]
+
+    @contextmanager
+    def standing_in(self, product: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
+        """Have the head return what `product` makes of its input in a `with` block; None: a few logits by a weight that
+        is made up, which tell the parts of the model from each other."""
+        # On the instance, because the class is the library's.
+        self._module.forward = product or _made_up  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            del self._module.forward
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """Return what the product is given, `[rows, tokens, width]`, of the last layer's output; differentiable."""
+        found: list[Tensor] = []
+
+        def stop(given: Tensor) -> Tensor:
+            found.append(given)
+            raise _Reached
+
+        with self.standing_in(stop), suppress(_Reached):
+            self._split.head(hidden)
+        self._width, self._dtype = hidden.shape[-1], hidden.dtype
+        return found[0]
+
+    def product(self, given: Tensor, weight: Tensor, span: tuple[int, int]) -> Tensor:
+        """Return the product by one piece, as the head itself returns it."""
+        bias = self._module.bias
+        with self._split.autocast():
+            return linear(given, weight, None if bias is None else bias[slice(*span)])
+
+    def logits(self, given: Tensor, weight: Tensor, span: tuple[int, int]) -> Tensor:
+        """Return the model's logits of one piece `[rows, tokens, words]`; differentiable."""
+        product = self.product(given, weight, span)
+        # The hidden state is nothing here, because what comes before the product is thrown away.
+        nothing = torch.zeros((), dtype=self._dtype, device=given.device).expand(*given.shape[:2], self._width)
+        with self.standing_in(lambda _: product):
+            return self._split.head(nothing)
+
+    def leased(self, stream: Leases, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Lease the pieces one after the other, each until the next is asked for; yield numbers and weights."""
+        for piece in range(len(self.spans)) if order is None else order:
+            with stream.lease(self._split.num_layers + piece) as lease:
+                yield piece, lease.weights["weight"]
+
+    def finite(self, stream: Leases, hidden: Sequence[Tensor]) -> bool:
+        """Whether all logits of the last layer's outputs are finite."""
+        given, found = [self.inputs(state) for state in hidden], True
+        for piece, weight in self.leased(stream):
+            for state in given if found else ():  # all are leased, because other processes may send their parts
+                found = found and bool(self.logits(state, weight, self.spans[piece]).isfinite().all())
+        return found
+
+
+def _made_up(given: Tensor) -> Tensor:
+    numbers = torch.arange(MADE_UP * given.shape[-1], device=given.device) % 17 - 8
+    return linear(given, (numbers / 64).to(given.dtype).view(MADE_UP, given.shape[-1]))
+
+
+@dataclass
+class _Block:
+    """Some tokens of a micro-batch, and what the passes have found of them so far.
+
+    Attributes:
+        index: of the micro-batch.
+        place: rows and columns in it.
+        given: what the product is given, `[rows, tokens, width]`.
+        targets: int64 `[tokens]`.
+        most: the largest logit of each token, fp32 as the others.
+        total: the sum of the exponentials of its logits less that.
+        hit: its target's logit.
+        gradient: of `given`, in fp32; None: it is not wanted.
+    """
+
+    index: int
+    place: tuple[slice, slice]
+    given: Tensor
+    targets: Tensor
+    most: Tensor
+    total: Tensor
+    hit: Tensor
+    gradient: Tensor | None = None
+
+    def see(self, logits: Tensor, first: int) -> None:
+        """Take note of a piece's logits `[rows, tokens, words]`, of the words from `first` on."""
+        flat = logits.float().flatten(0, 1)
+        most = torch.maximum(self.most, flat.amax(-1))
+        self.total = self.total * (self.most - most).exp() + (flat - most[:, None]).exp_().sum(-1)
+        self.most = most
+        at, inside = self._at(first, flat.shape[-1])
+        self.hit = torch.where(inside, flat.gather(-1, at).squeeze(-1), self.hit)
+
+    def loss(self) -> Tensor:
+        """Return the sum of the cross-entropies of the tokens that train."""
+        # The difference first, because the sum's logarithm and the largest logit may be of very different sizes.
+        each = self.total.log() - (self.hit - self.most)
+        return torch.where(self.targets == IGNORED, 0.0, each).sum()
+
+    def by_logits(self, logits: Tensor, first: int, scale: float | Tensor) -> Tensor:
+        """Return the gradient of `scale` times the loss by a piece's logits, shaped as they are, in fp32."""
+        flat = logits.detach().float().flatten(0, 1)
+        found = (flat - self.most[:, None]).exp_().div_(self.total[:, None])
+        at, inside = self._at(first, flat.shape[-1])
+        found.scatter_add_(-1, at, -inside[:, None].to(found.dtype))
+        return found.masked_fill_((self.targets == IGNORED)[:, None], 0.0).mul_(scale).view(logits.shape)
+
+    def _at(self, first: int, size: int) -> tuple[Tensor, Tensor]:
+        """Return where in a piece each token's target is, `[tokens, 1]`, and whether it is in there at all."""
+        at = self.targets - first
+        return at.clamp(0, size - 1)[:, None], (at >= 0) & (at < size)
+
+
+@torch.no_grad()
+def piece_passes(
+    head: PiecedHead,
+    stream: Leases,
+    chunks: Chunks,
+    hidden: Sequence[Tensor],
+    *,
+    differentiate: bool,
+    poll: Callable[[], None] = lambda: None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Take every micro-batch through the pieces, and back where it is differentiated.
+
+    Args:
+        head: the head.
+        stream: leases its pieces.
+        chunks: the loss of the step.
+        hidden: the last layer's outputs.
+        poll: called before each micro-batch in each piece; what it raises ends the passes.
+
+    Returns:
+        Each micro-batch's share of the loss, fp32, and the gradients of `hidden`, of `chunks.scale` times the loss.
+    """
+    began = head.backend.rng_state()
+    blocks = [
+        _begun(head, index, state, rows, columns, targets, differentiate=differentiate)
+        for index, state in enumerate(hidden)
+        for rows, columns, targets in chunks.blocks_to_form(index)
+    ]
+    order = list(range(len(head.spans)))
+    back = order[-2::-1] if differentiate else []
+    for number, (piece, weight) in enumerate(head.leased(stream, order + back)):
+        span, up, down = head.spans[piece], number < len(order), differentiate and number >= len(order) - 1
+        for block in blocks if up else ():
+            poll()
+            logits = head.logits(block.given, weight, span)
+            chunks.place(block.index, logits, *block.place, slice(*span), head.vocabulary)
+            block.see(logits, span[0])
+            del logits  # because the next block's would be made beside them
+        for block in blocks if down else ():
+            poll()
+            _back(head, block, weight, span, chunks.scale / chunks.num_tokens)
+        del weight  # because the lease ends where the next begins
+    values = [torch.zeros((), dtype=torch.float32, device=state.device) for state in hidden]
+    for block in blocks:
+        values[block.index] = values[block.index] + block.loss() / chunks.num_tokens
+    if not differentiate:
+        return values, []
+    for block in blocks:
+        block.given = block.targets  # because nothing wants it any more, and its memory is wanted
+    after = head.backend.rng_state()
+    head.backend.set_rng_state(began)  # because what comes before the product is run again, and may draw
+    gradients = [_by_hidden(head, index, state, blocks) for index, state in enumerate(hidden)]
+    head.backend.set_rng_state(after)
+    return values, gradients
+
+
+def _begun(
+    head: PiecedHead,
+    index: int,
+    hidden: Tensor,
+    rows: slice,
+    columns: slice,
+    targets: Tensor,
+    *,
+    differentiate: bool,
+) -> _Block:
+    given, targets = head.inputs(hidden[rows, columns]), targets.reshape(-1)
+    nothing = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
+    gradient = torch.zeros(given.shape, dtype=torch.float32, device=hidden.device) if differentiate else None
+    return _Block(index, (rows, columns), given, targets, nothing + LOWEST, nothing, nothing, gradient)
+
+
+def _back(head: PiecedHead, block: _Block, weight: Tensor, span: tuple[int, int], scale: float | Tensor) -> None:
+    """Add a piece's part to the gradient of what the product was given."""
+    assert block.gradient is not None
+    with torch.enable_grad():
+        leaf = block.given.detach().requires_grad_()
+        logits = head.logits(leaf, weight, span)
+        by_logits = block.by_logits(logits, span[0], scale).to(logits.dtype)
+    # Added in fp32, because the parts are many, and in half precision each sum would be rounded.
+    block.gradient += torch.autograd.grad(logits, leaf, by_logits)[0]
+
+
+def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_Block]) -> Tensor:
+    """Return the gradient of a micro-batch's hidden state, given those of what the product was given."""
+    gradient = torch.zeros_like(hidden)
+    for block in blocks:
+        if block.index == index and block.gradient is not None:
+            with torch.enable_grad():
+                leaf = hidden[block.place].detach().requires_grad_()
+                given = head.inputs(leaf)
+            gradient[block.place] = torch.autograd.grad(given, leaf, block.gradient.to(given.dtype))[0]
+            block.gradient = None
+    return gradient
+
+
+def visit_head(engine: Engine, head: PiecedHead, chunks: Chunks, hidden: Sequence[Tensor]) -> Tensor:
+    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
+    loss: Tensor = _HeadVisit.apply(engine, head, chunks, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
+    return loss
+
+
+class _HeadVisit(torch.autograd.Function):
+    """Head and loss as autograd sees them: gradients are formed in the forward, handed on in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: Engine,
+        head: PiecedHead,
+        chunks: Chunks,
+        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
+        *hidden: Tensor,
+    ) -> Tensor:
+        place = "in the head and the loss"
+        with engine.retry.at(place), engine.stream.trace.span("forward", "head and loss"):
+            values, ctx.gradients = piece_passes(
+                head, engine.stream, chunks, hidden, differentiate=True, poll=engine.stop.poll
+            )
+        ctx.scale = chunks.scale
+        engine.look(engine.split.num_layers, ctx.gradients)
+        return torch.stack(values).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        factor = gradients[0] / ctx.scale
+        scaled = [state * factor.to(state.dtype) for state in ctx.gradients]
+        ctx.gradients = None
+        return None, None, None, None, *scaled
