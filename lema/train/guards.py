@@ -30,6 +30,7 @@ __all__ = [
     "Pass",
     "Passes",
     "awaited",
+    "first_non_finite",
     "first_non_finite_gradient",
     "moves",
     "non_finite_gradient",
@@ -93,7 +94,10 @@ def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, 
             if not model.stream.sharded and backend.parallel.size == 1:  # else others go through all layers too
                 break
     if (first := _lowest(backend.replicas, first)) is None:
-        finite = all(bool(split.head(state).isfinite().all()) for state in hidden)
+        if model.head is None:
+            finite = all(bool(split.head(state).isfinite().all()) for state in hidden)
+        else:
+            finite = model.head.finite(model.stream, hidden)
         first = _lowest(backend.replicas, None if finite else len(names) - 1)
     return None if first is None else names[first]
 

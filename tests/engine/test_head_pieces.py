@@ -29,6 +29,7 @@ from lema.engine.head.cut import HeadCut
 from lema.errors import ConfigError
 from lema.plan.planner import planner_of, site_of
 from lema.stream.schedule import fetched_per_step
+from lema.train.guards import first_non_finite
 
 CLOSE = 1e-6  # sums over the vocabulary are added in another order
 SPANS = ((0, 40), (40, 80), (80, 96))
@@ -99,7 +100,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
             assert torch.equal(found.generator, expected.generator)
             assert head.is_meta
         assert model.split.tables.names == model._head.names - {"lm_head.weight"}  # a tied table is looked up by row
-        assert model.adapter.first_non_finite(batches) is None
+        assert first_non_finite(model.adapter, batches) is None
         loss, tokens = model.adapter.evaluate(batches)
     with streamed_model(stored, head="device") as model:
         draw_b(model.lora_manager)
@@ -340,4 +341,4 @@ def test_a_logit_that_is_not_finite_is_the_heads(tmp_path: Path, three_pieces: N
             return head
 
         model._head.pieced = infinite  # type: ignore[method-assign]
-        assert model.adapter.first_non_finite(batches) == "the head"
+        assert first_non_finite(model.adapter, batches) == "the head"
