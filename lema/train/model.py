@@ -198,7 +198,7 @@ class LemaModel:
         from lema.train.trainer import LemaTrainer
 
         given = self.config, self.adapter, self.gbi, self.lora_manager, optimizer, self.memory
-        return LemaTrainer(*given, callbacks=callbacks, **options)
+        return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`.

@@ -180,7 +180,7 @@ def generated(stored: Checkpoint, head: str) -> tuple[Tensor, list[int]]:
         memory.before_lease = lambda: leased.append(0)
         pieces = model._head.pieced(model.split, model.backend, model._layers)
         ids = torch.arange(3, 9)[None]
-        with torch.no_grad(), streaming_forward(model.split, memory, pieces):
+        with torch.no_grad(), streaming_forward(model.split, memory, head=pieces):
             tokens = model.eval_model().generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     return tokens, leased
 
