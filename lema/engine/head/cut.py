@@ -9,8 +9,8 @@ on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import ceil
 from typing import Any, Literal
 
@@ -245,10 +245,16 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
     It is run without values, once with the product by all of the weight and once by a few of its rows.
     """
     layers = find_layers(model)[1]
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is module.weight]
+
+    def no_rows(ids: Tensor) -> Tensor:
+        return torch.zeros(*ids.shape, module.in_features, dtype=module.weight.dtype, device=ids.device)
 
     def look(run: Callable[[], Any]) -> list[str]:
-        # Where it will be, because a model that computes with it beside the product then fails here.
-        module._parameters["weight"] = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+        # Where it will be, because a model that computes with it beside the product and the rows then fails here.
+        absent = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+        for one in (module, *tables):
+            one._parameters["weight"] = absent
         found = []
         for size in (module.out_features, FEW):
             follow = _Follow()
@@ -256,12 +262,8 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
             def product(given: Tensor, size: int = size, follow: _Follow = follow) -> Tensor:
                 return follow.begin(given.new_empty(*given.shape[:-1], size))
 
-            module.forward = product  # type: ignore[assignment,method-assign]
-            try:
-                with follow:
-                    logits = run().logits
-            finally:
-                del module.forward
+            with _replaced({module: product, **dict.fromkeys(tables, no_rows)}), follow:
+                logits = run().logits
             found += follow.said if follow.is_made_of(logits) else [follow.said[0] if follow.said else ELSEWHERE]
         return found
 
@@ -273,6 +275,18 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
     if any(one is None for one in found):
         return "the model does not run on part of its vocabulary"
     return next((what for one in found for what in one or ()), None)
+
+
+@contextmanager
+def _replaced(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Replace the `forward` of modules for the length of a `with` block."""
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module in forwards:
+            del module.forward
 
 
 ELSEWHERE = "the model's logits are not what its head returns"
