@@ -224,7 +224,7 @@ class LemaModel:
     @cached_property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
-        warn_of_no_use(self.config, self.backend)
+        warn_of_no_use(self.config, shared=self.backend.memory().shared, lazy=self.split.lazy)
         memory = self.memory  # first, because it settles where the head is
         adapter = StreamedModel(
             self.split,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lema.backend import Backend, Replicas
+from lema.backend import Replicas
 from lema.backend.collectives import first_alone
-from lema.backend.registry import has_addresses
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import attended_tokens, trained_tokens
@@ -171,12 +170,12 @@ def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, rep
         )
 
 
-def warn_of_no_use(config: LemaConfig, backend: Backend) -> None:
-    """Warn of settings that do nothing on this device."""
-    if config.offloading_tier == "host" and backend.memory().shared:
+def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
+    """Warn of settings that do nothing on a device that computes in host memory, or that compiles what it runs."""
+    if config.offloading_tier == "host" and shared:
         what = "activation_offloading saves no memory on a device that computes in host memory: `disk` would"
         warnings.warn(what, stacklevel=3)
-    if not has_addresses(backend.device) and not config.gradient_checkpointing:
+    if lazy and not config.gradient_checkpointing:
         warnings.warn(
             "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
             "keep a copy of its weights with them, so every layer is computed again; set it to true",
