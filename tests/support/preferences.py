@@ -24,7 +24,7 @@ def examples(*, labelled: bool = False, seed: int = 2) -> PreferenceDataset:
         begins = torch.randint(3, VOCABULARY, (prompt,), generator=draw).tolist()
         for length in rows:
             ids = [*begins, *torch.randint(3, VOCABULARY, (length - prompt + 3,), generator=draw).tolist()]
-            columns.append(Row({}, "made", number), ids, [-100] * prompt + ids[prompt:], truncated=False)
+            columns.append(Row({}, "made", number), ids, [-100] * prompt + ids[prompt:], cut=[])
     labels = torch.arange(8).remainder(2).eq(0).long().numpy() if labelled else None
     return PreferenceDataset(TokenDataset(columns), labels, 64)
 

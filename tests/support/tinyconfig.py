@@ -105,6 +105,8 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "mistral4": {"qk_rope_head_dim": 4},
     "molmo2_adapter": {"vision_feature_layer": [3, 2]},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},  # published ones have it; the default has not
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "reformer": {"axial_pos_embds": False},
     "step3p5": {"sliding_window": 5},
     "xlnet": {"attn_type": "uni"},
