@@ -119,9 +119,10 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     if data is None or isinstance(data, TokenDataset | PreferenceDataset):
         return data
     sized = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str | Mapping)
-    if sized and (len(data) == 0 or not isinstance(data[0], Mapping | str | Path)):
+    first = data[0] if sized and len(data) else None  # once, because a row of the caller's may take time to make
+    if sized and not isinstance(first, Mapping | str | Path):
         return data
-    if sized and isinstance(data[0], Mapping) and {"input_ids", "labels"} <= data[0].keys():
+    if isinstance(first, Mapping) and {"input_ids", "labels"} <= first.keys():
         return data
     if files is None:
         how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"

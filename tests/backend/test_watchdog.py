@@ -175,6 +175,10 @@ def test_a_read_that_does_not_end_is_told_with_its_layer_and_its_thread(
         step = threading.Thread(target=lambda: trainer.train_step(batch(2)), name="the step")
         step.start()
         assert disk.reached.wait(60)
+        for _ in range(600):  # until the step has come to the layer that is not read
+            if model.adapter.stream.under_way()[1] in model.adapter.stream.under_way()[2]:
+                break
+            threading.Event().wait(0.1)
         for _ in range(100_000):  # what moved when the disk stopped to answer comes to its end meanwhile
             if list(tmp_path.glob("stacks-*")):
                 break

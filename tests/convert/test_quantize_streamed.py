@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lema import LemaConfig, LemaModel
 from lema.backend.trace import tracing
 from lema.convert import merge_adapter
-from lema.engine import generate
+from lema.engine import complete
 from lema.storage import GlobalBinaryIndex
 from lema.stream.schedule import fetched_per_step
 from lema_cpu import CpuBackend
@@ -299,6 +299,7 @@ def test_generated_tokens_are_those_of_the_whole_model(tmp_path: Path, kind: str
     with torch.no_grad():
         expected = dequantized(small).generate(**inputs, do_sample=False, max_new_tokens=5)
     model = LemaModel(LemaConfig(str(small), device="cpu", save_steps=0), backend=CpuBackend(poison=True))
-    found = generate(model.split, model.memory, model.directory, model.tokenizer, ["the miller of"], 5, {})
+    prompts = inputs["input_ids"].tolist()
+    (found,) = complete(model.split, model.memory, model.directory, model.tokenizer, prompts, 5, {})
     model.close()
-    assert torch.equal(found, expected[:, inputs["input_ids"].shape[1] :])
+    assert list(found.tokens) == expected[0, inputs["input_ids"].shape[1] :].tolist()

@@ -116,7 +116,7 @@ def test_more_processes_than_one_machine_has_do_not_share_its_memory(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         with closing(LemaModel(config)) as model:
             backend = Beside(model.backend, 4)
-            OpenModel(config, model.skeleton, model._layers, 0, backend).allocate()  # type: ignore[arg-type]
+            OpenModel(config, model.skeleton, model._layers, 0, backend, model._head).allocate()  # type: ignore[arg-type]
     assert seen == [4, 2]
 
 
