@@ -123,7 +123,7 @@ def test_it_prints_nothing_a_terminal_would_obey(finished: Finished) -> None:
 def test_every_file_it_names_is_there(there: Finished) -> None:
     _, _, after = there.printed.partition("Files\n")
     named = [line.split(maxsplit=1) for line in after.partition("What")[0].splitlines()]
-    assert [name for name, _ in named] == ["model", "text", "chats", "config", "adapter", "metrics", "curve"]
+    assert [name for name, _ in named] == ["model", "text", "chats", "pairs", "config", "adapter", "metrics", "curve"]
     for _, place in named:
         assert Path(place).exists(), place
 

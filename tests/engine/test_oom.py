@@ -352,8 +352,9 @@ def test_a_later_step_that_needs_more_is_cut_once_more(checkpoint_of: Checkpoint
             assert len(said) == bool(len(failing.failures) - count)
         assert [one[2:] for one in failing.failures] == [(6, 4), (6, 2), (6, 1), (3, 1)]
         assert trainer.global_step == 4
-        # Every pass begins with its leases announced, and with no others: those of a pass given up are forgotten.
-        assert set(announced) == {2 * TOP}
+        # Every pass begins with its leases announced, and with no others: those of a pass given up are forgotten. The
+        # first is on lease before the prelude only while the model is not learnt yet.
+        assert announced[0] == 2 * TOP and set(announced[1:]) <= {2 * TOP, 2 * TOP + 1}
 
 
 @pytest.mark.slow
