@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from everytype import STREAMED, compare
 from parity import (
     all_gradients,
     assert_same,
@@ -299,6 +300,37 @@ def opened(stored: Checkpoint, **settings: Any) -> Iterator[LemaModel]:
     with streamed_model(stored, **settings) as model:
         draw_b(model.lora_manager)
         yield model
+
+
+# Whole, and why.
+WHOLE = {
+    "chameleon": "index_put_ to all logits",  # codes of images are no words
+    "gemma4": "does not run on part of its vocabulary",  # it computes with a row of its table
+    "nemotron_h_omni": "no plain linear module",
+    "rwkv": "does not run on part of its vocabulary",
+}
+SOME = ("gemma3_text", "inkling2", "mamba", "gpt_neox", *WHOLE)
+
+
+@pytest.mark.parametrize(
+    "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in STREAMED if kind not in SOME)]
+)
+@pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
+def test_a_head_of_any_type_streams_or_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def thirds(head: HeadCut, _: Any) -> tuple[tuple[int, int], ...]:
+        size = head._stored.records[head.name].shape[0]
+        each = -(-size // 3)
+        return tuple((first, min(first + each, size)) for first in range(0, size, each))
+
+    monkeypatch.setattr(HeadCut, "spans", thirds)
+    if kind in WHOLE:
+        with pytest.raises(ConfigError, match=WHOLE[kind]):
+            compare(kind, tmp_path, head="stream")
+        return
+    found = compare(kind, tmp_path, head="stream")
+    assert max(found.loss, found.logits) < CLOSE
+    # Of each adapter by itself, some of which have gradients that are nearly nothing.
+    assert found.worst < 1e-4
 
 
 def masked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
