@@ -5,10 +5,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lema.config.change import OfAdapter, Said, Silent
 from lema.config.peft import contradictions
 from lema.config.problems import Problem
-from lema.config.settings import Settings
+from lema.config.settings import OfAdapter, Said, Settings, Silent
 from lema.config.types import (
     Beta,
     Count,

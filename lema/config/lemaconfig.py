@@ -13,10 +13,9 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
-from lema.config.change import OfAdapter, OfData, Refused, Said, Silent
 from lema.config.objective import ObjectiveName, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
-from lema.config.settings import Settings
+from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
 from lema.config.types import (
     Beta,
     Columns,

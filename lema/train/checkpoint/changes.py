@@ -1,4 +1,4 @@
-"""The settings that have changed since a run began, by what becomes of it then (`lema.config.change`)."""
+"""The settings that have changed since a run began, by what becomes of it then (`lema.config.settings`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lema.config.change import Change
 from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
+from lema.config.settings import Change
 from lema.errors import AdapterError
 
 __all__ = ["CLASSES", "SCHEDULE", "UPDATE", "Changed", "changed_settings", "settings_then"]

@@ -11,7 +11,7 @@ from typing import Any
 from peft import PeftModel
 
 from lema.config import LemaConfig
-from lema.config.change import Change
+from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError
 from lema.lora.files import WEIGHTS, adapter_differences
 from lema.storage.manifest import check_manifest

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lema.config import LemaConfig
-from lema.config.change import Change
+from lema.config.settings import Change
 from lema.errors import AdapterError
 from lema.storage.manifest import MANIFEST, write_manifest
 from lema.train.checkpoint import newest_sound
