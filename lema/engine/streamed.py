@@ -254,8 +254,10 @@ class StreamedModel:
                 handed_on = any(call.received is not None and call.received.more for call in calls[layer])
                 self.prefix.keep(inputs, hidden, drawn=drawn, handed_on=handed_on)
             if layer < last:
-                given: Any = (calls[layer], hidden, boundaries, graphs, beside)
-                hidden = self.visit_layer(layer, *given, differentiate=lowest <= layer)
+                # Not by a variable, which would hold this layer's inputs until the next layer is done.
+                hidden = self.visit_layer(
+                    layer, calls[layer], hidden, boundaries, graphs, beside, differentiate=lowest <= layer
+                )
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
         if self.head is None:
