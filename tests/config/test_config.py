@@ -63,6 +63,8 @@ for field in fields:
 wrong_types = 0
 for field in fields[1:]:
     named = {"a": "x"} if field not in ("train_data", "eval_data") else {"a": 1}  # data sets by name are right there
+    if field.endswith("_kwargs"):
+        named = "x=1"
     for value in [named, [[1]], object(), 1 + 2j, b"x", float("nan"), float("inf"), "", -1.5]:
         wrong_types += 1
         found = problems(**{field: value})

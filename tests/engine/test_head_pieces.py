@@ -316,6 +316,7 @@ SOME = ("gemma3_text", "inkling2", "mamba", "gpt_neox", *WHOLE)
     "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in STREAMED if kind not in SOME)]
 )
 @pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
+@pytest.mark.filterwarnings("ignore:.* compares a position with its own label")
 def test_a_head_of_any_type_streams_or_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def thirds(head: HeadCut, _: Any) -> tuple[tuple[int, int], ...]:
         size = head._stored.records[head.name].shape[0]

@@ -113,15 +113,16 @@ class Numbers:
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
 
-    def batch_decode(self, tokens: Tensor, skip_special_tokens: bool) -> list[str]:
-        return [" ".join(map(str, row)) for row in tokens.tolist()]
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, tokens))
 
 
 def said(model: LemaModel, **options: Any) -> Tensor:
     """The tokens that follow two prompts."""
     model.__dict__["tokenizer"] = Numbers()
     texts = model.generate(["5 9 33 17", "40 2"], max_new_tokens=6, **options)
-    return torch.tensor([[int(word) for word in text.split()] for text in texts])
+    rows = [[int(word) for word in text.split()] for text in texts]  # a text that has ended is shorter
+    return torch.tensor([row + [0] * (6 - len(row)) for row in rows])
 
 
 def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tensor], int]:
