@@ -95,7 +95,7 @@ def texts_of(
 
 def batches_of(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
     """Return the numbers of the prompts of each batch: the longest together and first, so that little is padding and
-    what does not fit shows at once; those of a batch in their own order, in which `transformers` would draw for them."""
+    what does not fit shows at once; those of a batch in their own order, in which `transformers` draws for them."""
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     return [sorted(order[first : first + batch_size]) for first in range(0, len(order), batch_size)]
 
