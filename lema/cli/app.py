@@ -32,7 +32,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 config_app = typer.Typer(
-    help="Show the settings of a run, or of all runs.", no_args_is_help=True, rich_markup_mode=None
+    help="Show the settings of a run, or of all runs; take over those of others.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(config_app, name="config")
 
@@ -207,3 +209,4 @@ for name, command in COMMANDS.items():
     app.command(name=name)(command)
 config_app.command()(tellcommands.show)
 config_app.command()(tellcommands.schema)
+config_app.command(name="import")(tellcommands.import_file)

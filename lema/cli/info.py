@@ -3,15 +3,16 @@
 import contextlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lema.cli.arguments import ConfigFile, Revision, Settings, Trust, config_of
 from lema.errors import BackendUnavailable
 
-__all__ = ["backends", "doctor", "models", "schema", "show"]
+__all__ = ["backends", "doctor", "import_file", "models", "schema", "show"]
 
 
 def models(
@@ -73,12 +74,38 @@ def doctor(
 
 def show(config: ConfigFile, settings: Settings = None) -> None:
     """Print every setting of a run as YAML, defaults included."""
+    _print_yaml(config_of(config, settings).to_dict())
+
+
+def import_file(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.", show_default=False)],
+) -> None:
+    """Print a file of axolotl or TRL as settings of lema; comments say what was not carried over, and why."""
+    from lema.config import LemaConfig
+    from lema.config.foreign import imported
+    from lema.config.problems import SettingsError
+    from lema.config.yaml import read_yaml
+
+    settings, notes = imported(read_yaml(file).values, LemaConfig.defaults())
+    try:
+        LemaConfig(**settings)
+    except SettingsError as error:
+        for problem in error.problems:
+            if problem.key in settings:
+                notes[problem.key] = str(problem)
+                del settings[problem.key]
+    _print_yaml(settings)
+    for key, why in notes.items():
+        typer.echo(f"# {key}: not carried over; {why}")
+
+
+def _print_yaml(settings: Mapping[str, Any]) -> None:
     from ruamel.yaml import YAML
 
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment] # its annotation is narrower than its use
-    yaml.dump(config_of(config, settings).to_dict(), sys.stdout)
+    yaml.dump(dict(settings), sys.stdout)
 
 
 def schema() -> None:

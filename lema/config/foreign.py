@@ -1,14 +1,17 @@
-"""What other trainers call settings of the data, and what says the same here.
+"""What other trainers call settings, and what says the same here: as a hint, and for a whole file of theirs.
 
 The names are those of TRL's settings, of axolotl's, and of others that call them so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
-__all__ = ["SAID_HERE"]
+__all__ = ["SAID_HERE", "imported"]
 
 _ANSWERS = "here: train_on: assistant, which is the default: answers and completions are trained on, prompts are not"
 _COLUMN = "here: columns: {{{ours}: NAME}}"
+_QUANTISE = "quantise the model once with `lema prepare MODEL OUT --quantize {kind}`, and train OUT"
+_STREAMS = "layers stream, so no model has to be divided to fit"
 
 SAID_HERE: Mapping[str, str] = {
     "assistant_only_loss": _ANSWERS,
@@ -46,5 +49,131 @@ SAID_HERE: Mapping[str, str] = {
     "remove_unused_columns": "columns that nothing reads are named and left alone",
     "excess_length_strategy": "here: overlong: truncate, drop or error",
     "truncation_mode": "rows are cut at their end; overlong: drop leaves long ones out",
+    "deepspeed": _STREAMS,
+    "fsdp": _STREAMS,
+    "fsdp_config": _STREAMS,
+    "evals_per_epoch": "evaluations are at the end of each epoch, or every eval_steps",
+    "load_in_4bit": _QUANTISE.format(kind="nf4"),
+    "load_in_8bit": _QUANTISE.format(kind="int8"),
+    "saves_per_epoch": "checkpoints are written every save_steps",
+    "special_tokens": "the tokenizer's own are used; change them in its files",
+    "trust_remote_code": "a file must not say what code is run; give --trust-remote-code with the command",
     "append_eos_token": "text and completions always end in the end-of-sequence token, once",
 }
+
+
+# What other trainers call the same thing: TRL's and axolotl's names where ours is another.
+_CALLED_HERE: Mapping[str, str] = {
+    "base_model": "model_name_or_path",
+    "epochs": "num_train_epochs",
+    "eval_dataset": "eval_data",
+    "lora_model_dir": "adapter_name_or_path",
+    "lora_r": "lora_rank",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "max_seq_length": "max_length",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "peft_use_dora": "lora_use_dora",
+    "peft_use_rslora": "lora_use_rslora",
+    "rl": "objective",
+    "rl_beta": "beta",
+    "sample_packing": "packing",
+    "sequence_len": "max_length",
+    "torch_dtype": "dtype",
+    "use_dora": "lora_use_dora",
+    "use_rslora": "lora_use_rslora",
+    "val_set_size": "eval_split",
+    "wandb_name": "run_name",
+}
+# What is so here in any case, or has no meaning here.
+_NEEDLESS = frozenset(
+    {
+        "adapter",
+        "assistant_only_loss",
+        "completion_only_loss",
+        "dataset_name",
+        "dataset_prepared_path",
+        "dataset_text_field",
+        "datasets",
+        "eval_sample_packing",
+        "eval_strategy",
+        "lora_target_linear",
+        "pad_to_sequence_len",
+        "remove_unused_columns",
+        "save_strategy",
+        "strict",
+        "use_peft",
+        "wandb_entity",
+        "wandb_log_model",
+        "wandb_watch",
+    }
+)
+_ATTENTION = {"eager_attention": "eager", "flash_attention": "flash_attention_2", "sdp_attention": "sdpa"}
+_FORMS = ("alpaca", "chat_template", "completion", "sharegpt")  # of axolotl's data sets; columns tell them here
+_FIELDS = {
+    "field": "text",
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field_system": "system",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "message_field_role": "role",
+    "message_field_content": "content",
+}
+
+
+def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings that say what a file of axolotl or TRL says, and of each of its keys that none says, why.
+
+    What a device accumulates over several batches becomes one batch, because the layers then stream once for all of it.
+
+    Args:
+        values: the file's keys; one without a value counts as not given.
+        known: the settings there are here.
+    """
+    given = {key: value for key, value in values.items() if value is not None and value != ""}
+    found: dict[str, Any] = {}
+    notes: dict[str, str] = {}
+    _add_data(given, found, notes)
+    rows = given.pop("per_device_train_batch_size", given.get("micro_batch_size"))
+    if isinstance(rows, int) and isinstance(batches := given.pop("gradient_accumulation_steps", 1), int):
+        found |= {"batch_size": rows * batches, "micro_batch_size": rows}
+    for name, dtype in {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}.items():
+        if given.pop(name, None) is True:
+            found["dtype"] = dtype
+    for name, attention in _ATTENTION.items():
+        if given.pop(name, False) is True:
+            found["attn_implementation"] = attention
+    if given.get("adapter", "lora") != "lora":
+        qlora = given["adapter"] == "qlora"
+        notes["adapter"] = SAID_HERE["load_in_4bit"] if qlora else "adapters here are LoRA's"
+    if "wandb_project" in given:
+        found["report_to"] = ["wandb"]
+        notes["wandb_project"] = "set the environment variable WANDB_PROJECT"
+    for key, value in given.items():
+        ours = _CALLED_HERE.get(key, key)
+        if key in notes or key in _NEEDLESS or ours in found or (value is False and ours not in known):
+            continue
+        if ours not in known:
+            notes[key] = SAID_HERE.get(key, "there is no such setting here")
+        elif (ours, value) not in (("eval_split", 0), ("lora_target_modules", "all-linear")):  # what is so without
+            found[ours] = value
+    return {name: found[name] for name in known if name in found}, notes
+
+
+def _add_data(given: Mapping[str, Any], found: dict[str, Any], notes: dict[str, str]) -> None:
+    """Add the data sets of a file, with what their columns are called."""
+    files: list[Any] = []
+    columns: dict[str, str] = {}
+    for one in given.get("datasets") or [given.get("dataset_name")]:
+        about = one if isinstance(one, Mapping) else {"path": one}
+        files += [about["path"]] if about.get("path") else []
+        form = about.get("type")
+        if form is not None and str(form).partition(".")[0] not in _FORMS:
+            notes["datasets"] = f"the type {form!r} is not known; docs/data.md says which columns are understood"
+        columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
+    if isinstance(text := given.get("dataset_text_field"), str):
+        columns["text"] = text
+    found |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}

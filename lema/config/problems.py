@@ -65,9 +65,6 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **{name: settings for settings, names in _MEANT for name in names.split()},
 }
 
-# What is asked for in another place.
-_NO_SETTINGS = {"trust_remote_code": "a file must not say what code is run; give --trust-remote-code with the command"}
-
 # Likeness below which a name is not offered, and how far below the best still counts as about as close.
 _LIKE, _TIE = 0.5, 0.1
 
@@ -184,7 +181,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 def unknown_setting(key: str, known: Iterable[str]) -> Problem:
     """The problem of a key that is no setting, with the nearest names."""
-    if how := _NO_SETTINGS.get(key) or SAID_HERE.get(key.lower().replace("-", "_")):
+    if how := SAID_HERE.get(key.lower().replace("-", "_")):
         return Problem(key, f"unknown setting {key!r}", how)
     known = list(known)
     near = nearest(key, known)
