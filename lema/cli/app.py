@@ -11,7 +11,7 @@ import typer
 
 from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
-from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, settings_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, settings_of
 from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
 from lema.cli.generate import generate
@@ -27,7 +27,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 75 stopped with a checkpoint, "
     "130 Ctrl-C.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -206,7 +206,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": tellcommands.doctor,
 }
 for name, command in COMMANDS.items():
-    app.command(name=name)(command)
-config_app.command()(tellcommands.show)
+    app.command(name=name, cls=Verb)(command)
+config_app.command(cls=Verb)(tellcommands.show)
 config_app.command()(tellcommands.schema)
 config_app.command(name="import")(tellcommands.import_file)

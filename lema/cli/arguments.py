@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from lema.errors import ConfigError, DataError
 
@@ -18,6 +19,7 @@ __all__ = [
     "Settings",
     "Source",
     "Trust",
+    "Verb",
     "config_of",
     "evaluation_rows",
     "model_of",
@@ -33,7 +35,7 @@ Source = Annotated[
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace one setting of the file; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one setting of the file, as --KEY VALUE does."),
 ]
 
 # No setting: a file must not decide what code is run.
@@ -47,6 +49,27 @@ Trust = Annotated[
 Revision = Annotated[
     str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.", show_default=False)
 ]
+
+
+class Verb(TyperCommand):
+    """A command; where it takes settings, `--KEY VALUE` and `--KEY=VALUE` stand for `--set KEY=VALUE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; options of the command's own go before settings of the same name."""
+        own = {*ctx.help_option_names, *(option for parameter in self.params for option in parameter.opts)}
+        if "--set" not in own or not any(one.startswith("--") and one.partition("=")[0] not in own for one in args):
+            return super().parse_args(ctx, args)
+        from lema.config import LemaConfig
+
+        known, found, rest = LemaConfig.defaults(), list[str](), iter(args)
+        for one in rest:
+            name, equals, value = one.partition("=")
+            key = name.removeprefix("--").replace("-", "_")
+            if not name.startswith("--") or name in own or key not in known:
+                found.append(one)
+            else:
+                found += ["--set", f"{key}={value if equals else next(rest, '')}"]
+        return super().parse_args(ctx, found)
 
 
 def settings_of(given: list[str] | None) -> dict[str, Any]:
