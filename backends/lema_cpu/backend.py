@@ -117,6 +117,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    last_resort = True  # of `device: auto`
 
     def __init__(
         self,

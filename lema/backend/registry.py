@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["BackendInfo", "available", "has_addresses", "kept_unasked", "load", "planned"]
 
 GROUP = "lema.backends"
+AUTO = "auto"  # the device of a run that names none: the first backend that can run here
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,39 @@ def available() -> list[BackendInfo]:
 def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
     """Open the backend that `device` names (`"name"`, or `"name:1"` where it has several devices), and no other.
 
+    "auto" is the first that opens, in the order of their names; one with a true attribute `last_resort` comes after all
+    others.
+
     Raises:
         BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.
     """
-    return _open(_point(device), device, options)
+    return _first(options)[1] if device == AUTO else _open(_point(device), device, options)
+
+
+def _first(options: BackendOptions) -> tuple[str, Backend]:
+    """Open the first backend that can run here; return its name as the settings have it, too."""
+    ranked, why = [], []
+    for point in entry_points(group=GROUP):
+        with suppress(BackendUnavailable):
+            ranked.append((bool(getattr(_factory(point), "last_resort", False)), point.name, point))
+    for _, name, point in sorted(ranked):
+        try:
+            return name, _open(point, name, options)
+        except BackendUnavailable as error:
+            why.append(f"{name}: {error.what}")
+    raise BackendUnavailable(f"no backend can run here: {'; '.join(why) or 'none is installed'}", where="device: auto")
+
+
+@cache
+def _chosen() -> str:
+    """Return the name of the backend that "auto" opens."""
+    name, backend = _first(DEFAULTS)
+    backend.close()
+    return name
 
 
 def _point(device: str) -> EntryPoint:
-    name = device.partition(":")[0]
+    name = _chosen() if device == AUTO else device.partition(":")[0]
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
         how = f"set device to one of: {', '.join(sorted(points)) or 'none is installed'}; `lema backends` lists them"

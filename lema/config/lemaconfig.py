@@ -58,8 +58,8 @@ class _First(Settings):
     """The `model_type` of the model's config.json, to check against; None takes what is there."""
     gbi_path: Silent[Location | None] = None
     """Weights to stream instead of the model directory's own: a .safetensors file or an index."""
-    device: Silent[Name] = "cuda"
-    """Backend to run on; `lema backends` lists them."""
+    device: Silent[Name] = "auto"
+    """Backend to run on; `lema backends` lists them. auto: the first that can run here, the processor last."""
     strategy: Silent[Strategy] = MemoryStrategy.STREAMING
     """`streaming`: weights stay on disk. `resident`: weights stay in host memory."""
     save_steps: Silent[NotNegative] = 500

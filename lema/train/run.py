@@ -69,7 +69,8 @@ def train(
         model.initialize_lora()
         out(
             f"{model.split.num_layers} layers ({model.allocation.summary()}), "
-            f"{human_bytes(model.gbi.nbytes)} of weights; {model.num_adapter_parameters:,} adapter parameters"
+            f"{human_bytes(model.gbi.nbytes)} of weights; {model.num_adapter_parameters:,} adapter parameters; "
+            f"device {model.backend.device}"
         )
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             trainer = model.get_trainer(callbacks=callbacks if replicas.first else ())

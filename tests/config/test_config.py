@@ -95,7 +95,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "model_name_or_path": "model",
         "model_type": None,
         "gbi_path": None,
-        "device": "cuda",
+        "device": "auto",
         "strategy": "streaming",
         "save_steps": 500,
         "output_dir": "output",
