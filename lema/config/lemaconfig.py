@@ -90,8 +90,8 @@ class LemaConfig(AdapterSettings, _First):
     attn_implementation: Said[Name | None] = None
     """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
     micro_batch_size: Silent[Count | None] = None
-    """Rows computed at once, of which a pair has two; None: the whole batch. Fewer need less memory and change no
-    number."""
+    """Rows computed at once, of which a pair has two; None: the whole batch. Fewer need less memory; with dropout they
+    draw otherwise, without it nothing but rounding changes."""
     gradient_accumulation_steps: Refused[Count] = 1
     """Batches per optimizer step."""
     max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None

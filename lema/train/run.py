@@ -67,6 +67,8 @@ def train(
         if eval_data is not None:
             out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
+        if getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None):
+            out("the routers' auxiliary loss is left out of the training loss, where TRL adds it by default")
         out(
             f"{model.split.num_layers} layers ({model.allocation.summary()}), "
             f"{human_bytes(model.gbi.nbytes)} of weights; {model.num_adapter_parameters:,} adapter parameters; "

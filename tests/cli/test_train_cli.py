@@ -200,3 +200,15 @@ def test_the_resolved_settings_are_what_the_run_uses(
 def test_backends_that_run_here_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     assert lema("backends") == 0
     assert "cpu  ok\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("coefficient", "said"), [(0.001, True), (0.0, False)])
+def test_a_routers_loss_that_is_left_out_is_said(
+    coefficient: float, said: bool, write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path / "model", router_aux_loss_coef=coefficient)
+    file = write_rows(tmp_path / "data.jsonl", TEXTS)
+    config = write_config(model_name_or_path=str(model), train_data=str(file), max_steps=1, report_to=[])
+    capfd.readouterr()
+    assert lema("train", config) == 0
+    assert ("routers' auxiliary loss is left out" in capfd.readouterr().out) is said
