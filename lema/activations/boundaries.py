@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "placed"]
 
-
 Key = tuple[int, int]  # layer, micro-batch
 TierName = Literal["device", "host", "disk"]
 NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use, two on their way

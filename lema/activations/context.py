@@ -30,7 +30,6 @@ from lema.storage.spillfile import OffloadFile
 
 __all__ = ["Mode", "NoOpManager", "OffloadActivations", "get_lora_act_offloading_ctx_manager"]
 
-
 Mode = Literal[True, "legacy", "hidden_states", "disk"]
 MODES = (True, "legacy", "hidden_states", "disk")
 WHAT = "saved activations"

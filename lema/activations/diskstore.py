@@ -22,7 +22,6 @@ from lema.storage.spillfile import Extents, OffloadFile, as_bytes, whole_blocks
 
 __all__ = ["DiskPiece", "DiskStore"]
 
-
 Kind = Literal["write", "read", "drain"]  # a drain waits until a device has copied from a buffer, or to it
 
 

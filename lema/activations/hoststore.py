@@ -16,7 +16,6 @@ from lema.storage.spillfile import whole_blocks
 
 __all__ = ["HostPiece", "HostPool", "HostStore", "TieredStore", "floor_bytes"]
 
-
 FLOOR_PART, FLOOR_BYTES = 20, 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
 
 

@@ -35,7 +35,6 @@ from lema.storage.spillfile import OffloadFile
 
 __all__ = ["STAGING", "BoundaryArena", "KeptGraphs", "StepBoundaries", "StepGraphs", "graph_input"]
 
-
 STASH = 5  # pieces that leave while compute goes on, and that come back ahead of it
 STAGING = 256 * 2**20  # bytes of host memory through which things go to the disk and come back
 

@@ -22,7 +22,6 @@ from lema.activations.protocols import Kept
 
 __all__ = ["LayerInputs", "OnlyLayerInputs", "OnlyLayerValues", "decoder_layers"]
 
-
 INPUT = "hidden_states"
 WRAPPED = "_checkpoint_wrapped_module"  # what a module that checkpoints another calls it
 

@@ -28,7 +28,6 @@ else:
 
 __all__ = ["ActivationOffloadingMixin"]
 
-
 THEIRS = "maybe_activation_offload_context"  # where TRL's trainers keep a context of their own
 
 

@@ -27,7 +27,6 @@ from lema.errors import ModelError
 
 __all__ = ["CastWeight", "Offload", "Order", "Packed"]
 
-
 P = TypeVar("P")
 NO_BACKWARD = -1  # the number of the backward where none runs
 

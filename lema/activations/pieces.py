@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ALIGNMENT", "Piece", "span_of", "view"]
 
-
 ALIGNMENT = 64  # kernels may take another way where an address is aligned otherwise: it comes back as it was
 
 

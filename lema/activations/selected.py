@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_ATTENTION_OPS", "offloaded_ops"]
 
-
 # Of the kinds of attention that torch has, those that no torch here knows are passed over.
 DEFAULT_ATTENTION_OPS = (
     "aten::_scaled_dot_product_flash_attention",

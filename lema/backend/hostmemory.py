@@ -18,17 +18,7 @@ import psutil
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "HUGE_PAGE",
-    "UNLIMITED",
-    "anonymous",
-    "groups",
-    "mapped",
-    "memory_available",
-    "memory_left",
-    "memory_limit",
-    "read_only",
-]
+__all__ = ["anonymous", "groups", "mapped", "memory_available", "memory_left", "memory_limit", "read_only"]
 
 HUGE_PAGE = 2 << 20
 

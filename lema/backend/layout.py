@@ -31,7 +31,6 @@ __all__ = [
     "consolidate",
     "differences",
     "embedding",
-    "fewest_replicas",
     "fused",
     "kv",
     "layout_from_dict",

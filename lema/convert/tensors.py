@@ -29,7 +29,6 @@ __all__ = [
     "cast_pieces",
     "copy_companions",
     "read_tensor",
-    "records_of",
     "stored_name",
     "write_cast",
     "write_config",

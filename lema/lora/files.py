@@ -41,7 +41,6 @@ __all__ = [
     "read_safetensors",
     "read_settings",
     "save_adapter",
-    "saved_tensors",
     "settings_of",
 ]
 

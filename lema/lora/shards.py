@@ -32,17 +32,7 @@ from lema.backend.layout import (
 from lema.errors import AdapterError, ConfigError, DataError
 from lema.storage.atomic import flush
 
-__all__ = [
-    "LAYOUTS",
-    "SHARDS",
-    "Shards",
-    "join",
-    "layout_of_tensor",
-    "lora_layouts",
-    "module_of",
-    "read_shards",
-    "write_shards",
-]
+__all__ = ["LAYOUTS", "SHARDS", "join", "layout_of_tensor", "module_of", "read_shards", "write_shards"]
 
 SHARDS = "adapter_shards"
 LAYOUTS = "layout.json"

@@ -42,7 +42,6 @@ __all__ = [
     "sweep",
 ]
 
-
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What `flock` says on a file system without locks, or with locks of files alone (a network's).
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EISDIR}

@@ -14,7 +14,6 @@ from pathlib import Path
 
 __all__ = ["BLOCK", "CHUNK_BYTES", "NUM_CHUNKS", "BlockFile", "reserve", "write_all"]
 
-
 BLOCK = 4096  # a write past the page cache must begin and end on a block, in the file and in memory
 CHUNK_BYTES = 8 << 20  # of one write: large enough for any disk
 NUM_CHUNKS = 4  # one being filled, two being written, one waiting

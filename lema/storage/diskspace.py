@@ -11,7 +11,6 @@ from lema.errors import DiskError, DiskFull, Stopped
 
 __all__ = ["check_room", "disk_error", "free_bytes", "is_full", "not_written", "say_passed_over", "unsaved"]
 
-
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
 MORE_ROOM = "free some space, or choose an output_dir on another disk; what was saved before is untouched"

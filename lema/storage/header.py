@@ -26,7 +26,6 @@ __all__ = [
     "regular_size",
 ]
 
-
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 DTYPE_BITS: dict[str, int] = {

@@ -14,7 +14,6 @@ from lema.storage.remotecode import require_commit
 
 __all__ = ["ALLOWED_FILES", "CODE_FILES", "IGNORED_FILES", "own_weights", "resolve_model"]
 
-
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 CODE_FILES = ("*.py",)
 

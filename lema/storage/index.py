@@ -22,7 +22,6 @@ from lema.storage.header import (
 
 __all__ = ["INDEX_NAME", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
 
-
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it

@@ -24,7 +24,6 @@ from lema.storage.atomic import NO_LOCKS, sweep
 
 __all__ = ["LOCK", "one_run", "run_lock"]
 
-
 LOCK = ".lock"
 
 

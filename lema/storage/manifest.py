@@ -17,7 +17,6 @@ from lema.errors import AdapterError
 
 __all__ = ["MANIFEST", "check_manifest", "write_manifest"]
 
-
 MANIFEST = "manifest.json"
 ALGORITHM = "sha256"
 FILES = "files"

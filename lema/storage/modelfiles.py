@@ -20,15 +20,7 @@ from lema.storage.index import check_inside
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = [
-    "MAX_CONFIG_BYTES",
-    "MAX_LAYERS",
-    "check_companions",
-    "load_generation_config",
-    "load_tokenizer",
-    "read_config_file",
-]
-
+__all__ = ["MAX_CONFIG_BYTES", "load_generation_config", "load_tokenizer", "read_config_file"]
 
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 TEMPLATES = "additional_chat_templates"

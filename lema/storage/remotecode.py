@@ -14,7 +14,6 @@ from lema.errors import ConfigError, ModelError, WeightsError
 
 __all__ = ["check_code", "require_commit"]
 
-
 COMMIT = re.compile("[0-9a-f]{40}")
 REFERENCE = re.compile(r"([\w./-]+--)?\w+\.\w+")  # of a file beside the weights, or of a repository
 USED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")

@@ -27,7 +27,6 @@ __all__ = [
     "simplest",
 ]
 
-
 LEAST_READ = 8  # bytes; shorter ranges, of which there are as many as elements, are read with what lies between them
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Extents", "OffloadFile", "as_bytes", "whole_blocks"]
 
-
 THREADS = 2  # transfers under way: a disk is idle between them otherwise
 
 # What a file system says that has no files without a name, or a kernel that knows none.

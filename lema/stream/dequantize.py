@@ -13,7 +13,6 @@ from lema.stream.placement import LayerBytes, view, views
 
 __all__ = ["ExpandedBuffers", "expand_into", "weights_in"]
 
-
 NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
 
 

@@ -24,7 +24,6 @@ from lema.backend.trace import NO_TRACE, NoTrace
 
 __all__ = ["NUM_BUFFERS", "GatheredBuffers"]
 
-
 NUM_BUFFERS = 2  # one on lease, one being filled
 NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
 

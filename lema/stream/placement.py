@@ -30,9 +30,7 @@ __all__ = [
     "DTYPES",
     "PAGE",
     "ByteRun",
-    "Expansion",
     "LayerBytes",
-    "Placed",
     "extent",
     "moved",
     "part_bytes",
@@ -41,7 +39,6 @@ __all__ = [
     "view",
     "views",
 ]
-
 
 PAGE = 4096
 VECTOR = 16  # bytes that kernels load at once

@@ -21,7 +21,6 @@ from lema.stream.workers import Ticket
 
 __all__ = ["fill"]
 
-
 TOGETHER = 2  # layers being read at once: the disk is not idle while one that has arrived is copied
 
 

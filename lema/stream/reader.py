@@ -31,7 +31,6 @@ from lema.stream.workers import Ticket, Workers
 
 __all__ = ["LayerReader", "StoredRows"]
 
-
 MOST_PIECES = 256  # of one read; systems take 1,024 places in memory, of which a piece has up to three
 SEGMENT = 16 << 20  # bytes of one read: a few fill any disk's queue, and between two of them there is little to do
 ROWS_AT_ONCE = 256  # runs of rows that one thread reads one after the other

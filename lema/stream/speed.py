@@ -20,7 +20,6 @@ from lema.stream.workers import Ticket
 
 __all__ = ["ENOUGH", "REPEATS", "Clock", "download_speed", "median_seconds", "read_speed", "upload_speed"]
 
-
 Clock = Callable[[], float]
 ENOUGH = 1.0  # seconds that one measurement takes, about
 REPEATS = 5

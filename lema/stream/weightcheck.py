@@ -23,7 +23,6 @@ from lema.stream.placement import DTYPES, Cast
 
 __all__ = ["BaseGuard", "first_non_finite", "refusal"]
 
-
 CHUNK = 256 << 10  # bytes looked at at once: they are in a processor's own cache then
 
 # Of each type: how wide it is, all bits but the sign, and the least such number that is none. Types that are not here

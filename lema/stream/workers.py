@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 
 __all__ = ["Ticket", "Workers"]
 
-
 Part = Callable[[], None]
 
 

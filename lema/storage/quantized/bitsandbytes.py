@@ -17,7 +17,6 @@ from lema.storage.quantized.records import PartSpecs, flat_pieces, pieces, quiet
 
 __all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
 
-
 BLOCK, NESTED_BLOCK = 64, 256
 STATE = "quant_state.bitsandbytes__nf4"
 STATE_BYTES = 256  # filled up with spaces: known before the weights are read, and what follows it is aligned

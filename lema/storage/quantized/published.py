@@ -19,7 +19,6 @@ from lema.storage.slices import Move
 
 __all__ = ["LIBRARY", "PLAN", "Plan", "Step", "cut", "expand", "move_elements"]
 
-
 LIBRARY = "transformers"
 PLAN = "plan"  # the key of `about` that a record's plan lies under
 

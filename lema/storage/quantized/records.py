@@ -24,7 +24,6 @@ from lema.storage.slices import AssembledRecord
 
 __all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import", "unit_pieces"]
 
-
 QUANT_STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")
 LARGEST_STATE = 1 << 16  # bytes of what bitsandbytes writes beside a weight; it needs fewer than 300

@@ -16,7 +16,6 @@ from lema.storage.quantized.records import PartSpecs, pieces, quiet_import
 
 __all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
 
-
 ANY = "_.weight"  # a name for the library to split
 
 
