@@ -34,7 +34,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from lema import LemaConfig, LemaModel
-from lema.convert import prepare_directory
+from lema.convert.prepare import prepare
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
@@ -104,7 +104,7 @@ def _compare_experts(shape: Shape, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name, ExitStack() as stack:
         published = Path(name) / "published"
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(published)
-        directories = {"whole": prepare_directory(published, Path(name) / "whole"), "per expert": published}
+        directories = {"whole": prepare(published, Path(name) / "whole").path, "per expert": published}
         arms: dict[str, Callable[[], None]] = {}
         slots: dict[str, int] = {}
         for kind, directory in directories.items():

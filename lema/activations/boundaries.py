@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +21,10 @@ from torch import Tensor
 from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPiece, HostPool
 from lema.activations.protocols import WaitingPiece
-from lema.backend import DeviceSlots, Download, Upload
+from lema.backend import Carrier, DeviceSlots, Download, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile, whole_blocks
-
-if TYPE_CHECKING:
-    from lema.backend import Carrier
 
 __all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "placed"]
 
@@ -35,31 +32,6 @@ Key = tuple[int, int]  # layer, micro-batch
 TierName = Literal["device", "host", "disk"]
 NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use, two on their way
 ALIGNMENT = 64  # of a boundary in memory: torch's own
-
-
-class Tier(Protocol):
-    """Boundaries of one step at a time. What a boundary looks like is said by `like`, a tensor without bytes."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """The bytes of memory held, of whatever kind."""
-
-    def begin(self, likes: Sequence[Tensor]) -> None:
-        """Forget the step before; make room for boundaries like these."""
-
-    def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        """Keep a copy of `state`, which nobody writes into any more: it may be copied later, and is held until then.
-        This boundary and those `to_come` after it have no room where they are unlike those that `begin` was told of,
-        and room is made."""
-
-    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
-        """Begin to fetch, in the order in which boundaries will be asked for."""
-
-    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        """Yield the boundary, on the device; it may be gone when the generator goes on or is closed."""
-
-    def close(self) -> None:
-        """Give everything back."""
 
 
 def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> Tier:
@@ -196,13 +168,19 @@ class _Away:
 
     @property
     def memory_bytes(self) -> int:
+        """The bytes of memory held, of whatever kind."""
         return self._room.memory_bytes
 
     def begin(self, likes: Sequence[Tensor]) -> None:
+        """Forget the step before; make room for boundaries like these, tensors without bytes."""
         self._forget()
         self._room.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
+        """Keep a copy of `state`, which nobody writes into any more: it may be copied later, and is held until then.
+
+        Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them.
+        """
         piece = self._pieces[key] = self._room.place(like.nbytes, to_come)
         if len(self._leaving) == NUM_BUFFERS:  # not at once, because compute need not wait for a copy then
             self._leaving.popleft().release()
@@ -210,6 +188,7 @@ class _Away:
         piece.filled(self._leaving[-1].landed)
 
     def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+        """Begin to fetch, in the order in which boundaries will be asked for."""
         self._let_go()
         largest = max((like.nbytes for _, like in order), default=0)
         if largest > self._slot_bytes:
@@ -219,6 +198,7 @@ class _Away:
         self._pump()
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
+        """Yield the boundary, on the device; it may be gone when the generator goes on or is closed."""
         self._pump()
         fetch = self._fetches.popleft()
         assert fetch.key == key, "boundaries were asked for in another order than the backward's"
@@ -274,6 +254,9 @@ class _Away:
             # Not before: on a device that computes in host memory the slot is the piece's own buffer.
             fetch.piece.used(fetch.upload.drained)
         fetch.piece.drop()
+
+
+Tier = _OnDevice | _Away
 
 
 def placed(memory: Tensor, like: Tensor) -> Tensor:

@@ -8,21 +8,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.diskstore import DiskStore
 from lema.activations.hooks import Scope, Sites, current, entered, has_storage
-from lema.activations.hoststore import HostPool, HostStore, TieredStore
-from lema.activations.layers import LayerInputs, OnlyLayerInputs, OnlyLayerValues
+from lema.activations.hoststore import HostPool, HostStore
+from lema.activations.layers import LayerInputs, only_layer_inputs, only_layer_values
 from lema.activations.lazy import ByValue
-from lema.activations.offload import Offload, Packed
-from lema.activations.policy import Everything, WeightStorages
+from lema.activations.offload import Offload
+from lema.activations.policy import WeightStorages, everything
 from lema.activations.protocols import Counters, Store
 from lema.backend.torchstreams import carrier_for
 from lema.errors import ConfigError
@@ -118,14 +119,10 @@ class OffloadActivations:
         self._by_value = by_value
         self.offload: Offload | ByValue
         if by_value:
-            self.offload = ByValue(OnlyLayerValues(), sync=sync or (lambda: None))
+            self.offload = ByValue(only_layer_values, sync=sync or (lambda: None))
         else:
-            choice = Everything(
-                self._weights,
-                self._devices.__contains__,
-                min_bytes=min_offload_size,
-                but=OnlyLayerInputs() if mode == "hidden_states" else None,
-            )
+            but = only_layer_inputs if mode == "hidden_states" else None
+            choice = everything(self._weights, self._devices, min_bytes=min_offload_size, but=but)
             allocate = carrier(torch.device(min(self._devices))).host_buffer
             store = _store(mode, allocate, offload_dir, host_memory, disk_space)
             self.offload = Offload(choice, store, carrier, stash=max_fwd_stash_size, certify=certify)
@@ -159,7 +156,7 @@ class OffloadActivations:
             stack.enter_context(entered(self._scope))
             if self._layers is not None:
                 stack.enter_context(self._layers.opened())
-            stack.enter_context(saved_tensors_hooks(self.offload.pack, _unpack))
+            stack.enter_context(saved_tensors_hooks(self.offload.pack, methodcaller("unpack")))
             self._entered.append(stack.pop_all())
         return self
 
@@ -190,15 +187,10 @@ def get_lora_act_offloading_ctx_manager(
 ) -> OffloadActivations | NoOpManager:
     """Return the context in which a training step of `model` offloads its activations.
 
-    For any `transformers` model, with or without an adapter of PEFT, all of whose parameters may train or few. The
-    output head and what comes after it stay on the device, as does what `exclude_modules` names.
-
-    Args:
-        model: as it is trained; it may be wrapped for several processes.
-        mode: False: nothing is moved. This and all others, `options` among them, are those of `OffloadActivations`.
-
-    Raises:
-        ConfigError: a setting is wrong.
+    For any `transformers` model, with or without an adapter of PEFT, all of whose parameters may train or few, wrapped
+    for several processes or not. The output head and what comes after it stay on the device, as does what
+    `exclude_modules` names. Arguments and errors are those of `OffloadActivations`; `mode` may be False as well:
+    nothing is moved.
     """
     if mode is False:  # not a null context, because one that offloads may be open around this one
         return NoOpManager()
@@ -229,10 +221,6 @@ def _check(mode: Mode, stash: int, model: nn.Module | None, *, by_value: bool) -
         )
 
 
-def _unpack(packed: Packed) -> Tensor:
-    return packed.unpack()
-
-
 def _device_types(model: nn.Module | None) -> frozenset[str]:
     """Return the kinds of device whose memory is to be saved: those of the weights, but the host's only if alone."""
     if model is None:
@@ -250,7 +238,7 @@ def _store(
     staging = HostPool(allocate, min(STAGING_BYTES, host_memory or STAGING_BYTES))
     file = OffloadFile(Path(offload_dir or tempfile.gettempdir()), WHAT, HOW)
     disk = DiskStore(file, staging, disk_space)
-    return disk if mode == "disk" else TieredStore(HostStore(HostPool(allocate, host_memory)), disk)
+    return disk if mode == "disk" else HostStore(HostPool(allocate, host_memory), disk)
 
 
 def _close(offload: Offload | ByValue, sites: Sites | None, layers: LayerInputs | None) -> None:

@@ -139,12 +139,10 @@ class DiskPiece:
 
 
 class DiskStore:
-    """`lema.activations.protocols.Store` in a file. Any thread may call it.
+    """`lema.activations.protocols.Store` in a file, which it closes. Any thread may call it.
 
-    Args:
-        file: where the bytes go; closed with this.
-        staging: buffers on the way, of nobody else, with a limit. One piece that is larger passes all the same.
-        limit: bytes that the file may have; None: as many as the disk has.
+    Bytes pass through `staging`, a pool of nobody else's, with a limit; one piece that is larger passes all the same.
+    The file may have `limit` bytes; None: as many as the disk has.
     """
 
     def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
@@ -172,8 +170,7 @@ class DiskStore:
     def place(self, nbytes: int) -> DiskPiece:
         """Return room for `nbytes`. It waits for a write where no buffer is free.
 
-        Raises:
-            DiskError: the disk has no room, or not as much as is allowed, or something before could not be written.
+        `DiskError`: the disk has no room, or not as much as is allowed, or something before could not be written.
         """
         size = whole_blocks(nbytes)
         with self._lock:
@@ -188,10 +185,7 @@ class DiskStore:
     def reserve(self, nbytes: int) -> None:
         """Make sure that the file has room for `nbytes` in whole blocks, beside those in which something waits.
 
-        It waits for what is under way of pieces that were dropped.
-
-        Raises:
-            DiskError: the disk has no room, or not as much as is allowed, or something before could not be written.
+        It waits for what is under way of pieces that were dropped; `DiskError` as of `place`.
         """
         with self._lock:
             while self._dropped:
@@ -200,11 +194,7 @@ class DiskStore:
             self._grow(self._extents.taken_bytes + nbytes)
 
     def settle(self) -> None:
-        """Wait for what is on its way to the disk.
-
-        Raises:
-            DiskError: something could not be written.
-        """
+        """Wait for what is on its way to the disk; what could not be written is a `DiskError`."""
         with self._lock:
             wait([transfer.future for transfer in self._under_way if transfer.kind == "write"])
             self._check()

@@ -14,7 +14,7 @@ from lema.activations.protocols import Store, WaitingPiece
 from lema.backend.hostmemory import memory_available
 from lema.storage.spillfile import whole_blocks
 
-__all__ = ["HostPiece", "HostPool", "HostStore", "TieredStore", "floor_bytes"]
+__all__ = ["HostPiece", "HostPool", "HostStore"]
 
 FLOOR_PART, FLOOR_BYTES = 20, 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
 
@@ -171,30 +171,30 @@ class HostPool:
 
 
 class HostStore:
-    """`lema.activations.protocols.Store` in host memory.
+    """`lema.activations.protocols.Store` in host memory; what has no room there goes to the store `beyond` it.
 
     A buffer is used again for the next piece while the copy from there may still be under way: whoever drops a place
     must have made compute wait for that copy, which the next copy to the buffer comes after.
     """
 
-    def __init__(self, pool: HostPool) -> None:
-        self.pool = pool
+    def __init__(self, pool: HostPool, beyond: Store | None = None) -> None:
+        self.pool, self.beyond = pool, beyond
 
     def place(self, nbytes: int) -> WaitingPiece | None:
-        """Return room for `nbytes`; None: there is none."""
-        buffer = self.pool.take(nbytes)
-        return None if buffer is None else HostPiece(buffer, self.pool.give)
+        """Return room for `nbytes`; None: there is none. What `beyond` raises, this does."""
+        if (buffer := self.pool.take(nbytes)) is not None:
+            return HostPiece(buffer, self.pool.give)
+        return None if self.beyond is None else self.beyond.place(nbytes)
 
     def close(self) -> None:
         """Give back all that nothing waits in."""
         self.pool.clear()
+        if self.beyond is not None:
+            self.beyond.close()
 
 
 class HostPiece:
-    """One piece in host memory, uint8 `[nbytes]`; see `lema.activations.protocols.WaitingPiece`.
-
-    `give` takes the buffer back; a garbage collector may call it.
-    """
+    """One piece in host memory, uint8 `[nbytes]`. `give` takes the buffer back; a garbage collector may call it."""
 
     def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
         self._buffer, self._give = [buffer], give
@@ -225,24 +225,3 @@ class HostPiece:
         """Give the buffer back."""
         with suppress(IndexError):  # because it was dropped before, perhaps by another thread
             self._give(self._buffer.pop())
-
-
-class TieredStore:
-    """Host memory first; what has no room there goes to the disk."""
-
-    def __init__(self, host: HostStore, disk: Store) -> None:
-        self.host, self.disk = host, disk
-
-    def place(self, nbytes: int) -> WaitingPiece | None:
-        """Return room for `nbytes`; None: there is none anywhere.
-
-        Raises:
-            DiskError: the disk has no room either, or something could not be written.
-        """
-        place = self.host.place(nbytes)
-        return self.disk.place(nbytes) if place is None else place
-
-    def close(self) -> None:
-        """Give everything back."""
-        self.host.close()
-        self.disk.close()

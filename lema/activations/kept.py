@@ -27,7 +27,7 @@ from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.offload import CastWeight, Offload, Order, Packed
 from lema.activations.pieces import Piece
-from lema.activations.policy import Everything, WeightStorages
+from lema.activations.policy import WeightStorages, everything
 from lema.activations.protocols import Counters, Kept, Store
 from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
@@ -40,14 +40,12 @@ STAGING = 256 * 2**20  # bytes of host memory through which things go to the dis
 
 
 class KeptGraphs:
-    """Where what the graphs of a model's steps hold waits.
+    """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay.
 
     Args:
-        model: whose parameters and buffers stay.
         tier: "host" or "disk".
         directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
         at_once: hold nothing on the device for a copy's sake, and begin no copy before it is wanted.
-        staging: bytes of host memory through which things go to the disk.
     """
 
     def __init__(
@@ -58,14 +56,13 @@ class KeptGraphs:
         directory: Path | None = None,
         *,
         at_once: bool = False,
-        staging: int = STAGING,
         trace: NoTrace = NO_TRACE,
     ) -> None:
         assert tier in ("host", "disk"), f"graphs do not go away to the {tier}"
         self.tier = tier
         self._weights, self._carrier, self._trace = WeightStorages(model), carrier, trace
         self._directory = directory or Path(tempfile.gettempdir())
-        self._at_once, self._staging = at_once, staging
+        self._at_once = at_once
         self._held: set[int] = set()  # storages that the graph now built may hold as they are
         self._offload: Offload | None = None
         self._counters = Counters()  # once it is closed
@@ -81,14 +78,9 @@ class KeptGraphs:
         return 0 if self._offload is None else self._offload.live_bytes
 
     def step(self) -> StepGraphs:
-        """Return what takes the graphs of one step.
-
-        Raises:
-            DiskError: no file can be made.
-        """
+        """Return what takes the graphs of one step; a file that cannot be made is a `DiskError`."""
         if self._offload is None:
-            here = {self._carrier.device.type}
-            choice = Everything(self._weights, here.__contains__, held=self._held)
+            choice = everything(self._weights, {self._carrier.device.type}, held=self._held)
             ahead = 1 if self._at_once else STASH
             self._offload = Offload(
                 choice, self._store(), lambda _: self._carrier, stash=ahead, fetch=not self._at_once
@@ -104,7 +96,7 @@ class KeptGraphs:
         self._offload = None
 
     def _store(self) -> Store:
-        pool = HostPool(self._carrier.host_buffer, self._staging if self.tier == "disk" else None)
+        pool = HostPool(self._carrier.host_buffer, STAGING if self.tier == "disk" else None)
         if self.tier == "host":
             return HostStore(pool)
         file = OffloadFile(
@@ -156,12 +148,10 @@ class StepGraphs:
 
 
 class BoundaryArena:
-    """Where the boundary activations of a model's steps wait.
+    """Where the boundary activations of a model's steps wait: on the device, in host memory or on disk, as `tier` says.
 
-    Args:
-        tier: "device", "host" or "disk".
-        directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
-        trace: records when boundaries are kept, and waited for.
+    The file is in `directory`; None: where the system keeps temporary files. `trace` records when boundaries are kept,
+    and waited for.
     """
 
     def __init__(
@@ -184,7 +174,7 @@ class BoundaryArena:
         return 0 if self.tier == "device" else self._away.bytes_out
 
     def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> StepBoundaries:
-        """Return where the boundaries of one step go.
+        """Return where the boundaries of one step go; the disk may have no room for them, which is a `DiskError`.
 
         The memory of the step before is used again, unless that step still waits for its backward.
 
@@ -192,9 +182,6 @@ class BoundaryArena:
             hidden: the hidden states before the first layer that keeps any, `[batch, sequence, hidden]` per
                 micro-batch. Those of later layers may look otherwise; then more room is made on the way.
             layers: which layers keep their inputs.
-
-        Raises:
-            DiskError: the disk has no room for them.
         """
         before = None if self._step is None else self._step()
         if self._kept_in is None or (before is not None and not before.done):
@@ -229,10 +216,8 @@ class StepBoundaries:
     def keep(self, layer: int, index: int, state: Tensor) -> Tensor:
         """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with.
 
-        That has the strides the copy has, so that the recomputation rounds as the forward did.
-
-        Raises:
-            DiskError: this or an earlier boundary could not be written.
+        That has the strides the copy has, so that the recomputation rounds as the forward did. `DiskError`: this or an
+        earlier boundary could not be written.
         """
         like = _like(state)
         given = state.detach() if like.stride() == state.stride() else state.detach().clone()
@@ -251,10 +236,8 @@ class StepBoundaries:
     def kept(self, layer: int, index: int) -> Iterator[Tensor]:
         """Yield what was kept, on the device, for the length of a `with` block.
 
-        The top layer's come first, each layer's in the order of the micro-batches; each comes once.
-
-        Raises:
-            ReadError: it could not be read; DiskError: it could not be written.
+        The top layer's come first, each layer's in the order of the micro-batches; each comes once. One that could not
+        be read is a `ReadError`, one that could not be written a `DiskError`.
         """
         with closing(self._tier.fetched((layer, index))) as fetched:
             with self._trace.span("boundaries", f"fetch layer {layer}"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lema.activations.hooks import Hooked, Hooks, current, in_forward
 from lema.activations.protocols import Kept
 
-__all__ = ["LayerInputs", "OnlyLayerInputs", "OnlyLayerValues", "decoder_layers"]
+__all__ = ["LayerInputs", "only_layer_inputs", "only_layer_values"]
 
 INPUT = "hidden_states"
 WRAPPED = "_checkpoint_wrapped_module"  # what a module that checkpoints another calls it
@@ -56,27 +56,21 @@ class LayerInputs:
         self._layers.clear()
 
 
-class OnlyLayerInputs:
-    """A choice: the inputs of decoder layers that are being run, and nothing else."""
-
-    def why_kept(self, tensor: Tensor) -> Kept | None:
-        """Return None for what shares its memory with the input of a layer."""
-        scope = current()
-        marked = scope is not None and tensor.untyped_storage()._cdata in scope.layer_inputs
-        return None if marked else Kept.UNCHOSEN
+def only_layer_inputs(tensor: Tensor) -> Kept | None:
+    """The choice of what shares its memory with the input of a decoder layer that is being run, and nothing else."""
+    scope = current()
+    marked = scope is not None and tensor.untyped_storage()._cdata in scope.layer_inputs
+    return None if marked else Kept.UNCHOSEN
 
 
-class OnlyLayerValues:
+def only_layer_values(tensor: Tensor) -> Kept | None:
     """The same choice on a device whose tensors have no storage: by the tensors themselves."""
-
-    def why_kept(self, tensor: Tensor) -> Kept | None:
-        """Return None for what is the input of a layer."""
-        if torch._C._current_graph_task_id() != -1:
-            return Kept.BACKWARD  # a recomputation: what it saves is used at once
-        scope = current()
-        if scope is not None and scope.excluded:
-            return Kept.EXCLUDED
-        return None if scope is not None and id(tensor) in scope.layer_values else Kept.UNCHOSEN
+    if torch._C._current_graph_task_id() != -1:
+        return Kept.BACKWARD  # a recomputation: what it saves is used at once
+    scope = current()
+    if scope is not None and scope.excluded:
+        return Kept.EXCLUDED
+    return None if scope is not None and id(tensor) in scope.layer_values else Kept.UNCHOSEN
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

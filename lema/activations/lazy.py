@@ -23,15 +23,13 @@ __all__ = ["ByValue"]
 class ByValue:
     """Moves what a choice says to host memory, as values. To be used as `lema.activations.offload.Offload` is.
 
-    Args:
-        choice: what to move; it must not look at a tensor's memory.
-        sync: run what was computed so far. It is called where a value leaves and, in the backward, where it is wanted:
-            so that the device never holds more than what is computed from one to the next.
-        ahead: values that are brought back ahead of the backward.
+    `choice` must not look at a tensor's memory. `sync` runs what was computed so far; it is called where a value leaves
+    and, in the backward, where it is wanted, so that the device never holds more than what is computed in between. One
+    value is brought back ahead of the backward.
     """
 
-    def __init__(self, choice: Choice, *, sync: Callable[[], None], ahead: int = 1) -> None:
-        self._choice, self._sync, self._ahead = choice, sync, ahead
+    def __init__(self, choice: Choice, *, sync: Callable[[], None]) -> None:
+        self._choice, self._sync = choice, sync
         self.counters = Counters()
         self._values: WeakSet[_Value] = WeakSet()
         self._known: Any = WeakTensorKeyDictionary()  # by tensor: its version then, and a reference to the value
@@ -50,7 +48,7 @@ class ByValue:
     def pack(self, tensor: Tensor, order: Order[_Value] | None = None) -> Packed:
         """Return what a graph is to keep in the place of `tensor`."""
         self.counters.seen += 1
-        if (why := self._choice.why_kept(tensor)) is not None:
+        if (why := self._choice(tensor)) is not None:
             self.counters.kept[why] += 1
             return KeptTensor(tensor)
         self.counters.moved += 1
@@ -78,10 +76,9 @@ class ByValue:
 
     def bring_ahead(self, order: Order[_Value], position: int) -> None:
         """Begin to bring back what left before what stands at `position`."""
-        for found in reversed(order.pieces[max(0, position - self._ahead) : position]):
-            value = found()
-            if value is not None and value.waiting:
-                value.back = self._back(value)
+        value = order.pieces[position - 1]() if 0 < position <= len(order.pieces) else None
+        if value is not None and value.waiting:
+            value.back = self._back(value)
 
     def _back(self, value: _Value) -> Tensor:
         if value.back is not None:

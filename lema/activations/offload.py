@@ -40,11 +40,7 @@ class Packed(Protocol):
     """What a graph keeps in the place of a tensor."""
 
     def unpack(self) -> Tensor:
-        """Return the tensor, on its device, as it was saved.
-
-        Raises:
-            RuntimeError: it was written into since it was saved.
-        """
+        """Return the tensor, on its device, as it was saved; `RuntimeError`: it was written into since."""
 
 
 class KeptTensor:
@@ -128,16 +124,12 @@ class OffloadedTensor:
 
 
 class Offload:
-    """Moves what a choice says to a store, through carriers.
+    """Moves what a choice says to a store, through the carrier of each device.
 
     Args:
-        carrier: how, for each device.
         stash: pieces that are held on the device, at most, while they leave; as many are fetched ahead of a backward.
         fetch: begin copies to the device ahead of a backward; otherwise only reads from a disk.
         certify: keep what is moved on the device too, and compare every byte that comes back.
-
-    Raises:
-        ValueError: `stash` is less than 1.
     """
 
     def __init__(
@@ -150,8 +142,7 @@ class Offload:
         fetch: bool = True,
         certify: bool = False,
     ) -> None:
-        if stash < 1:
-            raise ValueError(f"max_fwd_stash_size must be at least 1, not {stash}")
+        assert stash >= 1, f"{stash} pieces cannot leave at once"
         self._choice, self._store, self._carrier = choice, store, carrier
         self._stash_size, self._fetch, self._certify = stash, fetch, certify
         self.counters = Counters()
@@ -178,12 +169,11 @@ class Offload:
     def pack(self, tensor: Tensor, order: Order[Piece] | None = None) -> Packed:
         """Return what a graph is to keep in the place of `tensor`, which belongs to the newest order if none is given.
 
-        Raises:
-            DiskError: this or something before it could not be written.
+        `DiskError`: this or something before it could not be written.
         """
         with self.alone():
             self.counters.seen += 1
-            why = self._choice.why_kept(tensor)
+            why = self._choice(tensor)
             if why is None and (piece := self._piece_of(tensor)) is not None:
                 self.counters.moved += 1
                 return OffloadedTensor(self, piece, order or self._order, tensor)
@@ -356,11 +346,7 @@ class CastWeight:
         return cls(parameter, tensor) if alike and whole.device == parameter.device else None
 
     def unpack(self) -> Tensor:
-        """Make it again.
-
-        Raises:
-            ModelError: the parameter was written into since.
-        """
+        """Make it again. A parameter that was written into since is a `ModelError`."""
         if self._parameter._version != self._version:
             raise ModelError("a parameter was written into between a forward and its backward")
         return self._parameter.detach().to(self._dtype).as_strided(self._shape, self._stride, self._first)

@@ -116,11 +116,7 @@ class Piece:
         self._original = view(storage, self.device, self.start, self.nbytes).clone()
 
     def compare(self) -> None:
-        """Compare what came back with what left, where that was kept.
-
-        Raises:
-            LemaError: a byte differs.
-        """
+        """Compare what came back with what left, where that was kept; a byte that differs is a `LemaError`."""
         if self._original is not None and not torch.equal(self.memory(), self._original):
             raise LemaError(
                 f"{self.nbytes:,} bytes of activations came back otherwise than they left",

@@ -8,21 +8,18 @@ and put back for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Iterator
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lema.activations.hooks import current
+from lema.activations.hooks import Scope, current
 from lema.activations.protocols import Choice, Kept
 
-if TYPE_CHECKING:
-    from lema.activations.hooks import Scope
-
-__all__ = ["Everything", "WeightStorages", "WeightView", "is_weight_view", "storages_of"]
+__all__ = ["WeightStorages", "WeightView", "everything", "storages_of"]
 
 
 class WeightView:
@@ -45,11 +42,7 @@ class WeightView:
         return cls(parameter, tensor)
 
     def unpack(self) -> Tensor:
-        """Return the view.
-
-        Raises:
-            RuntimeError: the parameter was written into, or laid out otherwise, since it was saved.
-        """
+        """Return the view; `RuntimeError`: the parameter was written into, or laid out otherwise, since it was saved."""
         parameter = self._parameter
         if parameter._version != self._version:
             raise RuntimeError(
@@ -154,37 +147,32 @@ def _laid(tensor: Tensor) -> tuple[Any, ...]:
 PLAIN = (Tensor, nn.Parameter)
 
 
-class Everything:
-    """Everything that is worth moving.
+def everything(
+    weights: WeightStorages,
+    on: Collection[str],
+    *,
+    min_bytes: int = 1024,
+    but: Choice | None = None,
+    held: Collection[int] = (),
+) -> Choice:
+    """Return the choice of everything that is worth moving.
 
     Args:
-        on: says of a device type whether tensors there are to be moved.
+        on: the types of device on which tensors are to be moved; asked at every tensor.
         min_bytes: smaller tensors stay.
-        but: what it leaves to be moved, this may keep all the same.
-        held: storages (`_cdata`) that others hold until the backward; asked for at every tensor.
+        but: what this choice leaves to be moved, that one may keep all the same.
+        held: storages (`_cdata`) that others hold until the backward; asked at every tensor.
     """
 
-    def __init__(
-        self,
-        weights: WeightStorages,
-        on: Callable[[str], bool],
-        *,
-        min_bytes: int = 1024,
-        but: Choice | None = None,
-        held: Collection[int] = (),
-    ) -> None:
-        self._weights, self._on, self._min_bytes, self._but, self._held = weights, on, min_bytes, but, held
-
-    def why_kept(self, tensor: Tensor) -> Kept | None:
-        """Return why `tensor` stays where it is; None: it is to be moved."""
+    def why_kept(tensor: Tensor) -> Kept | None:
         scope = current()
         if scope is not None and scope.modules:
             scope.modules[-1][1][0] += 1
         if torch._C._current_graph_task_id() != -1:
             return Kept.BACKWARD  # because what a recomputation saves is used at once
-        if self._weights.holds(tensor, scope):
+        if weights.holds(tensor, scope):
             return Kept.WEIGHT
-        if not self._on(tensor.device.type):
+        if tensor.device.type not in on:
             return Kept.ELSEWHERE
         if scope is not None and scope.excluded:
             return Kept.EXCLUDED
@@ -194,10 +182,12 @@ class Everything:
             return Kept.QUANTIZED
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return Kept.LAYOUT
-        if tensor.nbytes < self._min_bytes:
+        if tensor.nbytes < min_bytes:
             return Kept.SMALL
-        if self._weights.casts(tensor, scope):
+        if weights.casts(tensor, scope):
             return Kept.CAST
-        if self._held and tensor.untyped_storage()._cdata in self._held:
+        if held and tensor.untyped_storage()._cdata in held:
             return Kept.HELD
-        return None if self._but is None else self._but.why_kept(tensor)
+        return None if but is None else but(tensor)
+
+    return why_kept

@@ -57,11 +57,8 @@ class Counters:
         return {**plain, "kept": {reason.value: count for reason, count in self.kept.items()}}
 
 
-class Choice(Protocol):
-    """What to move."""
-
-    def why_kept(self, tensor: Tensor) -> Kept | None:
-        """Return why a tensor that autograd is about to save stays where it is; None: it is to be moved."""
+Choice = Callable[[Tensor], Kept | None]
+"""What to move: returns why a tensor that autograd is about to save stays where it is; None: it is to be moved."""
 
 
 class WaitingPiece(Protocol):

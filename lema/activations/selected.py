@@ -49,8 +49,8 @@ def offloaded_ops(
 
     Args:
         offload: what moves the outputs, or the context that does; it need not be open.
-        ops: whose outputs are kept: names as "aten::mm", or what `torch.ops` has under these; all others' are
-            recomputed.
+        ops: whose outputs are kept, all others' are recomputed: names as "aten::mm", or what `torch.ops` has under
+            these.
 
     Raises:
         ConfigError: one of `ops` is unknown, writes into what it is given or returns a view of it, or is made of other

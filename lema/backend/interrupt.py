@@ -42,10 +42,8 @@ class StopRequested(BaseException):
 class Interrupt:
     """The question whether a run is to stop, which is asked within `opened` blocks before each layer and micro-batch.
 
-    Args:
-        stop: returns why the run is to stop, if it is; None: the run is never stopped.
-        replicas: the processes of the run. Either all of them make an `Interrupt` or none does.
-        leaving: which processes leave a pass at once.
+    Either all of a run's `replicas` make an `Interrupt` or none does; `leaving` says which of them leave a pass at
+    once. Where `stop` is None the run is never stopped.
     """
 
     def __init__(self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "alone") -> None:
@@ -54,19 +52,14 @@ class Interrupt:
         self._open = self._polls = False
 
     def poll(self) -> None:
-        """Ask, where this process may leave on its own.
-
-        Raises:
-            StopRequested: the run is to stop.
-        """
+        """Ask, where this process may leave on its own; `StopRequested`: the run is to stop."""
         if self._polls and self._stop is not None and (why := self._stop()) is not None:
             raise StopRequested(why)
 
     def at_lease(self) -> None:
         """Ask before a lease: as `poll`, or those together that leave at once.
 
-        Raises:
-            StopRequested: the run is to stop; in every process that leaves with this one.
+        `StopRequested` is raised in every process that leaves with this one.
         """
         if self._polls:
             self.poll()
@@ -80,8 +73,7 @@ class Interrupt:
     def opened(self) -> Iterator[None]:
         """Let what is done in a `with` block be given up; at its end, all processes give up what one has given up.
 
-        Raises:
-            StopRequested: it was given up; in every process.
+        `StopRequested` is then raised in every process.
         """
         if self._stop is None:
             yield

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from lema.errors import ConfigError, DataError
 
@@ -49,11 +49,7 @@ SHOWN = 64  # degrees named in an error, at most up to this one
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies over ranks; made by the functions below, which say what it is.
-
-    Raises:
-        ConfigError: what is to be cut cannot be divided among so many ranks.
-    """
+    """How one tensor lies over ranks, or `ConfigError` if it cannot; made by the functions below, which say what it is."""
 
     # What is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one.
     kind: Kind
@@ -124,12 +120,7 @@ def fused(parts: Sequence[tuple[int, Layout]]) -> Layout:
 
 
 def layout_from_dict(given: Mapping[str, Any]) -> Layout:
-    """Read a layout as `Layout.to_dict` gives it.
-
-    Raises:
-        DataError: it is not one.
-        ConfigError: it is one that no tensor can have.
-    """
+    """Read a layout as `Layout.to_dict` gives it; `DataError`: it is none; `ConfigError`: no tensor can have it."""
     known = {f.name: f for f in fields(Layout)}
     numbers = {"tp", "dim", "size", "heads", "kv_heads", "kv_multiplier"}
     needed = {name for name, f in known.items() if f.default is MISSING}
@@ -212,11 +203,7 @@ def places(layout: Layout, size: int, rank: int) -> list[Place]:
 
 
 def shard(full: Tensor, layout: Layout, rank: int) -> Tensor:
-    """Return what one rank holds of a tensor, as a tensor of its own.
-
-    Raises:
-        ConfigError: the tensor cannot be divided among the ranks as the layout says.
-    """
+    """Return what one rank holds of a tensor, as a tensor of its own; errors are those of `places`."""
     import torch
 
     assert 0 <= rank < layout.tp, f"there is no rank {rank} of {layout.tp}"
@@ -231,8 +218,7 @@ def shard(full: Tensor, layout: Layout, rank: int) -> Tensor:
     return torch.cat(pieces, layout.dim)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Two ranks whose replicas of the same values are not the same bits: which, and the largest difference."""
 
     first: int
@@ -246,8 +232,7 @@ class Difference:
 def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
     """Find the ranks that hold something else than the first rank that holds the same part of the tensor.
 
-    Raises:
-        DataError: the shards are not those of one tensor with this layout.
+    `DataError`: the shards are not those of one tensor with this layout.
     """
     size, owners, found = _whole(shards, layout), dict[Place, tuple[int, Any]](), dict[tuple[int, int], float]()
     for rank, place, piece in _pieces(shards, layout, size):

@@ -34,14 +34,13 @@ class Joined:
     # Those that hold the same part of a copy as this one: all, where each process holds a whole copy.
     replicas: Replicas
     parts: Any  # of the processes that hold one copy together, the group between devices; None: there is one
-    part_hosts: Any  # the group between their hosts
     leave: Callable[[], None]  # leaves them all again
 
 
 def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
     """Join the processes that `torchrun` started, each with a whole copy; return them, and a function to leave them.
 
-    Arguments and errors are those of `join_in_parts`.
+    `carrier` and errors are as of `join_in_parts`.
     """
     joined = join_in_parts(carrier, 1)
     return joined.replicas, joined.leave
@@ -64,7 +63,7 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if "WORLD_SIZE" not in given or given["WORLD_SIZE"] == "1":
         _divide(1, parts)
-        return Joined(Alone(), None, None, lambda: None)
+        return Joined(Alone(), None, lambda: None)
     if missing := [name for name in VARIABLES if not given.get(name, "").isdigit()]:
         what = f"{', '.join(missing)} should be numbers, as torchrun sets them"
         how = "start the processes with torchrun, or unset WORLD_SIZE"
@@ -99,7 +98,7 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
         copy_hosts=groups[3],
         first=rank == 0,
     )
-    return Joined(replicas, groups[2], groups[3], leave)
+    return Joined(replicas, groups[2], leave)
 
 
 def local_processes() -> int | None:
@@ -134,18 +133,13 @@ def _groups(rank: int, size: int, parts: int, patience: timedelta) -> tuple[Any,
 
 
 class ProcessGroup:
-    """`lema.backend.protocols.Replicas` over `torch.distributed`.
+    """`lema.backend.protocols.Replicas` over `torch.distributed`, for the process that has these ranks.
 
     Args:
-        rank: of this process.
-        size: how many there are.
-        local_rank: of this process among those of this machine.
-        local_size: how many there are of those.
         hosts: a group whose tensors are in host memory.
         device_group: a group whose tensors are on the devices; None: that of all processes.
         all_hosts: a group of all processes, with tensors in host memory; None: `hosts` is one.
-        copy_hosts: a group of the processes that hold one copy together, with tensors in host memory; None: this
-            process holds a copy alone.
+        copy_hosts: such a group of the processes that hold one copy together; None: this process holds a copy alone.
         first: whether this process is the first of all; None: it is if its rank is 0.
     """
 

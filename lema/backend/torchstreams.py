@@ -41,9 +41,8 @@ def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: b
 class Streams:
     """A `lema.backend.Carrier` whose copies run beside the compute; no thread waits for them.
 
-    Args:
-        device: of the kind of torch's current accelerator; without a number, the one that is current now.
-        pin_memory: lock the pages of host buffers. A device copies from and to others only while its host waits.
+    The device is of the kind of torch's current accelerator; without a number, it is the one that is current now. With
+    `pin_memory` host buffers are page-locked: a device copies from and to others only while its host waits.
     """
 
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:

@@ -41,8 +41,7 @@ NO_TRACE = NoTrace()
 def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
     """Yield a trace that is written to `path` when the `with` block ends, however it ends; None: one that is off.
 
-    Raises:
-        DiskError: the trace could not be written.
+    A trace that cannot be written is a `DiskError`.
     """
     if path is None:
         yield NO_TRACE
@@ -97,11 +96,7 @@ class Trace(NoTrace):
         self._record(track, name, self._clock(), None, details)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace; a file of that name is replaced only by a whole one.
-
-        Raises:
-            DiskError: it could not be written.
-        """
+        """Write the trace, or raise `DiskError`; a file of that name is replaced only by a whole one."""
         target = Path(path)
         rows = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}

@@ -48,7 +48,6 @@ class Watchdog:
         awaited: returns, in words, the work that is under way.
         directory: for the file of stacks; made if need be.
         end_after: seconds without a move after which the process is ended; None: it never is.
-        clock: returns seconds.
         end: called with an exit code to end the process; nothing can be cleaned up where a thread does not answer.
     """
 

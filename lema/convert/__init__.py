@@ -10,12 +10,11 @@ from lema import lazy_exports
 if TYPE_CHECKING:
     from lema.convert.delta import apply_delta
     from lema.convert.merge import merge_adapter
-    from lema.convert.prepare import prepare_directory, prepare_monolithic_safetensors
+    from lema.convert.prepare import prepare_monolithic_safetensors
 
-__all__ = ["apply_delta", "merge_adapter", "prepare_directory", "prepare_monolithic_safetensors"]
+__all__ = ["apply_delta", "merge_adapter", "prepare_monolithic_safetensors"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
-    dict.fromkeys(("prepare_directory", "prepare_monolithic_safetensors"), "prepare")
-    | {"apply_delta": "delta", "merge_adapter": "merge"},
+    {"apply_delta": "delta", "merge_adapter": "merge", "prepare_monolithic_safetensors": "prepare"},
 )

@@ -16,12 +16,11 @@ from typing import Self
 import torch
 from pydantic import StrictStr, TypeAdapter, ValidationError
 
-from lema.convert.hubformat import shards_of, write_shards
-from lema.convert.storedmodel import open_stored, tensor_specs
-from lema.convert.tensors import cast_pieces, copy_companions, write_config
+from lema.convert.hubformat import open_stored, tensor_specs, write_model
+from lema.convert.tensors import cast_pieces
 from lema.errors import WeightsError
 from lema.storage import GlobalBinaryIndex
-from lema.storage.atomic import appearing, free_directory
+from lema.storage.atomic import free_directory
 from lema.storage.header import TensorRecord, damaged, open_regular, parse_json, regular_size
 from lema.storage.tensorfile import TensorSpec
 from lema.storage.verify import base_fingerprint
@@ -113,11 +112,8 @@ def apply_delta(
     def pieces(name: str) -> Iterable[memoryview]:
         return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
 
-    with appearing(out) as partial:
-        write_shards(partial, shards_of(specs, max_shard_size), pieces)
-        copy_companions(stored.directory, partial, code=trust_remote_code)
-        write_config(stored.directory / "config.json", partial, stored.config_changes)
-    return out
+    changes = stored.config_changes
+    return write_model(out, specs, max_shard_size, pieces, stored.directory, changes, code=trust_remote_code)
 
 
 def _new_tensors(delta: Path, about: DeltaFile, wanted: Mapping[str, TensorSpec]) -> Mapping[str, TensorRecord]:

@@ -18,9 +18,8 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.convert.hubformat import shards_of, write_shards
-from lema.convert.storedmodel import StoredModel, open_stored, tensor_specs
-from lema.convert.tensors import bytes_of, cast_pieces, copy_companions, read_tensor, write_config
+from lema.convert.hubformat import StoredModel, open_stored, tensor_specs, write_model
+from lema.convert.tensors import bytes_of, cast_pieces, read_tensor
 from lema.errors import AdapterError, ConfigError
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
@@ -28,10 +27,10 @@ from lema.lora.base import check_base
 from lema.lora.files import load_weights, read_settings
 from lema.lora.merge import ADAPTER, Rounding, merge_module, rounded_all, wrapped
 from lema.model.skeleton import find_layers
-from lema.storage.atomic import appearing, free_directory
+from lema.storage.atomic import free_directory
 from lema.storage.quantized.records import Stored
 
-__all__ = ["MergedTensors", "check_mergeable", "merge_adapter", "untied"]
+__all__ = ["merge_adapter", "untied"]
 
 
 class MergedTensors:
@@ -46,8 +45,8 @@ class MergedTensors:
         model: PreTrainedModel,
         records: Mapping[str, Stored],
         dtypes: Mapping[str, torch.dtype],
-        rounding: Rounding = "nearest",
-        seed: int = 0,
+        rounding: Rounding,
+        seed: int,
     ) -> None:
         self._records, self._dtypes = records, dtypes
         self._rounding, self._seed = rounding, seed
@@ -163,12 +162,8 @@ def merge_adapter(
         changes["tie_word_embeddings"] = False
     else:
         specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
-    tensors = MergedTensors(base.skeleton, base.records, base.dtypes, rounding, seed)
-    with appearing(out) as partial:
-        write_shards(partial, shards_of(specs, max_shard_size), tensors.pieces)
-        copy_companions(base.directory, partial, code=trust_remote_code)
-        write_config(base.directory / "config.json", partial, changes)
-    return out
+    pieces = MergedTensors(base.skeleton, base.records, base.dtypes, rounding, seed).pieces
+    return write_model(out, specs, max_shard_size, pieces, base.directory, changes, code=trust_remote_code)
 
 
 def _open_base(adapter: Path, trust: bool) -> tuple[StoredModel, LoraConfig]:

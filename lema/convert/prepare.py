@@ -5,49 +5,21 @@ it is read. Never more than two layers are in memory, however deep the model.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from lema.convert.quantize import Precision, check_kind
+from lema.convert.quantize import check_kind
 from lema.convert.tensors import copy_companions, write_config
-from lema.convert.weightsfile import Progress, Source, write_weights
+from lema.convert.weightsfile import Prepared, Progress, Source, write_weights
 from lema.errors import ConfigError
-from lema.model.weight_names import NameMap, grouped, warn_of_unused
+from lema.model.weight_names import warn_of_unused
 from lema.storage import resolve_model
 from lema.storage.index import SINGLE_NAME
 
-__all__ = ["Prepared", "prepare", "prepare_directory", "prepare_monolithic_safetensors"]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What became of a checkpoint."""
-
-    path: Path  # the file or directory that was written
-    weights: Path  # the file of weights in it
-    names: NameMap | None = None  # where every tensor came from; None: from a model in memory
-    precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
-    refused: tuple[str, ...] = ()  # linear weights that were not quantised, for the format does not take their shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file of weights."""
-        return self.weights.stat().st_size
-
-    def notes(self) -> list[str]:
-        """Say what is not a plain copy, one line each: what was rearranged, what was left out, what was added."""
-        names = self.names or NameMap()
-        lines = {
-            "rearranged": names.rearranged,
-            "left out, for transformers loads them into no model of this type": [r.name for r in names.ignored],
-            "left out, for the model has no place for them": [r.name for r in names.unused],
-            "not stored, and written as the model makes them": names.kept,
-            "not quantised, for the format does not take their shape": list(self.refused),
-        }
-        return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
+__all__ = ["prepare", "prepare_monolithic_safetensors"]
 
 
 def prepare(
@@ -89,8 +61,7 @@ def prepare(
         if quantize is not None:
             what = "a file alone cannot hold a quantised model: how it is quantised is said in config.json"
             raise ConfigError(what, where=str(place), how="name a directory")
-        written = write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress)
-        return Prepared(place, place, written.names)
+        return write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress)
     weights = place / SINGLE_NAME
     if isinstance(model_or_dir, PreTrainedModel):
         written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
@@ -99,7 +70,7 @@ def prepare(
             model_or_dir.generation_config.save_pretrained(place)
         names = {"architectures": [type(model_or_dir).__name__], "dtype": wanted or model_or_dir.dtype}
         write_config(place / "config.json", place, names | written.changes)
-        return Prepared(place, weights, None, written.precision, written.refused)
+        return replace(written, path=place)
     directory = resolve_model(model_or_dir)
     if place.exists() and place.samefile(directory):
         raise ConfigError("a model cannot be prepared into its own directory", where=str(place), how="choose another")
@@ -107,7 +78,7 @@ def prepare(
     copy_companions(directory, place, code=trust_remote_code)
     changes = ({} if wanted is None else {"dtype": wanted}) | written.changes
     write_config(directory / "config.json", place, changes)  # last: a directory without it is visibly not complete
-    return Prepared(place, weights, written.names, written.precision, written.refused)
+    return replace(written, path=place)
 
 
 def prepare_monolithic_safetensors(
@@ -131,31 +102,8 @@ def prepare_monolithic_safetensors(
         what = f"{file} is not the name of a .safetensors file"
         raise ConfigError(what, where="out_file", how="end it in .safetensors")
     prepared = prepare(model_or_dir, file, dtype, trust_remote_code=trust_remote_code)
-    return _warned(prepared)
-
-
-def prepare_directory(
-    model_or_dir: Source,
-    out_dir: str | os.PathLike[str],
-    dtype: torch.dtype | str | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Write a model as a directory that streams as it is: one weights file, config, generation config, tokenizer, code.
-
-    It is `prepare`, with a warning that names tensors on disk that the model has no place for.
-
-    Raises:
-        ConfigError: `out_dir` is the model's own directory, or the name of a file of weights.
-    """
-    if (out := Path(out_dir)).suffix == ".safetensors" and not out.is_dir():
-        raise ConfigError(f"{out} is the name of a file, not of a directory", where="out_dir", how="choose another")
-    return _warned(prepare(model_or_dir, out, dtype, trust_remote_code=trust_remote_code))
-
-
-def _warned(prepared: Prepared) -> Path:
     if prepared.names is not None:
-        warn_of_unused(prepared.names, stacklevel=4)
+        warn_of_unused(prepared.names, stacklevel=3)
     return prepared.path
 
 

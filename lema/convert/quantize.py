@@ -118,12 +118,13 @@ class Quantizer:
     def metadata(self, names: Sequence[str]) -> dict[str, str]:
         """Return what goes into the header of a file with the tensors `names`."""
         abouts = {name: self.chosen[name].about if name in self.chosen else None for name in names}
-        written = LIBRARIES[KINDS[self.kind]].metadata(abouts)
+        written: dict[str, str] = LIBRARIES[KINDS[self.kind]].metadata(abouts)
         return METADATA | ({PREPARED_MARK: MARKED[1]} if written else {}) | written
 
     def settings(self) -> dict[str, Any]:
         """Return the `quantization_config` by which `transformers` loads what is written."""
-        return LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, self.unchanged)
+        made: dict[str, Any] = LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, self.unchanged)
+        return made
 
     @torch.no_grad()
     def write(self, out: TensorFile, name: str, weight: Tensor) -> None:

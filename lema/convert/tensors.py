@@ -19,7 +19,7 @@ from lema.storage.index import PREPARED_MARK, check_inside
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
-from lema.stream.dequantize import expand_into, weights_in
+from lema.stream.lease import expand_into, weights_in
 from lema.stream.placement import DTYPES, place
 from lema.stream.reader import LayerReader
 

@@ -1,4 +1,7 @@
-"""The one file of weights that `prepare` writes: which tensors, in which order, from a checkpoint or from memory."""
+"""The one file of weights that `prepare` writes: which tensors, in which order, from a checkpoint or from memory.
+
+Copying and casting hold a few megabytes. A tensor that is put together from several, or is quantised, is held whole.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,30 +15,49 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.convert.quantize import Precision, Quantizer
-from lema.convert.tensors import METADATA, bytes_of, stored_name
-from lema.convert.transfer import transfer
+from lema.convert.tensors import METADATA, bytes_of, read_tensor, stored_name, write_cast
 from lema.errors import ModelError
 from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
-from lema.model.weight_names import NameMap, checkpoint_dtype, map_names, target_dtypes
+from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
 from lema.storage.diskspace import disk_error
+from lema.storage.header import TensorRecord
 from lema.storage.hub import own_weights
 
-__all__ = ["Progress", "Source", "Written", "visit_order", "write_weights"]
+__all__ = ["Prepared", "Progress", "Source", "visit_order", "write_weights"]
 
 Source = str | os.PathLike[str] | PreTrainedModel
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Written:
-    """What writing the weights has shown."""
+class Prepared:
+    """What became of a checkpoint."""
 
+    path: Path  # the file or directory that was written
+    weights: Path  # the file of weights in it
     names: NameMap | None = None  # where every tensor came from; None: from a model in memory
-    precision: tuple[Precision, ...] = ()  # what quantising has cost
-    refused: tuple[str, ...] = ()  # weights whose shape the format does not take
-    changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of them
+    precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
+    refused: tuple[str, ...] = ()  # linear weights that were not quantised, for the format does not take their shape
+    changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of the weights
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file of weights."""
+        return self.weights.stat().st_size
+
+    def notes(self) -> list[str]:
+        """Say what is not a plain copy, one line each: what was rearranged, what was left out, what was added."""
+        names = self.names or NameMap()
+        lines = {
+            "rearranged": names.rearranged,
+            "left out, for transformers loads them into no model of this type": [r.name for r in names.ignored],
+            "left out, for the model has no place for them": [r.name for r in names.unused],
+            "not stored, and written as the model makes them": names.kept,
+            "not quantised, for the format does not take their shape": list(self.refused),
+        }
+        return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
 
 
 def visit_order(model: PreTrainedModel) -> list[str]:
@@ -59,7 +81,7 @@ def write_weights(
     quantize: str | None,
     trust: bool,
     progress: Progress | None,
-) -> Written:
+) -> Prepared:
     """Write every tensor of a model into one file; arguments and errors as of `lema.convert.prepare.prepare`."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,8 +100,9 @@ def write_weights(
     order = visit_order(model)
     quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
     with _open_file(file, order, state, dtypes, quantizer, progress) as out:
-        transfer(out, order, model, names, dtypes, quantizer)
-    written = _written(quantizer, names)
+        for name in order:
+            _transfer(out, name, state, names, dtypes[name], quantizer)
+    written = _prepared(file, quantizer, names)
     if quantizer is None and names.quantized:  # what is written is not
         return replace(written, changes={"quantization_config": None, "dtype": main_dtype(model)})
     return written
@@ -87,7 +110,7 @@ def write_weights(
 
 def _write_model(
     model: PreTrainedModel, file: Path, dtype: torch.dtype | None, quantize: str | None, progress: Progress | None
-) -> Written:
+) -> Prepared:
     state: dict[str, Tensor] = model.state_dict()
     if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
         what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
@@ -103,12 +126,35 @@ def _write_model(
     quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
     with _open_file(file, order, state, dtypes, quantizer, progress) as out:
         for name in order:
-            tensor = state[name].detach().to("cpu", dtypes[name])
-            if quantizer is not None and name in quantizer.chosen:
-                quantizer.write(out, name, tensor)
-            else:
-                out.write(name, [bytes_of(tensor)])
-    return _written(quantizer, None)
+            _write(out, name, state[name].detach().to("cpu", dtypes[name]), quantizer)
+    return _prepared(file, quantizer, None)
+
+
+def _transfer(
+    out: TensorFile,
+    name: str,
+    state: Mapping[str, Tensor],
+    names: NameMap,
+    dtype: torch.dtype,
+    quantizer: Quantizer | None,
+) -> None:
+    """Write a tensor of a checkpoint as `dtype`: copied, cast, put together, or as the model makes it (`state`)."""
+    stored = names.tied.get(name, name)
+    record = names.stored.get(stored)
+    if record is None:
+        if stored in names.kept:
+            out.write(name, [bytes_of(state[stored])])
+    elif isinstance(record, TensorRecord) and not (quantizer is not None and name in quantizer.chosen):
+        write_cast(out, name, record, dtype)
+    else:
+        _write(out, name, read_tensor(record, dtype), quantizer)
+
+
+def _write(out: TensorFile, name: str, tensor: Tensor, quantizer: Quantizer | None) -> None:
+    if quantizer is not None and name in quantizer.chosen:
+        quantizer.write(out, name, tensor)
+    else:
+        out.write(name, [bytes_of(tensor)])
 
 
 def _open_file(
@@ -126,8 +172,8 @@ def _open_file(
     return TensorFile(file, quantizer.specs(specs), quantizer.metadata(order), progress)
 
 
-def _written(quantizer: Quantizer | None, names: NameMap | None) -> Written:
+def _prepared(file: Path, quantizer: Quantizer | None, names: NameMap | None) -> Prepared:
     if quantizer is None:
-        return Written(names)
+        return Prepared(file, file, names)
     changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
-    return Written(names, quantizer.precision, tuple(quantizer.refused), changes)
+    return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)

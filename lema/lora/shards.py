@@ -24,7 +24,6 @@ from lema.backend.layout import (
     Layout,
     consolidate,
     differences,
-    embedding,
     layout_from_dict,
     replicated,
     shard,
@@ -165,23 +164,6 @@ LEAF = re.compile(
 )
 
 
-def lora_layouts(base: Layout, vocabulary: int | None = None) -> tuple[Layout, Layout]:
-    """Return the layouts of A `[rank, input]` and B `[output, rank]` of a module whose weight has the layout `base`.
-
-    Column-parallel: A is whole on every rank, B is cut along its outputs; heads and fused parts as they are in the
-    module. Row-parallel: A is cut along its inputs, B is whole. Of an embedding cut by its `vocabulary`, A `[rank,
-    vocabulary]` is cut by these entries; None: both are whole.
-    """
-    whole = replicated(base.tp)
-    if base.kind == "replicated":
-        return whole, whole
-    if base.kind == "embedding" and base.dim == 0:
-        return (whole if vocabulary is None else embedding(base.tp, vocabulary, dim=1)), whole
-    if base.kind == "embedding":  # cut along the hidden size
-        return whole, replace(base, dim=0)
-    return (whole, base) if base.dim == 0 else (base, whole)
-
-
 def module_of(name: str) -> tuple[str, str]:
     """Return the module that a tensor of PEFT's files is of, as the base model names it, and which tensor of it.
 
@@ -196,13 +178,15 @@ def module_of(name: str) -> tuple[str, str]:
 def layout_of_tensor(leaf: str, module: Layout, axes: int) -> Layout:
     """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`.
 
-    A tensor with a single axis (`axes`) goes along the module's outputs.
+    Column-parallel: A `[rank, input]` is whole on every rank, B `[output, rank]` is cut along its outputs, heads and
+    fused parts as they are in the module. Row-parallel: A is cut along its inputs, B is whole. Where an embedding's
+    vocabulary is cut, both are whole. A tensor with a single axis (`axes`) goes along the module's outputs.
     """
-    a, b = lora_layouts(module)
-    if leaf.startswith(("lora_A", "lora_embedding_A")):
-        return a
-    if leaf.startswith(("lora_B", "lora_embedding_B")):
-        return b
+    whole = replicated(module.tp)
     if axes > 1 and leaf.endswith("weight") and not leaf.startswith("lora_"):
         return module  # one that trains whole
-    return b
+    of_a = leaf.startswith(("lora_A", "lora_embedding_A"))
+    if module.kind == "embedding":  # cut along the hidden size, or else by its entries
+        return whole if of_a or module.dim == 0 else replace(module, dim=0)
+    along_outputs = module.dim == 0
+    return whole if module.kind == "replicated" or of_a == along_outputs else module

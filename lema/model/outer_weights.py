@@ -16,7 +16,7 @@ from lema.backend.registry import has_addresses
 from lema.model.skeleton import find_towers, is_in
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges
-from lema.stream.dequantize import expand_into, weights_in
+from lema.stream.lease import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
 from lema.stream.reader import LayerReader, StoredRows
 

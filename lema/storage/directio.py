@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["BLOCK", "CHUNK_BYTES", "NUM_CHUNKS", "BlockFile", "reserve", "write_all"]
+__all__ = ["BLOCK", "BlockFile", "open_direct", "reserve", "write_all"]
 
 BLOCK = 4096  # a write past the page cache must begin and end on a block, in the file and in memory
 CHUNK_BYTES = 8 << 20  # of one write: large enough for any disk
@@ -37,7 +37,7 @@ class BlockFile:
     def __init__(self, descriptor: int, path: Path, size: int) -> None:
         self._plain, self._size = descriptor, size
         reserve(descriptor, size)
-        self._direct = _open_direct(path)
+        self._direct = open_direct(path, os.O_WRONLY)
         self._direct_works = self._direct is not None
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-write")
         self._pending: deque[tuple[Future[None], memoryview | None]] = deque()
@@ -135,13 +135,14 @@ class BlockFile:
         write_all(self._plain, view, offset)
 
 
-def _open_direct(path: Path) -> int | None:
+def open_direct(path: Path, mode: int) -> int | None:
+    """Open a file past the page cache, `os.O_RDONLY` or `os.O_WRONLY`; None: its file system has no such transfers."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(path, mode | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct writes
+        if error.errno != errno.EINVAL:
             raise
         return None
 

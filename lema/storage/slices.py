@@ -32,17 +32,11 @@ LEAST_READ = 8  # bytes; shorter ranges, of which there are as many as elements,
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Elements of one flat array that go to places of another; every number counts elements.
+    """Elements of one flat array that go to places of another; every number counts elements."""
 
-    Attributes:
-        read: where the first is read.
-        write: where it goes.
-        dims: `(size, read stride, write stride)` of each dimension, the outermost first.
-    """
-
-    read: int
-    write: int
-    dims: tuple[tuple[int, int, int], ...]
+    read: int  # where the first is read
+    write: int  # where it goes
+    dims: tuple[tuple[int, int, int], ...]  # size, read stride and write stride of each, the outermost first
 
     @property
     def count(self) -> int:
@@ -101,17 +95,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class AssembledRecord:
-    """One tensor that several stored tensors, or parts of them, make together.
-
-    Attributes:
-        name: the tensor's.
-        shape: of the assembled tensor.
-        pieces: which fill every element of it once; all are stored as the same type.
-    """
+    """One tensor that several stored tensors, or parts of them, make together."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # which fill every element once; all are stored as the same type
 
     @property
     def file(self) -> Path:
@@ -159,17 +147,11 @@ def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> Te
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows of a table that lie side by side in one file.
+    """Rows of a table that lie side by side in one file."""
 
-    Attributes:
-        first: the number in the table of the first of them.
-        record: the stored tensor they are rows of.
-        offset: where in the file the first begins.
-    """
-
-    first: int
-    record: TensorRecord
-    offset: int
+    first: int  # the number in the table of the first of them
+    record: TensorRecord  # the stored tensor they are rows of
+    offset: int  # where in the file the first begins
 
 
 def row_ranges(record: TensorRecord | AssembledRecord) -> list[RowRange] | None:
@@ -188,21 +170,13 @@ def row_ranges(record: TensorRecord | AssembledRecord) -> list[RowRange] | None:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a contiguous array that was filled from another array.
+    """A box of a contiguous array that was filled from another array."""
 
-    Attributes:
-        source: the number of the other array.
-        low: the first index along each axis.
-        size: of the box along each axis.
-        read: where its first element came from in the source.
-        strides: elements of the source from one index to the next, along each axis.
-    """
-
-    source: int
-    low: tuple[int, ...]
-    size: tuple[int, ...]
-    read: int
-    strides: tuple[int, ...]
+    source: int  # the number of the other array
+    low: tuple[int, ...]  # the first index along each axis
+    size: tuple[int, ...]  # of the box along each axis
+    read: int  # where its first element came from in the source
+    strides: tuple[int, ...]  # elements of the source from one index to the next, along each axis
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -211,15 +185,9 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def follow(move: Move, shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[int, Move]]:
-    """Follow a move back through the array it reads, to where the elements of this array had come from.
+    """Follow a move that reads an array back to where that array's elements, which fill `boxes` of it, had come from.
 
-    Args:
-        move: reads the array.
-        shape: of the array, which is contiguous.
-        boxes: what the array was filled with.
-
-    Yields:
-        The number of a source, and the move from there.
+    Yield the number of a source, and the move from there. The array is contiguous, and `shape` is its own.
 
     Raises:
         ValueError: the elements cannot be cut along the edges of the boxes.

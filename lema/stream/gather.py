@@ -21,11 +21,11 @@ from torch import Tensor
 
 from lema.backend import Backend, Gathering, Upload
 from lema.backend.trace import NO_TRACE, NoTrace
+from lema.stream.lease import NAN_BYTE
 
 __all__ = ["NUM_BUFFERS", "GatheredBuffers"]
 
 NUM_BUFFERS = 2  # one on lease, one being filled
-NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
 
 
 @dataclass

@@ -23,6 +23,7 @@ from torch import Tensor
 from lema.backend.hostmemory import anonymous
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ReadError
+from lema.storage.directio import open_direct
 from lema.storage.quantized.published import move_elements
 from lema.storage.slices import RowRange
 from lema.stream.placement import DTYPES, PAGE, ByteRun, Cast, LayerBytes
@@ -42,16 +43,12 @@ class _File:
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.direct: int | None = None
-        self._opened = [self.descriptor]
-        if direct and hasattr(os, "O_DIRECT"):
-            try:
-                self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-                self._opened.append(self.direct)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct reads
-                    self.close()
-                    raise
+        try:
+            self.direct = open_direct(path, os.O_RDONLY) if direct else None
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._opened = [one for one in (self.descriptor, self.direct) if one is not None]
 
     def read(self, memory: memoryview, runs: Sequence[ByteRun]) -> None:
         """Read runs that follow each other in the file, each to its place in `memory`, by one request."""

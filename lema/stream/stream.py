@@ -23,9 +23,8 @@ from lema.backend import Backend, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.stream.counters import RunningCounters, StreamCounters
-from lema.stream.dequantize import ExpandedBuffers, expand_into, weights_in
 from lema.stream.gather import GatheredBuffers
-from lema.stream.lease import Lease
+from lema.stream.lease import ExpandedBuffers, Lease, expand_into, weights_in
 from lema.stream.placement import LayerBytes, extent, moved, rank_share
 from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
@@ -101,7 +100,7 @@ class LayerStream:
         # A lazy device waits for and releases residents as other layers, because its graphs end there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}
         self.num_slots = prefetch_depth + 1
-        self.before_lease: Callable[[], None] = _nothing
+        self.before_lease: Callable[[], None] = lambda: None
         self._ring = LayerRing(
             stored,
             [layer for layer in range(len(self.layers)) if layer not in self.residents],
@@ -297,7 +296,3 @@ class LayerStream:
         self._host.clear()
         self._resident.clear()
         self._uploads.clear()
-
-
-def _nothing() -> None:
-    """Do nothing before a lease."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lema.backend import Backend
 from lema.config import LemaConfig
-from lema.convert import prepare_directory
+from lema.convert.prepare import prepare
 from lema.engine.head.loss import trained_tokens
 from lema.lora.attach import lora_config
 from lema.train import LemaModel
@@ -29,7 +29,7 @@ def publish(config: PreTrainedConfig, directory: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config)
     assert isinstance(model, PreTrainedModel)
     model.save_pretrained(directory / "published")
-    prepare_directory(model, directory / "streamed")
+    prepare(model, directory / "streamed")
     return directory / "published"
 
 

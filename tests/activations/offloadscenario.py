@@ -115,7 +115,7 @@ class Course:
         self.stash = self.chance.choice((1, 1, 2, 4))
         carrier = QueuedCarrier(self.device, lambda nbytes: self.memory(nbytes, "restored"))
         self.offload = code.Offload(
-            SimpleNamespace(why_kept=lambda _: None), self.store, lambda _: carrier,
+            lambda _: None, self.store, lambda _: carrier,
             stash=self.stash, fetch=self.chance.random() < 0.7,
         )  # fmt: skip
         self.sources, self.graphs = list[Source](), [Graph(None)]

@@ -29,7 +29,7 @@ class Marked:
     def __init__(self) -> None:
         self.inputs: list[Tensor] = []
 
-    def why_kept(self, tensor: Tensor) -> Kept | None:
+    def __call__(self, tensor: Tensor) -> Kept | None:
         if torch._C._current_graph_task_id() != -1:
             return Kept.BACKWARD
         return None if any(tensor is one for one in self.inputs) else Kept.UNCHOSEN

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.activations.hooks import Scope, Sites, entered
-from lema.activations.layers import LayerInputs, OnlyLayerInputs, decoder_layers
+from lema.activations.layers import LayerInputs, decoder_layers, only_layer_inputs
 from lema.activations.protocols import Kept
 
 NAMES = ["llama", "gpt2", "mixtral"]
@@ -65,7 +65,7 @@ class Moving:
     """What a forward saves, moved away where the choice says so: copies take its place, as from another memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.scope, self.inputs, self.choice = Scope(), LayerInputs(model), OnlyLayerInputs()
+        self.scope, self.inputs, self.choice = Scope(), LayerInputs(model), only_layer_inputs
         self.moved: list[Tensor] = []
         self.storages: list[StorageWeakRef] = []
         self.stayed = 0
@@ -78,7 +78,7 @@ class Moving:
         assert self.scope.layer_inputs == {}
 
     def _pack(self, tensor: Tensor) -> tuple[bool, Tensor]:
-        if torch._C._current_graph_task_id() != -1 or self.choice.why_kept(tensor) is Kept.UNCHOSEN:
+        if torch._C._current_graph_task_id() != -1 or self.choice(tensor) is Kept.UNCHOSEN:
             self.stayed += 1
             return False, tensor
         self.storages.append(StorageWeakRef(tensor.untyped_storage()))

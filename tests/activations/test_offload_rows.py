@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema.activations import NoOpManager, OffloadActivations, get_lora_act_offloading_ctx_manager
-from lema.activations.policy import Everything, WeightStorages
+from lema.activations.policy import WeightStorages, everything
 from lema.activations.protocols import Kept
 from lema.errors import ConfigError, LemaError
 
@@ -141,8 +141,8 @@ def test_a6_host_tensors_small_ones_and_special_classes_stay(offloading: Callabl
         parameter, buffer = nn.Parameter(torch.randn(64, 64)), nn.Buffer(torch.randn(64, 64))
         (big() * parameter * buffer).sum()
         assert context.counters.kept[Kept.WEIGHT] == 2
-    elsewhere = Everything(WeightStorages(), {"meta"}.__contains__)
-    assert elsewhere.why_kept(big()) is Kept.ELSEWHERE
+    elsewhere = everything(WeightStorages(), {"meta"})
+    assert elsewhere(big()) is Kept.ELSEWHERE
 
 
 def moved_by(context: OffloadActivations, action: Callable[[], Any]) -> list[Tensor]:
@@ -626,7 +626,7 @@ def test_b7_what_finds_no_room_in_host_memory_goes_to_disk(
     context = offloading(model, offload_dir=tmp_path, host_memory=100_000)
     assert_same(step(model, context), step(model))
     assert context.counters.kept[Kept.FULL] == 0
-    assert context.offload._store.disk.bytes_written > 0  # type: ignore[attr-defined]
+    assert context.offload._store.beyond.bytes_written > 0  # type: ignore[attr-defined]
 
 
 def test_b9_a_byte_that_comes_back_wrong_is_found(offloading: Callable[..., OffloadActivations]) -> None:

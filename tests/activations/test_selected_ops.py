@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from lema.activations import OffloadActivations
 from lema.activations.hooks import Scope, current, entered
 from lema.activations.hoststore import HostPool, HostStore
-from lema.activations.layers import OnlyLayerInputs
+from lema.activations.layers import only_layer_inputs
 from lema.activations.offload import Offload
 from lema.activations.protocols import Kept
 from lema.activations.selected import DEFAULT_ATTENTION_OPS, offloaded_ops
@@ -29,21 +29,18 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MM, DROPOUT = "aten::mm", "aten::native_dropout"
 
 
-class Everything:
-    """A choice that keeps nothing but what is saved in a backward."""
-
-    def why_kept(self, tensor: Tensor) -> Kept | None:
-        return Kept.BACKWARD if torch._C._current_graph_task_id() != -1 else None
+def everything(tensor: Tensor) -> Kept | None:
+    """The choice that keeps nothing but what is saved in a backward."""
+    return Kept.BACKWARD if torch._C._current_graph_task_id() != -1 else None
 
 
-class Nothing:
-    def why_kept(self, tensor: Tensor) -> Kept:
-        return Kept.FULL
+def nothing(tensor: Tensor) -> Kept:
+    return Kept.FULL
 
 
 def offload(choice: Any = None, *, stash: int = 1) -> Offload:
     pool = HostPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    return Offload(choice or Everything(), HostStore(pool), AtOnce, stash=stash)
+    return Offload(choice or everything, HostStore(pool), AtOnce, stash=stash)
 
 
 class Ran(TorchDispatchMode):
@@ -96,14 +93,14 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("choice", [Everything(), Nothing()])
+@pytest.mark.parametrize("choice", [everything, nothing])
 def test_attention_is_computed_once_and_the_rest_again(choice: Any, dropout: float) -> None:
     blocks = nn.ModuleList(Block(dropout) for _ in range(3))
     expected = gradients(run(*blocks).sum(), blocks)
     away = offload(choice)
     loss = run(*blocks, context_fn=offloaded_ops(away)).sum()
     away.let_go()
-    assert away.counters.copies_out == (0 if isinstance(choice, Nothing) else 6)  # the output and its log-sum-exp
+    assert away.counters.copies_out == (0 if choice is nothing else 6)  # the output and its log-sum-exp
     with Ran() as ran:
         found = gradients(loss, blocks)
     assert same(found, expected)
@@ -137,7 +134,7 @@ def test_two_regions_are_alive_at_once_and_go_backward_in_any_order() -> None:
         assert same(gradients(loss, block), one)
 
 
-@pytest.mark.parametrize("choice", [Everything(), Nothing()])
+@pytest.mark.parametrize("choice", [everything, nothing])
 @pytest.mark.parametrize("stash", [1, 9])
 def test_a_graph_that_is_kept_is_recomputed_as_often_as_asked(stash: int, choice: Any) -> None:
     blocks = nn.ModuleList(Block(0.5) for _ in range(3))
@@ -252,7 +249,7 @@ def test_a_write_into_what_was_kept_is_refused() -> None:
         run(fills, context_fn=offloaded_ops(offload(), [MM]))
 
 
-@pytest.mark.parametrize("choice", [Everything(), Nothing()])
+@pytest.mark.parametrize("choice", [everything, nothing])
 def test_a_write_after_the_region_into_what_is_still_there_raises(choice: Any) -> None:
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
         product = torch.mm(x[0], x[1].T)
@@ -296,7 +293,7 @@ class Tokened(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("choice", [Everything(), Nothing()])
+@pytest.mark.parametrize("choice", [everything, nothing])
 def test_what_was_kept_goes_with_the_graph_and_keeps_no_recomputation(choice: Any) -> None:
     def function(x: Tensor) -> Tensor:
         return torch.sin(torch.tanh(torch.mm(Tokened.apply(x)[0], x[1].T)))
@@ -309,7 +306,7 @@ def test_what_was_kept_goes_with_the_graph_and_keeps_no_recomputation(choice: An
         loss.backward(retain_graph=True)
     gc.collect()
     assert [token() is None for token in Tokened.made] == [False, True, True]
-    assert (away.live_bytes > 0) is isinstance(choice, Everything)
+    assert (away.live_bytes > 0) is (choice is everything)
     del loss
     gc.collect()
     assert away.live_bytes == 0 and all(token() is None for token in Tokened.made)
@@ -323,7 +320,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 def test_where_only_layer_inputs_are_chosen_a_chosen_operator_is_chosen_too() -> None:
-    block, scope, away = Block(), Scope(), offload(OnlyLayerInputs())
+    block, scope, away = Block(), Scope(), offload(only_layer_inputs)
     expected = gradients(run(block).sum(), block)
     with entered(scope):
         loss = run(block, context_fn=offloaded_ops(away)).sum()

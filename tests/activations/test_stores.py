@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lema.activations import hoststore as stores
-from lema.activations.hoststore import HostPool, HostStore, TieredStore, floor_bytes
+from lema.activations.hoststore import HostPool, HostStore, floor_bytes
 from lema.activations.protocols import WaitingPiece
 from lema.backend.hostmemory import anonymous
 from lema.storage.directio import BLOCK
@@ -282,8 +282,8 @@ class Shelf:
 
 
 def test_what_has_no_room_in_host_memory_goes_to_the_disk() -> None:
-    host, disk = HostStore(pool(limit=3 * BLOCK)), Shelf()
-    store = TieredStore(host, disk)
+    disk = Shelf()
+    store = HostStore(pool(limit=3 * BLOCK), disk)
     places = [store.place(nbytes) for nbytes in (8000, 8001, 4000, 1)]
     assert all(place is not None for place in places)
     assert disk.placed == [8001, 1]

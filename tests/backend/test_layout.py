@@ -25,7 +25,7 @@ from lema.backend.layout import (
     shard,
 )
 from lema.errors import ConfigError, DataError
-from lema.lora.shards import layout_of_tensor, lora_layouts, module_of
+from lema.lora.shards import layout_of_tensor, module_of
 
 CASES = settings(max_examples=400, deadline=None, derandomize=True, database=None)
 KV_LAYOUTS = st.sampled_from(["tile", "interleave"])
@@ -214,7 +214,7 @@ def test_the_rank_of_an_adapter_is_never_cut(where: str) -> None:
         (embedding(tp, 31), 12, 31),
     ]
     for base, outputs, inputs in modules:
-        a, b = lora_layouts(base, vocabulary=31)
+        a, b = (layout_of_tensor(f"lora_{factor}.weight", base, 2) for factor in "AB")
         for layout, full, whole in ((a, numbered(rank, inputs), 0), (b, numbered(outputs, rank), 1)):
             pieces = all_shards(full, layout)
             assert all(piece.shape[whole] == rank for piece in pieces), base
@@ -228,9 +228,9 @@ def test_the_rank_of_an_adapter_is_never_cut(where: str) -> None:
             assert torch.equal(mine, shard(product, base, r))
 
 
-def test_an_embedding_is_whole_unless_its_vocabulary_is_cut() -> None:
-    assert lora_layouts(embedding(4, 10)) == (replicated(4), replicated(4))
-    assert lora_layouts(embedding(4, 10), vocabulary=10) == (embedding(4, 10, dim=1), replicated(4))
+def test_the_factors_of_an_embedding_cut_by_its_vocabulary_are_whole() -> None:
+    for leaf in ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
+        assert layout_of_tensor(leaf, embedding(4, 10), 2) == replicated(4)
 
 
 @pytest.mark.parametrize(

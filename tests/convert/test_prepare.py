@@ -30,7 +30,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 import lema.utils.model_utils
 from lema.cli.app import app
 from lema.cli.exitcodes import run
-from lema.convert import prepare_directory, prepare_monolithic_safetensors, weightsfile
+from lema.convert import prepare_monolithic_safetensors, weightsfile
 from lema.convert import tensors as rewrite
 from lema.convert.prepare import prepare
 from lema.convert.weightsfile import visit_order
@@ -147,8 +147,8 @@ def test_layers_are_contiguous_and_in_visit_order(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_preparing_twice_changes_nothing(tmp_path: Path, kind: str) -> None:
     source = saved(CONFIGS[kind](), tmp_path / "model", max_shard_size="4KB")
-    once = prepare_directory(source, tmp_path / "once")
-    twice = prepare_directory(once, tmp_path / "twice")
+    once = prepare(source, tmp_path / "once").path
+    twice = prepare(once, tmp_path / "twice").path
     assert GlobalBinaryIndex(once).in_memory_names
     assert (once / SINGLE_NAME).read_bytes() == (twice / SINGLE_NAME).read_bytes()
 
@@ -172,9 +172,9 @@ def test_a_prepared_file_is_not_converted_again_and_fused_ties_are_written_twice
     source = saved(llama(tied=True), tmp_path / "model")
     assert "model.embed_tokens.second.weight" in GlobalBinaryIndex(source)
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
-    once = prepare_directory(source, tmp_path / "once")
+    once = prepare(source, tmp_path / "once").path
     assert_equal(once / SINGLE_NAME, expected)
-    assert_equal(prepare_directory(once, tmp_path / "twice") / SINGLE_NAME, expected)
+    assert_equal(prepare(once, tmp_path / "twice").path / SINGLE_NAME, expected)
 
 
 def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_it(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_prepared_directory_loads_with_from_pretrained(tmp_path: Path, kind: s
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "code.py").write_text("raise SystemExit")
-    out = prepare_directory(source, tmp_path / "out", dtype="bfloat16")
+    out = prepare(source, tmp_path / "out", dtype="bfloat16").path
     model = AutoModelForCausalLM.from_pretrained(out)
     expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
     assert model.dtype == torch.bfloat16
@@ -354,7 +354,7 @@ def test_a_prepared_directory_loads_with_from_pretrained(tmp_path: Path, kind: s
 
 def test_a_model_in_memory_becomes_a_directory(tmp_path: Path) -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(gpt2())
-    out = prepare_directory(model, tmp_path / "out")
+    out = prepare(model, tmp_path / "out").path
     loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
 
@@ -378,7 +378,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(blockfile.os, "pwrite", full_after_one)
     with pytest.raises(DiskError, match="disk is full"):
-        prepare_directory(source, tmp_path / "out")
+        prepare(source, tmp_path / "out")
     assert next(calls) > 1
     assert not list((tmp_path / "out").iterdir())
 
@@ -407,15 +407,10 @@ def test_a_wrong_argument_is_named(tmp_path: Path, options: dict[str, Any], mess
         prepare_monolithic_safetensors(tmp_path, tmp_path / arguments.pop("out_file"), **arguments)
 
 
-def test_a_directory_is_not_named_like_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the name of a file"):
-        prepare_directory(tmp_path, tmp_path / "out.safetensors")
-
-
 def test_a_model_is_not_prepared_over_itself(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "model")
     with pytest.raises(ConfigError, match="its own directory"):
-        prepare_directory(source, source)
+        prepare(source, source)
 
 
 def test_a_model_without_weights_in_memory_is_refused(tmp_path: Path) -> None:
@@ -428,7 +423,7 @@ def test_a_small_file_that_links_out_of_the_model_is_not_copied(tmp_path: Path) 
     (tmp_path / "secret.json").write_text("secret")
     (source / "tokenizer.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(WeightsError, match="leaves the model's directory"):
-        prepare_directory(source, tmp_path / "out")
+        prepare(source, tmp_path / "out")
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 

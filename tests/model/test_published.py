@@ -35,8 +35,7 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from lema.convert import prepare_directory
-from lema.convert.prepare import prepare
+from lema.convert.prepare import prepare, prepare_monolithic_safetensors
 from lema.errors import WeightsError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.index import SINGLE_NAME
@@ -223,7 +222,7 @@ def test_a_layer_more_than_the_model_has_is_left_out_and_named(
     extra = [name for name in GlobalBinaryIndex(source) if ".layers.3." in name]
     assert note.startswith(f"{len(extra)} tensors left out") and "model.layers.*.input_layernorm.weight" in note
     with pytest.warns(UserWarning, match=f"{len(extra)} tensors on disk are not used") as caught:
-        prepare_directory(source, tmp_path / "again")
+        prepare_monolithic_safetensors(source, tmp_path / "again.safetensors")
     assert caught[0].filename == __file__
 
 
@@ -233,7 +232,7 @@ def test_a_layer_that_transformers_knows_of_is_left_out_without_a_warning(
     source = published(mixtral(), tmp_path / "model")
     edit(source, with_extra_layer)
     monkeypatch.setattr(MixtralForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
-    prepare_directory(source, tmp_path / "out")
+    prepare(source, tmp_path / "out")
     prepared = prepare(source, tmp_path / "again")
     assert_same(load_file(prepared.weights), from_pretrained(source).state_dict())
     assert [note.split(":")[0] for note in prepared.notes()] == [

@@ -18,7 +18,7 @@ from transformers import MixtralConfig
 from lema import LemaConfig
 from lema.cli.app import app
 from lema.cli.tables import rows, show_plan
-from lema.convert import prepare_directory
+from lema.convert.prepare import prepare
 from lema.errors import MemoryLimitError
 from lema.plan import Plan, make_plan
 from lema.plan.machine import PROFILES, profile
@@ -147,7 +147,7 @@ def test_what_preparing_would_save_is_said(tmp_path: Path) -> None:
 
     quantized = blockfp8.write(config, tmp_path / "fp8")
     plain = blockfp8.write_whole(quantized, tmp_path / "plain")
-    prepared = prepare_directory(plain, tmp_path / "prepared")
+    prepared = prepare(plain, tmp_path / "prepared").path
     # An expert's up projection and the next one's gate projection follow each other in the file and in the tensor.
     assert f"put together from {2 * (4 * 3 - 3)} pieces, 0 B moved on the host" in notes(plain)
     assert "dequantised" in notes(quantized) and "dequantised" not in notes(plain)

@@ -13,7 +13,7 @@ from smallrun import opened, settings, token_rows, write_model
 from torch import Tensor
 
 from lema import LemaModel
-from lema.convert import prepare_directory
+from lema.convert.prepare import prepare
 from lema.errors import WeightsError
 
 OTHER = "2" * 40
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def single(model: Path) -> Path:
     """The same in one file."""
-    return prepare_directory(model, model.parent / "single")
+    return prepare(model, model.parent / "single").path
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from smallrun import batch, draw_b, settings, token_rows, tokenizer, write_model
 from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
-from lema.convert import prepare_directory
+from lema.convert.prepare import prepare
 from lema.errors import ConfigError, DataError, ModelError, WeightsError
 from lema_cpu import CpuBackend
 
@@ -220,5 +220,5 @@ def test_every_verb_takes_the_flag_and_refuses_without_it(
 
 
 def test_a_prepared_copy_streams_as_the_whole_one(model: Path, tmp_path: Path) -> None:
-    prepared = prepare_directory(model, tmp_path / "prepared", trust_remote_code=True)
+    prepared = prepare(model, tmp_path / "prepared", trust_remote_code=True).path
     assert_same_gradients(gradients_streamed(settings(prepared, tmp_path / "out")), gradients_of_the_whole(model))

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from lema.convert import prepare_directory
+from lema.convert.prepare import prepare
 
 NUM_LAYERS = 12  # half of them fit beside the five slots of prefetch depth 4 without all of them fitting
 VOCABULARY = 96
@@ -130,7 +130,7 @@ def write_checkpoint(
     published = directory / "published"
     model.to(dtype).save_pretrained(published, max_shard_size="150KB")
     assert len(list(published.glob("*.safetensors"))) > 1
-    streamed = prepare_directory(published, directory / "prepared") if architecture.prepared else published
+    streamed = prepare(published, directory / "prepared").path if architecture.prepared else published
     return Checkpoint(architecture, published, streamed)
 
 

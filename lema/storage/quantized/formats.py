@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lema.storage.quantized import bitsandbytes as ofbits
-from lema.storage.quantized import published
-from lema.storage.quantized import torchao as ofao
-from lema.storage.quantized.records import PartSpecs
+from lema.storage.quantized import bitsandbytes, published, torchao
 
-__all__ = ["KINDS", "LIBRARIES", "Library", "expand"]
+__all__ = ["KINDS", "LIBRARIES", "expand"]
 
-
-class Library(Protocol):
-    """How one library stores quantised weights; a module of this package each."""
-
-    def takes(self, shape: Sequence[int]) -> bool:
-        """Whether a weight of this shape can be quantised."""
-
-    def specs(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:
-        """Say what a weight becomes."""
-
-    def quantize(self, kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the parts of a weight, and what the library says of it."""
-
-    def expand(self, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
-        """Fill `out` with what the library dequantises the parts to."""
-
-    def part_name(self, parameter: str, part: str) -> str:
-        """Return what a part is called in a file."""
-
-    def metadata(self, abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
-        """Return what the library writes into a file's header; None: a tensor that is not quantised."""
-
-    def settings(self, kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[str, Any]:
-        """Return the `quantization_config` by which `transformers` loads what is written."""
-
-
-LIBRARIES: Mapping[str, Library] = {"torchao": cast(Library, ofao), "bitsandbytes": cast(Library, ofbits)}
+# Each is a module with the same functions: `takes`, `specs`, `quantize`, `expand`, `part_name`, `metadata`, `settings`.
+LIBRARIES: Mapping[str, Any] = {"torchao": torchao, "bitsandbytes": bitsandbytes}
 KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 
 

@@ -28,37 +28,24 @@ Lists = Mapping[str, Sequence[Tensor]]  # tensors by what the operations call th
 
 @dataclass(frozen=True)
 class Step:
-    """What is made of a few stored tensors at once.
+    """What is made of a few stored tensors at once."""
 
-    Attributes:
-        parts: what the operations call each list of stored tensors -> the names of the parts.
-        constants: small tensors of whole numbers, shapes for one: on the host, because their values are read there.
-        padded: what the operations call a tensor that is padded with zeros first, and what is made of it cut again,
-            because its blocks of scales reach beyond it -> the rows and columns with padding.
-        moves: what the operations call what they make, and where its elements go in the parameter.
-        units: how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts.
-    """
-
-    parts: Mapping[str, tuple[str, ...]]
-    constants: Lists
+    parts: Mapping[str, tuple[str, ...]]  # what the operations call each list of stored tensors -> the parts' names
+    constants: Lists  # small tensors of whole numbers, shapes for one: on the host, because their values are read there
+    # What the operations call a tensor that is padded with zeros first, and what is made of it cut again, because its
+    # blocks of scales reach beyond it -> the rows and columns with padding.
     padded: Mapping[str, tuple[int, int]]
-    moves: tuple[tuple[str, Move], ...] = ()
-    units: int = 1
+    moves: tuple[tuple[str, Move], ...] = ()  # the operations' name of what is made, and its place
+    units: int = 1  # how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a parameter is made.
+    """How a parameter is made."""
 
-    Attributes:
-        run: the operations, from named lists of tensors to named tensors.
-        steps: which fill every element of the parameter once.
-        cast: the stored tensors become the parameter's type first, as in `from_pretrained` of what is not quantised.
-    """
-
-    run: Callable[[Lists], dict[str, Tensor]]
-    steps: tuple[Step, ...]
-    cast: bool
+    run: Callable[[Lists], dict[str, Tensor]]  # the operations, from named lists of tensors to named tensors
+    steps: tuple[Step, ...]  # which fill every element of the parameter once
+    cast: bool  # stored tensors become the parameter's type first, as in `from_pretrained` of what is not quantised
 
     def make(self, step: Step, parts: Lists, dtype: torch.dtype) -> dict[str, Tensor]:
         """Run the operations of one step, on any device."""
@@ -73,7 +60,6 @@ class Plan:
         return made
 
 
-@torch.no_grad()
 def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
     """Fill `out`, contiguous, with what the operations make of the parts."""
     plan: Plan = about[PLAN]

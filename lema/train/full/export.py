@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from lema.convert.delta import DELTA_NAME, FORMAT, STEM, DeltaFile
-from lema.convert.hubformat import shards_of, write_shards
-from lema.convert.storedmodel import rewritten_config, tensor_specs
-from lema.convert.tensors import bytes_of, cast_pieces, copy_companions, write_config
+from lema.convert.hubformat import rewritten_config, tensor_specs, write_model, write_shards
+from lema.convert.tensors import bytes_of, cast_pieces
 from lema.storage.atomic import appearing, free_directory, replace_file
 from lema.storage.verify import base_fingerprint
 from lema.train.full.training import FullTraining
@@ -57,12 +56,8 @@ def save_trained(
     skeleton = model.skeleton
     specs = tensor_specs(skeleton, model.records, model.dtypes)
     specs = [spec for spec in specs if spec[0] not in skeleton.all_tied_weights_keys]
-
-    with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), _Trained(model, training).pieces)
-        copy_companions(model.directory, partial, code=model.trusted)
-        write_config(model.directory / "config.json", partial, rewritten_config(model.config.dtype))
-    return out
+    pieces, changes = _Trained(model, training).pieces, rewritten_config(model.config.dtype)
+    return write_model(out, specs, max_shard_size, pieces, model.directory, changes, code=model.trusted)
 
 
 def save_delta(
@@ -88,6 +83,6 @@ def save_delta(
     )
 
     with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), _Trained(model, training).pieces, STEM)
+        write_shards(partial, specs, max_shard_size, _Trained(model, training).pieces, STEM)
         replace_file(partial / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
     return out
