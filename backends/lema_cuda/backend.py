@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lema.backend import BackendOptions, DeviceSlots, Download, MemoryStats, Parallel, Replicas, SingleProcess
-from lema.backend.queues import Copies
-from lema.backend.slots import CopyDown, Slots
+from lema.backend.queues import Copies, CopyDown, Slots
 from lema.backend.torchrun import join
 from lema_cuda.device import choose_device
 from lema_cuda.driver import CudaDriver

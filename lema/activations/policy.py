@@ -42,7 +42,7 @@ class WeightView:
         return cls(parameter, tensor)
 
     def unpack(self) -> Tensor:
-        """Return the view; `RuntimeError`: the parameter was written into, or laid out otherwise, since it was saved."""
+        """Return the view; `RuntimeError`: the parameter was written into, or laid out otherwise, since."""
         parameter = self._parameter
         if parameter._version != self._version:
             raise RuntimeError(

@@ -81,9 +81,7 @@ class WaitingPiece(Protocol):
         """Return uint8 `[nbytes]` of host memory that holds the bytes, or that a copy to it is on its way to.
 
         It blocks until they have been read, where they are elsewhere. What was returned stays until `used`.
-
-        Raises:
-            DiskError, ReadError: they could not be written, or read, or are not what was written.
+        `DiskError`, `ReadError`: they could not be written, or read, or are not what was written.
         """
 
     def used(self, drained: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from lema import lazy_exports
 
 if TYPE_CHECKING:
     from lema.backend.findings import Fact, Finding, Level
+    from lema.backend.group import Alone, Downloaded, SingleProcess
     from lema.backend.protocols import (
         Backend,
         BackendOptions,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         Upload,
     )
     from lema.backend.registry import BackendInfo, available, load
-    from lema.backend.single import Alone, Downloaded, SingleProcess
 
 __all__ = [
     "Alone",
@@ -50,7 +50,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         **dict.fromkeys(__all__, "protocols"),  # all but the names below
-        **dict.fromkeys(("Alone", "Downloaded", "SingleProcess"), "single"),
+        **dict.fromkeys(("Alone", "Downloaded", "SingleProcess"), "group"),
         **dict.fromkeys(("Fact", "Finding", "Level"), "findings"),
         **dict.fromkeys(("BackendInfo", "available", "load"), "registry"),
     },

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from lema.backend.group import Alone
 from lema.backend.protocols import Replicas
-from lema.backend.single import Alone
 
 __all__ = ["NEVER", "Interrupt", "Leaving", "Stop", "StopRequested", "agreed"]
 

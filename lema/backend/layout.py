@@ -49,7 +49,7 @@ SHOWN = 64  # degrees named in an error, at most up to this one
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies over ranks, or `ConfigError` if it cannot; made by the functions below, which say what it is."""
+    """How one tensor lies over ranks, made by the functions below, which say what it is; `ConfigError`: it cannot."""
 
     # What is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one.
     kind: Kind
@@ -176,8 +176,7 @@ Place = tuple[int, int]  # start and length along the axis of the whole tensor
 def places(layout: Layout, size: int, rank: int) -> list[Place]:
     """Return what of an axis of length `size` (before padding) one rank holds: start and length, in its order.
 
-    Raises:
-        ConfigError: the axis cannot be divided among the ranks as the layout says.
+    `ConfigError`: the axis cannot be divided among the ranks as the layout says.
     """
     if layout.kind == "replicated":
         return [(0, size)]
@@ -246,10 +245,8 @@ def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
 def consolidate(shards: Sequence[Tensor], layout: Layout, *, check: bool = True) -> Tensor:
     """Put a tensor together from the shards of all ranks, in their order.
 
-    Replicas must agree, bit for bit, if `check`; else the first rank's are taken.
-
-    Raises:
-        DataError: the shards are not those of one tensor with this layout, or replicas differ; it says on which ranks.
+    Replicas must agree, bit for bit, if `check`; else the first rank's are taken. `DataError`: the shards are not those
+    of one tensor with this layout, or replicas differ; it says on which ranks.
     """
     if check and (found := differences(shards, layout)):
         how = "keys and values may lie in the other order (--kv-layout); or take the first rank's (--take-first)"

@@ -107,8 +107,7 @@ class BackendOptions:
     def refuse_parts(self, name: str) -> None:
         """Refuse to divide layers, for a backend that gives each process the whole of them.
 
-        Raises:
-            ConfigError: the user asks for it.
+        `ConfigError`: the user asks for it.
         """
         for setting in ("tensor_parallel_size", "sequence_parallel"):
             if getattr(self, setting) not in (None, False, 1):

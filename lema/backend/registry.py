@@ -9,8 +9,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+from lema.backend.group import SingleProcess
 from lema.backend.protocols import DEFAULTS, Backend, BackendOptions, Parallel
-from lema.backend.single import SingleProcess
 from lema.errors import BackendUnavailable
 
 if TYPE_CHECKING:

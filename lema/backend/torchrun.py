@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lema.backend.group import Alone
 from lema.backend.hostmemory import mapped
 from lema.backend.protocols import Gathering, Replicas, Upload
-from lema.backend.single import Alone
 from lema.errors import BackendUnavailable, ConfigError, LemaError
 
 __all__ = ["Joined", "ProcessGroup", "gather_objects", "join", "join_in_parts", "local_processes", "others_there"]

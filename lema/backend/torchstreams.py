@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lema.backend.group import Downloaded
 from lema.backend.hostmemory import anonymous
 from lema.backend.protocols import Carrier, DeviceSlots, Download
-from lema.backend.queues import Copies, Event
-from lema.backend.single import Downloaded
-from lema.backend.slots import CopyDown, Slots
+from lema.backend.queues import Copies, CopyDown, Event, Slots
 
 __all__ = ["AtOnce", "Streams", "carrier_for"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lema.convert.prepare import visit_order
 from lema.convert.tensors import METADATA, copy_companions, stored_name, write_config
-from lema.convert.weightsfile import visit_order
 from lema.model import meta_model, read_config
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
@@ -52,14 +52,10 @@ def open_stored(
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> StoredModel:
-    """Open a model's config and headers, of a directory, one of its files, or a hub id.
+    """Open a model's config and headers, of a directory, one of its files, or a hub id with its `revision`.
 
-    Args:
-        weights: the weights, where they lie elsewhere.
-        dtype: to write the model in; None: the checkpoint's.
-
-    Raises:
-        WeightsError: the model is missing or damaged, does not fit its config, or must be prepared first.
+    `weights` says where these lie if elsewhere; `dtype` is what to write the model in, None: the checkpoint's.
+    `WeightsError`: the model is missing or damaged, does not fit its config, or must be prepared first.
     """
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)

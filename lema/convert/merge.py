@@ -23,7 +23,7 @@ from lema.convert.tensors import bytes_of, cast_pieces, read_tensor
 from lema.errors import AdapterError, ConfigError
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
-from lema.lora.base import check_base
+from lema.lora.checks import check_base
 from lema.lora.files import load_weights, read_settings
 from lema.lora.merge import ADAPTER, Rounding, merge_module, rounded_all, wrapped
 from lema.model.skeleton import find_layers
@@ -87,8 +87,7 @@ class MergedTensors:
 def check_mergeable(model: nn.Module) -> None:
     """Make sure that every adapter can be merged into its module.
 
-    Raises:
-        AdapterError: a module has no bias into which B's could be merged.
+    `AdapterError`: a module has no bias into which B's could be merged.
     """
     for name, module in wrapped(model):
         if getattr(module, "lora_bias", {}).get(ADAPTER) and cast(Any, module).get_base_layer().bias is None:

@@ -1,25 +1,186 @@
 """Rewrites a checkpoint as one file in the order it is streamed: embeddings, layer by layer, final norm, head.
 
 Names and shapes become those `transformers` uses in memory, so that a layer is one run of bytes and needs no work when
-it is read. Never more than two layers are in memory, however deep the model.
+it is read. Never more than two layers are in memory, however deep the model: copying and casting hold a few megabytes,
+and a tensor that is put together from several, or is quantised, is held whole.
 """
 
+from __future__ import annotations
+
 import os
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from lema.convert.quantize import check_kind
-from lema.convert.tensors import copy_companions, write_config
-from lema.convert.weightsfile import Prepared, Progress, Source, write_weights
-from lema.errors import ConfigError
-from lema.model.weight_names import warn_of_unused
-from lema.storage import resolve_model
+from lema.convert.quantize import Precision, Quantizer, check_kind
+from lema.convert.tensors import METADATA, bytes_of, copy_companions, read_tensor, stored_name, write_cast, write_config
+from lema.errors import ConfigError, ModelError
+from lema.model import meta_model, read_config
+from lema.model.skeleton import find_layers, main_dtype
+from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
+from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
+from lema.storage.diskspace import disk_error
+from lema.storage.header import TensorRecord
+from lema.storage.hub import own_weights
 from lema.storage.index import SINGLE_NAME
 
-__all__ = ["prepare", "prepare_monolithic_safetensors"]
+__all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors", "visit_order"]
+
+Source = str | os.PathLike[str] | PreTrainedModel
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What became of a checkpoint."""
+
+    path: Path  # the file or directory that was written
+    weights: Path  # the file of weights in it
+    names: NameMap | None = None  # where every tensor came from; None: from a model in memory
+    precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
+    refused: tuple[str, ...] = ()  # linear weights that were not quantised, for the format does not take their shape
+    changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of the weights
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file of weights."""
+        return self.weights.stat().st_size
+
+    def notes(self) -> list[str]:
+        """Say what is not a plain copy, one line each: what was rearranged, what was left out, what was added."""
+        names = self.names or NameMap()
+        lines = {
+            "rearranged": names.rearranged,
+            "left out, for transformers loads them into no model of this type": [r.name for r in names.ignored],
+            "left out, for the model has no place for them": [r.name for r in names.unused],
+            "not stored, and written as the model makes them": names.kept,
+            "not quantised, for the format does not take their shape": list(self.refused),
+        }
+        return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
+
+
+def visit_order(model: PreTrainedModel) -> list[str]:
+    """The names of the model's state dict in the order of a forward pass: before the layers, each layer, after them.
+
+    `ModelError`: the model has no single stack of decoder layers.
+    """
+    layers_name, layers = find_layers(model)
+    names = list(model.state_dict())
+    inside = [name for i in range(len(layers)) for name in names if name.startswith(f"{layers_name}.{i}.")]
+    in_layers = set(inside)
+    first = next((position for position, name in enumerate(names) if name in in_layers), len(names))
+    return names[:first] + inside + [name for name in names[first:] if name not in in_layers]
+
+
+def write_weights(
+    source: Source,
+    file: Path,
+    dtype: torch.dtype | None,
+    quantize: str | None,
+    trust: bool,
+    progress: Progress | None,
+) -> Prepared:
+    """Write every tensor of a model into one file; arguments and errors as of `lema.convert.prepare.prepare`."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, file.parent) from error
+    if isinstance(source, PreTrainedModel):
+        return _write_model(source, file, dtype, quantize, progress)
+    directory = resolve_model(source)
+    index = GlobalBinaryIndex(own_weights(source, directory))
+    config = read_config(directory, trust_remote_code=trust)
+    model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
+    names = map_names(model, index)
+    state: dict[str, Tensor] = model.state_dict()
+    # What is not loaded is not widened either.
+    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
+    order = visit_order(model)
+    quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
+    with _open_file(file, order, state, dtypes, quantizer, progress) as out:
+        for name in order:
+            _transfer(out, name, state, names, dtypes[name], quantizer)
+    written = _prepared(file, quantizer, names)
+    if quantizer is None and names.quantized:  # what is written is not
+        return replace(written, changes={"quantization_config": None, "dtype": main_dtype(model)})
+    return written
+
+
+def _write_model(
+    model: PreTrainedModel, file: Path, dtype: torch.dtype | None, quantize: str | None, progress: Progress | None
+) -> Prepared:
+    state: dict[str, Tensor] = model.state_dict()
+    if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
+        what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
+        how = "load the model without offloading, or give its directory instead"
+        raise ModelError(what, where=type(model).__name__, how=how)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError("the model carries adapters", where=type(model).__name__, how="prepare the base model")
+    if dtype is None:
+        dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    else:
+        dtypes = target_dtypes(meta_model(deepcopy(model.config), dtype))
+    order = visit_order(model)
+    quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
+    with _open_file(file, order, state, dtypes, quantizer, progress) as out:
+        for name in order:
+            _write(out, name, state[name].detach().to("cpu", dtypes[name]), quantizer)
+    return _prepared(file, quantizer, None)
+
+
+def _transfer(
+    out: TensorFile,
+    name: str,
+    state: Mapping[str, Tensor],
+    names: NameMap,
+    dtype: torch.dtype,
+    quantizer: Quantizer | None,
+) -> None:
+    """Write a tensor of a checkpoint as `dtype`: copied, cast, put together, or as the model makes it (`state`)."""
+    stored = names.tied.get(name, name)
+    record = names.stored.get(stored)
+    if record is None:
+        if stored in names.kept:
+            out.write(name, [bytes_of(state[stored])])
+    elif isinstance(record, TensorRecord) and not (quantizer is not None and name in quantizer.chosen):
+        write_cast(out, name, record, dtype)
+    else:
+        _write(out, name, read_tensor(record, dtype), quantizer)
+
+
+def _write(out: TensorFile, name: str, tensor: Tensor, quantizer: Quantizer | None) -> None:
+    if quantizer is not None and name in quantizer.chosen:
+        quantizer.write(out, name, tensor)
+    else:
+        out.write(name, [bytes_of(tensor)])
+
+
+def _open_file(
+    file: Path,
+    order: list[str],
+    state: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    quantizer: Quantizer | None,
+    progress: Progress | None,
+) -> TensorFile:
+    """Announce every tensor of the model, or what it is quantised to, and open the file for them."""
+    specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
+    if quantizer is None:
+        return TensorFile(file, specs, METADATA, progress)
+    return TensorFile(file, quantizer.specs(specs), quantizer.metadata(order), progress)
+
+
+def _prepared(file: Path, quantizer: Quantizer | None, names: NameMap | None) -> Prepared:
+    if quantizer is None:
+        return Prepared(file, file, names)
+    changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
+    return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)
 
 
 def prepare(

@@ -67,11 +67,8 @@ class Quantizer:
     def of(cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Quantizer:
         """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype.
 
-        Parameters may be on `meta`; `dtypes` say what each tensor of the state dict is written as.
-
-        Raises:
-            ConfigError: the library that quantises to `kind` is not installed.
-            ModelError: there is nothing to quantise.
+        Parameters may be on `meta`; `dtypes` say what each tensor of the state dict is written as. `ConfigError`: the
+        library that quantises to `kind` is not installed; `ModelError`: there is nothing to quantise.
         """
         layers_name, layers = find_layers(model)
         sampled = {round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)}
@@ -128,11 +125,7 @@ class Quantizer:
 
     @torch.no_grad()
     def write(self, out: TensorFile, name: str, weight: Tensor) -> None:
-        """Quantise a weight, which has the dtype it is to expand to, and write its parts.
-
-        Raises:
-            DiskError: the bytes could not be written.
-        """
+        """Quantise a weight, which has the dtype it is to expand to, and write its parts, or raise `DiskError`."""
         library = LIBRARIES[KINDS[self.kind]]
         parts, about = library.quantize(self.kind, weight)
         if self.chosen[name].sampled:
@@ -175,11 +168,7 @@ class Quantizer:
 
 
 def check_kind(kind: str | None) -> None:
-    """Make sure that `kind` can be quantised to.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
+    """Make sure that `kind` can be quantised to; another is a `ConfigError`."""
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"weights cannot be quantised to {kind!r}", where="quantize", how=f"give {', '.join(KINDS)}")
 

@@ -43,9 +43,7 @@ CODE = ("*.py",)
 def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
     """Return the whole tensor in memory, as `dtype`; expanded, where it is quantised.
 
-    Raises:
-        ReadError: its bytes could not be read.
-        ModelError: it is stored in a form no model computes with.
+    `ReadError`: its bytes could not be read; `ModelError`: it is stored in a form no model computes with.
     """
     for one in records_of(record):
         _torch_dtype(one)
@@ -72,10 +70,7 @@ def records_of(record: Stored) -> Iterable[TensorRecord]:
 def cast_pieces(record: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield the tensor's bytes as `dtype`, a bounded piece at a time; each is valid until the next is asked for.
 
-    One that is assembled or quantised comes in one piece, as it is used.
-
-    Raises:
-        ReadError, ModelError: as `read_tensor`.
+    One that is assembled or quantised comes in one piece, as it is used. Errors are those of `read_tensor`.
     """
     if not isinstance(record, TensorRecord):
         yield bytes_of(read_tensor(record, dtype))
@@ -94,9 +89,7 @@ def cast_pieces(record: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
 def write_cast(out: TensorFile, name: str, record: TensorRecord, dtype: torch.dtype) -> None:
     """Write the tensor of `record` as `name`, which `out` announced with `dtype`; nothing is read twice or held.
 
-    Raises:
-        ReadError, ModelError: as `read_tensor`.
-        DiskError: the bytes could not be written.
+    Errors are those of `read_tensor`, and `DiskError`: the bytes could not be written.
     """
     if _torch_dtype(record) != dtype:
         out.write(name, cast_pieces(record, dtype))
@@ -113,11 +106,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def stored_name(name: str, dtype: torch.dtype) -> str:
-    """Return what safetensors calls `dtype`, that of the tensor `name`.
-
-    Raises:
-        ModelError: it has no name for it.
-    """
+    """Return what safetensors calls `dtype`, that of the tensor `name`; a type without a name is a `ModelError`."""
     if (stored := STORED_NAMES.get(dtype)) is None:
         raise ModelError(f"tensor {name!r} is {dtype}, which cannot be written", where=name, how="give a dtype")
     return stored
@@ -126,11 +115,8 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
 def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
     """Copy the small files beside a model's weights, but for `config.json` and the index of its shards.
 
-    The model's own code is copied as well if `code`.
-
-    Raises:
-        WeightsError: one of them is a link that leaves the directory.
-        DiskError: one could not be written.
+    The model's own code is copied as well if `code`. `WeightsError`: one of them is a link that leaves the directory;
+    `DiskError`: one could not be written.
     """
     patterns = (*COMPANIONS, *CODE) if code else COMPANIONS
     found = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}

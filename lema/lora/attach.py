@@ -53,13 +53,11 @@ def lora_config(
     targets: Collection[str] | str | None,
     **options: Any,
 ) -> LoraConfig:
-    """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+    """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a model without
+    adapters.
 
     Args:
-        model: the model without adapters.
-        rank: of the two matrices.
         alpha: the adapter's output is scaled by `alpha / rank`.
-        dropout: on the adapter's input.
         targets: module names, or a regular expression over full names; None: `default_targets`.
         options: further options of PEFT's `LoraConfig`.
 
@@ -104,11 +102,7 @@ def _leave_out_towers(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
-    """Return PEFT's config of the adapter that the settings ask for.
-
-    Raises:
-        ConfigError: the settings do not fit the model.
-    """
+    """Return PEFT's config of the adapter that the settings ask for; `ConfigError`: they do not fit the model."""
     _check_layers(model, config)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
     options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
@@ -143,10 +137,8 @@ def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
 
-    The model has no adapters, and its weights may be on `meta`.
-
-    Raises:
-        ModelError: no parameter would be adapted; the message names those that could be.
+    The model has no adapters, and its weights may be on `meta`. `ModelError`: no parameter would be adapted; the
+    message names those that could be.
     """
     tensors = (*model.parameters(), *model.buffers())
     bare: PreTrainedModel = deepcopy(model, {id(tensor): _without_values(tensor) for tensor in tensors})

@@ -1,4 +1,4 @@
-"""Checks of an adapter's two files, config and tensors, which come from anywhere, before PEFT loads them.
+"""Checks of an adapter's files, which come from anywhere, before PEFT loads them, and of the model they are put on.
 
 Adapters are passed around more freely than models. A rank of a billion would be allocated before it is compared with
 the weights, and text in the place of a number would fail elsewhere with a message that does not help. The shapes of the
@@ -8,11 +8,16 @@ PEFT matches the regular expressions in an adapter's config with the names of al
 years for a name of thirty letters
 (https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS). So each is matched once
 beforehand under a time limit.
+
+An adapter is a change to weights; on other weights it is noise. A path or a hub id may lead to other files by now, so
+beside an adapter is the fingerprint of its base model's files (`lema.storage.verify`).
 """
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,19 +29,27 @@ from torch import Tensor, nn
 from lema.config.timelimit import limited
 from lema.errors import AdapterError, ModelError, WeightsError
 from lema.lora.shards import module_of
+from lema.storage import GlobalBinaryIndex, resolve_model
+from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord, damaged, open_regular, parse_json, read_header, regular_size
+from lema.storage.hub import own_weights
 from lema.storage.index import check_inside
 from lema.storage.modelfiles import MAX_CONFIG_BYTES
+from lema.storage.verify import base_fingerprint
 
 __all__ = [
+    "BASE_NAME",
     "MAX_SECONDS",
+    "check_base",
     "check_file",
+    "check_named_base",
     "check_patterns",
     "check_ranks",
     "check_shapes",
     "check_types",
     "read_json",
     "read_records",
+    "write_base",
 ]
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
@@ -68,8 +81,7 @@ class _Types(BaseModel):
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file of an adapter.
 
-    Raises:
-        AdapterError: it cannot be read, is too large, leads out of its directory, or is no JSON object.
+    `AdapterError`: it cannot be read, is too large, leads out of its directory, or is no JSON object.
     """
     check_file(file)
     try:
@@ -80,11 +92,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_file(file: Path) -> None:
-    """Make sure that a small file of an adapter is a file, small, and in the adapter's directory.
-
-    Raises:
-        AdapterError: it is not.
-    """
+    """Make sure that a small file of an adapter is a small file in the adapter's directory, or raise `AdapterError`."""
     try:
         check_inside(file)
         if (size := regular_size(file)) > MAX_CONFIG_BYTES:
@@ -96,8 +104,7 @@ def check_file(file: Path) -> None:
 def read_records(file: Path) -> Mapping[str, TensorRecord]:
     """Return what the header of an adapter's weights says; the tensors are not read.
 
-    Raises:
-        AdapterError: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
+    `AdapterError`: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
     """
     try:
         check_inside(file)
@@ -111,11 +118,7 @@ def read_records(file: Path) -> Mapping[str, TensorRecord]:
 
 
 def check_types(config: LoraConfig, file: Path) -> None:
-    """Make sure that the values of a config are of the types that PEFT's own are of.
-
-    Raises:
-        AdapterError: one is not; names each.
-    """
+    """Make sure that values of a config have the types of PEFT's own; `AdapterError` names each that has not."""
     try:
         _Types.model_validate({name: getattr(config, name) for name in _Types.model_fields})
     except ValidationError as error:
@@ -128,8 +131,7 @@ def check_types(config: LoraConfig, file: Path) -> None:
 def check_ranks(config: LoraConfig, weights: Path) -> None:
     """Make sure that no rank of a config is beyond every size in the weights beside it, where there are any.
 
-    Raises:
-        AdapterError: one is, or the weights are damaged.
+    `AdapterError`: one is, or the weights are damaged.
     """
     if not weights.is_symlink() and not weights.exists():
         return
@@ -151,8 +153,7 @@ PLAIN = re.compile(r"[\w.-]*")  # there is one way to match it, and that is foun
 def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
     """Make sure that the patterns of an adapter's config can be matched with `names`, those of all modules.
 
-    Raises:
-        ModelError: one is no regular expression, or takes too long to match.
+    `ModelError`: one is no regular expression, or takes too long to match.
     """
     known, where = [one for name in names for one in (name, f"base_model.model.{name}")], ""
     try:
@@ -195,9 +196,8 @@ class _TooLong(Exception):
 def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> None:
     """Refuse an adapter that is not of this model, whose parameters may be on `meta`; errors call the model `base`.
 
-    Raises:
-        AdapterError: a tensor is of a module that the model does not have, or has another shape than one of that
-            module would; it is named.
+    `AdapterError`: a tensor is of a module that the model does not have, or has another shape than one of that module
+    would; it is named.
     """
     modules = dict(model.named_modules())
     for name, tensor in tensors.items():
@@ -236,3 +236,65 @@ def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | No
     if rank is None or leaf.startswith("lora_magnitude"):
         return None
     return (rank, inputs) if "_A" in leaf else (outputs, rank)
+
+
+BASE_NAME = "adapter_base.json"
+KEY = "fingerprint"
+
+
+def write_base(directory: Path, fingerprint: str) -> None:
+    """Write beside an adapter which model it belongs to; a file that could not be written is a `DiskError`."""
+    replace_file(directory / BASE_NAME, (json.dumps({KEY: fingerprint}, indent=2) + "\n").encode())
+
+
+def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
+    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on.
+
+    Return whether a file beside the adapter says which model that is; adapters that PEFT alone has written have none.
+    `AdapterError`: it is another model, or what is written is damaged.
+    """
+    file = directory / BASE_NAME
+    if not file.is_file():
+        return False
+    check_file(file)
+    try:
+        expected = json.loads(file.read_bytes())[KEY]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"this does not say which model the adapter is of: {error!r}", where=str(file)) from error
+    if (found := base_fingerprint(index)) != expected:
+        raise AdapterError(
+            f"the model has changed since the adapter was trained on it: its fingerprint is {found}, "
+            f"and it was {expected}",
+            where=f"{directory}, on {index.path}",
+            how="give the model as it was; to use the adapter on this one all the same, name it by an explicit "
+            f"model_name_or_path, or delete {BASE_NAME}",
+        )
+    return True
+
+
+def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
+    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it.
+
+    It is compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the
+    same name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is
+    another model.
+    """
+    if check_base(directory, index):
+        return
+    named = config.base_model_name_or_path
+    if not named:
+        what = f"{directory} does not say which model the adapter is of; it is taken to be {model}"
+        warnings.warn(what, stacklevel=3)
+    if not named or named == model:
+        return
+    try:
+        place = resolve_model(named, revision=config.revision, download=False)
+        other = GlobalBinaryIndex(own_weights(named, place))
+    except WeightsError as error:
+        why = f"and that is not here to be compared ({error.what})"
+    else:
+        if other.root.resolve() == index.root.resolve() or base_fingerprint(other) == base_fingerprint(index):
+            return
+        why = "whose files are others"
+    how = f"begin with that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json"
+    raise AdapterError(f"the adapter is of the model {named}, {why}", where=f"{directory}, on {model}", how=how)

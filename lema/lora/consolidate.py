@@ -18,8 +18,7 @@ from torch import Tensor
 from lema.backend.layout import Difference, KvLayout, Layout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
-from lema.lora.base import BASE_NAME
-from lema.lora.checks import check_shapes, read_json
+from lema.lora.checks import BASE_NAME, check_shapes, read_json
 from lema.lora.files import CONFIG, WEIGHTS, read_lora_config, read_safetensors
 from lema.lora.foreign_shards import read_foreign
 from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
@@ -104,7 +103,6 @@ def shard_adapter(
     Every projection keeps its own A and B. The axis of the rank is never cut.
 
     Args:
-        adapter_dir: with PEFT's two files.
         out_dir: a new or empty directory.
         tp: how many ranks.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.

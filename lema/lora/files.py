@@ -72,11 +72,9 @@ PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
     """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format).
 
-    `overrides` replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone.
-
-    Raises:
-        AdapterError: there is no adapter, or one of its files is not what it should be.
-        ConfigError: a setting is wrong, or an override contradicts the adapter.
+    `overrides` replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`:
+    there is no adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or an override
+    contradicts the adapter.
     """
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
@@ -113,11 +111,7 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
 
 
 def settings_of(config: LoraConfig) -> dict[str, Any]:
-    """Return the settings that say what PEFT's config says.
-
-    Raises:
-        ConfigError: the config asks for what cannot be streamed.
-    """
+    """Return the settings that say what PEFT's config says; `ConfigError`: it asks for what cannot be streamed."""
     if found := [*refusals(vars(config))]:
         what = f"the adapter cannot be used as it is: it has {'; '.join(found)}"
         raise ConfigError(what, where="LoraConfig", how="leave that out")
@@ -147,8 +141,7 @@ def _same(setting: str, one: Any, other: Any) -> bool:
 def check_same_adapter(model: PeftModel, directory: Path) -> None:
     """Make sure that the adapter attached is the one in `directory`, but for its values and its dropout.
 
-    Raises:
-        ConfigError: settings have changed since it was saved; names each.
+    `ConfigError`: settings have changed since it was saved; names each.
     """
     if differing := adapter_differences(model, directory):
         names = " and ".join(setting for setting, _, _ in differing)
@@ -172,8 +165,7 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
 def read_lora_config(directory: Path) -> LoraConfig | None:
     """Read `adapter_config.json`; None: the directory has none (the older format).
 
-    Raises:
-        AdapterError: the file cannot be read, or is not of a LoRA adapter.
+    `AdapterError`: the file cannot be read, or is not of a LoRA adapter.
     """
     file = directory / CONFIG
     if not file.is_symlink() and not file.exists():
@@ -213,13 +205,10 @@ def save_adapter(
     """Write PEFT's files, each whole or not at all, with the permissions of other files in the directory.
 
     Before they get their names, the tensors are read back and compared with those in memory, bit for bit. Whatever
-    fails, the files that were there before are untouched.
+    fails, the files that were there before are untouched. The directory is made where it does not exist.
 
     Args:
-        model: with the adapter.
-        directory: made where it does not exist.
-        base: the base model as the user names it, written to `base_model_name_or_path`.
-        revision: of a hub id, written beside it.
+        base: the base model as the user names it, written to `base_model_name_or_path`; beside it, the `revision`.
         whole: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
 
     Raises:
@@ -249,16 +238,11 @@ def save_adapter(
 
 
 def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
-    """Fill the adapter's parameters from a directory.
+    """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other.
 
-    Args:
-        model: with the adapter attached; every one of its parameters must be in the file, and no other.
-        directory: with `adapter_model.safetensors`, or the older `adapter_model.bin`.
-        layers_name: dotted name of the decoder layers in the base model.
-        parallel: the processes that hold the adapter together, each of which takes its part; None: there is one.
-
-    Raises:
-        AdapterError: there is no adapter, it is damaged, or it does not fit the model.
+    The file is `adapter_model.safetensors`, or the older `adapter_model.bin`; `layers_name` is the dotted name of the
+    decoder layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
+    `AdapterError`: there is no adapter, it is damaged, or it does not fit the model.
     """
     file = directory / WEIGHTS
     if file.is_file():
@@ -310,8 +294,7 @@ def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
     """Read the tensors of an adapter in PEFT's format.
 
-    Raises:
-        AdapterError: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
+    `AdapterError`: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
     """
     read_records(file)
     try:

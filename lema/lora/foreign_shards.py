@@ -28,7 +28,7 @@ from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.shards import join
 from lema.storage.header import parse_json
 
-__all__ = ["Adapter", "Metadata", "Rule", "Stage", "find_stages", "load_rank", "read_foreign", "read_metadata"]
+__all__ = ["read_foreign"]
 
 NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = ".serialization.TensorReference"  # the end of the full name of the one class that may be asked for
@@ -53,8 +53,7 @@ class Reference:
 def find_stages(directory: Path) -> list[Stage]:
     """Find the files of every pipeline stage of a checkpoint: a directory of `model/` and `mp_metadata_pp_rank_*.json`.
 
-    Raises:
-        AdapterError: a file is missing.
+    A file that is missing is an `AdapterError`.
     """
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
         what = "this checkpoint was not saved to its end: there is no file `done`"
@@ -82,8 +81,7 @@ def find_stages(directory: Path) -> list[Stage]:
 def load_rank(file: Path) -> dict[str, Tensor]:
     """Load the tensors of one rank, by name; no code of the file's is run.
 
-    Raises:
-        AdapterError: the file is damaged, or holds something else than tensors.
+    `AdapterError`: the file is damaged, or holds something else than tensors.
     """
     folder = file.with_name(f"{file.name}.tensors")
     content = _load(file, references=True) if folder.is_dir() else _load(file)
@@ -149,11 +147,9 @@ class Metadata:
 def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:
     """Read `mp_metadata_pp_rank_*.json`, of shards of `tp` ranks.
 
-    `kv_layout` says which replica of keys and values lies where; None: as the file says, else `tile`.
-
-    Raises:
-        AdapterError: it is damaged, is of another number of ranks, or has a module fused in an unknown way.
-        ConfigError: heads that cannot lie over so many ranks.
+    `kv_layout` says which replica of keys and values lies where; None: as the file says, else `tile`. `AdapterError`:
+    it is damaged, is of another number of ranks, or has a module fused in an unknown way; `ConfigError`: heads that
+    cannot lie over so many ranks.
     """
     rules: dict[str, Rule] = {}
     modules: dict[str, tuple[str, ...]] = {}
@@ -252,10 +248,8 @@ class Adapter:
 def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: bool = True) -> Adapter:
     """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together.
 
-    Replicas must agree, bit for bit, if `check`; else the first rank's are taken.
-
-    Raises:
-        AdapterError: a file is missing, damaged or unsafe; the ranks do not fit together; or replicas differ.
+    Replicas must agree, bit for bit, if `check`; else the first rank's are taken. `AdapterError`: a file is missing,
+    damaged or unsafe; the ranks do not fit together; or replicas differ.
     """
     tensors: dict[str, Tensor] = {}
     differing: dict[str, list[Difference]] = {}

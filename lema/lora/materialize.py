@@ -39,8 +39,7 @@ Kind = TypeVar("Kind")
 def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name: str) -> None:
     """Refuse modules that cannot be trained whole, before anything is attached.
 
-    Raises:
-        ModelError: one holds decoder layers, or is a mere list of modules.
+    `ModelError`: one holds decoder layers, or is a mere list of modules.
     """
     wanted = tuple(config.modules_to_save or ())
     for name, module in model.named_modules():
@@ -57,8 +56,7 @@ def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name:
 def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse what cannot be trained, once PEFT's modules are attached.
 
-    Raises:
-        ModelError: a module to train whole is adapted in part; or LoRA's matrices are to be tied to each other.
+    `ModelError`: a module to train whole is adapted in part; or LoRA's matrices are to be tied to each other.
     """
     for name, wrapper in _of(ModulesToSaveWrapper, model):
         if any(isinstance(part, LoraLayer | ModulesToSaveWrapper) for part in wrapper.original_module.modules()):

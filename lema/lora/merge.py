@@ -30,18 +30,12 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, name: str) -> Tensor:
-    """Return `exact` as `dtype`.
+    """Return `exact`, in fp32 for stochastic rounding, as `dtype`; other than half precision it is rounded to the
+    nearest.
 
-    Random numbers depend on `seed`, `name` and the place in the tensor, and on nothing that was drawn before: a model
-    is rounded alike in any order and in any number of files.
-
-    Args:
-        exact: the tensor; in fp32 for stochastic rounding.
-        dtype: the type wanted. Types other than half precision are rounded to the nearest.
-        rounding: `nearest`, or `stochastic`: up or down, such that the mean is exact. Infinite values and those beyond
-            the largest of the type are rounded to the nearest in both.
-        seed: of stochastic rounding.
-        name: of the tensor.
+    Stochastic rounding goes up or down such that the mean is exact; infinite values and those beyond the largest of the
+    type are rounded to the nearest. Random numbers depend on `seed`, `name` and the place in the tensor, and on nothing
+    that was drawn before: a model is rounded alike in any order and in any number of files.
     """
     near = exact.to(dtype)
     if rounding == "nearest" or dtype not in (torch.bfloat16, torch.float16):

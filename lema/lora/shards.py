@@ -49,8 +49,7 @@ class Shards:
     def whole(self, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]]]:
         """Put all tensors together; return them, and which replicas of which differ (none, if `check`).
 
-        Raises:
-            AdapterError: a tensor is not what was saved; or, if `check`, replicas differ.
+        `AdapterError`: a tensor is not what was saved; or, if `check`, replicas differ.
         """
         tensors, found = {}, {}
         for name, layout in self.layouts.items():
@@ -65,8 +64,7 @@ class Shards:
 def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
     """Put one tensor of an adapter together; return it, and which replicas differ (none, if `check`).
 
-    Raises:
-        AdapterError: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ.
+    `AdapterError`: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ.
     """
     try:
         return consolidate(held, layout, check=check), [] if check else differences(held, layout)
@@ -77,9 +75,8 @@ def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> t
 def write_shards(directory: Path, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tp: int) -> None:
     """Cut an adapter up and write its pieces, in a directory that does not exist yet.
 
-    Raises:
-        ConfigError: a tensor cannot be divided among the ranks as its layout says.
-        OSError: a file could not be written.
+    `ConfigError`: a tensor cannot be divided among the ranks as its layout says; `OSError`: a file could not be
+    written.
     """
     directory.mkdir()
     hashes = {}
@@ -96,11 +93,7 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor], layouts: Mappin
 
 
 def read_shards(directory: Path) -> Shards:
-    """Read what `write_shards` wrote.
-
-    Raises:
-        AdapterError: a file is missing, damaged, or not what the layout says.
-    """
+    """Read what `write_shards` wrote; `AdapterError`: a file is missing, damaged, or not what the layout says."""
     content = _read_layouts(directory / LAYOUTS)
     layouts, shapes = {}, {}
     for name, entry in content["tensors"].items():

@@ -53,11 +53,8 @@ def commit(directory: Path, fill: Callable[[Path], object]) -> None:
     """Have a directory appear under its name, complete; one that is there already is replaced.
 
     `fill` writes all that is in it, but for the manifest, into the directory it is given. The directories above are
-    made where they do not exist.
-
-    Raises:
-        Exception: whatever `fill` raises; `OSError`: it could not be written; `DiskError`: it does not read back as it
-            was written. What was there before is then untouched, and nothing is left behind.
+    made where they do not exist. `Exception`: whatever `fill` raises; `OSError`: it could not be written; `DiskError`:
+    it does not read back as it was written. What was there before is then untouched, and nothing is left behind.
     """
     with _named_when_whole(directory) as part:
         fill(part)
@@ -76,8 +73,7 @@ def commit(directory: Path, fill: Callable[[Path], object]) -> None:
 def appearing(directory: Path) -> Iterator[Path]:
     """Give a directory to write a model into, which takes the name `directory` at the end; on failure it goes.
 
-    Raises:
-        DiskError: it could not be written; what was there before is untouched.
+    `DiskError`: it could not be written; what was there before is untouched.
     """
     try:
         with _named_when_whole(directory) as part:
@@ -110,12 +106,10 @@ def discard(directory: Path) -> None:
 
 
 def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None:
-    """Remove what killed runs have left beside directories, and put back what they had moved aside.
+    """Remove what killed runs have left beside directories in `parent`, and put back what they had moved aside.
 
-    Args:
-        parent: where they are; it need not exist.
-        name: of a directory; None: there is none besides the checkpoints, which are always swept.
-        alone: nothing else writes there, even where directories cannot be locked.
+    Those of checkpoints are always swept, and those of `name`. If `alone`, nothing else writes there, even where
+    directories cannot be locked.
     """
     with suppress(OSError):  # what cannot be listed is not ours to clear
         for left in sorted(parent.iterdir()):
@@ -256,11 +250,7 @@ def _remove_if_abandoned(partial: Path) -> None:
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
-    """Return where a model may be written.
-
-    Raises:
-        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
-    """
+    """Return where a model may be written; `ConfigError`: `out_dir` is not empty, or `max_shard_size` not positive."""
     if max_shard_size < 1:
         what = f"a file cannot hold {max_shard_size} bytes"
         raise ConfigError(what, where="max_shard_size", how="give a size such as 5GB")
@@ -274,8 +264,7 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
 def replacing(file: Path) -> Iterator[BinaryIO]:
     """Give a file to write, which takes the name `file` at the end, when it is on disk; on failure it goes.
 
-    Raises:
-        OSError: it could not be written; what was there before is untouched.
+    `OSError`: it could not be written; what was there before is untouched.
     """
     descriptor, partial = open_partial(file)
     try:

@@ -50,8 +50,7 @@ class TensorRecord:
 def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     """The metadata and the tensors of one safetensors file, these in the order of their bytes.
 
-    Raises:
-        WeightsError: the file is missing, not a regular file, truncated, or its header is not sound.
+    `WeightsError`: the file is missing, not a regular file, truncated, or its header is not sound.
     """
     size = regular_size(file)
     with open_regular(file) as stream:

@@ -33,27 +33,19 @@ SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 class GlobalBinaryIndex(Mapping[str, TensorRecord]):
     """Every tensor of a model, by name, over all its files; the headers are read and checked, the tensors are not.
 
-    Args:
-        path: a model directory, one `.safetensors` file, or a `.safetensors.index.json`.
-
-    Attributes:
-        root: the directory the files lie in.
-        files: the `.safetensors` files, in the order of their names.
-        records: tensor name -> `TensorRecord`, in file order and, within a file, in the order of the bytes.
-        metadata: file -> the strings its writer left in the header.
-
-    Raises:
-        WeightsError: a file is missing, damaged, not safetensors, or lies outside `root`.
+    `path` is a model directory, one `.safetensors` file, or a `.safetensors.index.json`. The names come in the order of
+    the files' names and, within a file, of the bytes. `WeightsError`: a file is missing, damaged, not safetensors, or
+    lies outside the directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         entry = _entry(self.path)
-        self.root = entry.parent
+        self.root = entry.parent  # the directory the files lie in
         weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else None
         self.files = (entry,) if weight_map is None else _shards(entry, weight_map)
         self.records: dict[str, TensorRecord] = {}
-        self.metadata: dict[Path, dict[str, str]] = {}
+        self.metadata: dict[Path, dict[str, str]] = {}  # file -> the strings its writer left in the header
         for file in self.files:
             self.metadata[file], records = read_header(file)
             for name, record in records.items():
@@ -139,8 +131,7 @@ def _is_there(file: Path) -> bool:
 def check_inside(file: Path) -> None:
     """Refuse a link which leaves the model's directory, but for the hub cache, whose snapshots are links into blobs.
 
-    Raises:
-        WeightsError: the link leads elsewhere.
+    `WeightsError`: the link leads elsewhere.
     """
     target, root = file.resolve(), file.parent.resolve()
     if target.is_relative_to(root):

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lema.backend import Replicas
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.errors import ConfigError, DiskError
 from lema.storage.atomic import NO_LOCKS, sweep
 
@@ -29,14 +29,11 @@ LOCK = ".lock"
 
 @contextmanager
 def run_lock(output_dir: Path) -> Iterator[bool]:
-    """Have a directory to oneself, in a `with` block; it is given whether there is a lock.
+    """Have a directory to oneself, in a `with` block; it is given whether there is a lock. The directory is made if
+    need be.
 
-    Where the file system knows none, a warning says so, and the run goes on without. The directory is made where it
-    does not exist.
-
-    Raises:
-        ConfigError: another run writes there; says which process it is.
-        DiskError: the lock's file cannot be written.
+    Where the file system knows no locks, a warning says so, and the run goes on without. `ConfigError`: another run
+    writes there; says which process it is. `DiskError`: the lock's file cannot be written.
     """
     file, made = output_dir / LOCK, not output_dir.exists()
     try:
@@ -105,11 +102,8 @@ UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss
 def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) -> Iterator[None]:
     """Have a run write alone to a directory, in a `with` block; of several processes the first has its lock.
 
-    All processes call this. The directories `below` hold checkpoints as well.
-
-    Raises:
-        ConfigError: another run writes there; in every process.
-        DiskError: it cannot be written to; likewise.
+    All processes call this. The directories `below` hold checkpoints as well. Errors are those of `run_lock`, in every
+    process.
     """
     with ExitStack() as stack:
 

@@ -41,10 +41,8 @@ def check_manifest(directory: Path, spared: Collection[str] = ()) -> None:
     """Read every file of a directory back, and compare it with what its manifest says.
 
     Files that the manifest does not name are let be, such as notes of the user's; those with tensors are not. Those
-    named in `spared` may be missing or damaged.
-
-    Raises:
-        AdapterError: there is no manifest, it is damaged, or a file is missing, damaged or too many; names the file.
+    named in `spared` may be missing or damaged. `AdapterError`: there is no manifest, it is damaged, or a file is
+    missing, damaged or too many; names the file.
     """
     said = _read(directory)
     for name, facts in said.items():

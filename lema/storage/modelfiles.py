@@ -30,8 +30,7 @@ MAX_BYTES = 500_000_000  # ten times the largest tokenizers
 def check_companions(directory: Path) -> None:
     """Make sure that the files `transformers` may open in a model's directory are files, and lie in it.
 
-    Raises:
-        WeightsError: one is a link that leaves the directory, no regular file, or enormous.
+    `WeightsError`: one is a link that leaves the directory, no regular file, or enormous.
     """
     folder = directory / TEMPLATES
     if folder.is_symlink() or folder.exists():
@@ -45,15 +44,10 @@ def check_companions(directory: Path) -> None:
 
 
 def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's directory.
+    """Load the tokenizer of a model's directory, and run code that comes with it if `trusted`.
 
-    Args:
-        directory: the model's.
-        trusted: run code that comes with it.
-        how: what to do where there is no tokenizer.
-
-    Raises:
-        DataError: there is none, it cannot be loaded, or one of its files is not what it should be.
+    `DataError`: there is none, it cannot be loaded, or one of its files is not what it should be; `how` says what to
+    do.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -73,9 +67,7 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
 def load_generation_config(directory: Path) -> GenerationConfig | None:
     """Load a model's own settings of generation; None: it has none.
 
-    Raises:
-        ModelError: the file cannot be read.
-        WeightsError: it is a link that leaves the directory, or no regular file.
+    `ModelError`: the file cannot be read; `WeightsError`: it is a link that leaves the directory, or no regular file.
     """
     from transformers import GenerationConfig
 
@@ -101,9 +93,8 @@ COUNTS = re.compile(r"(layers?|blocks)$")  # how a key ends that says how often 
 def read_config_file(directory: Path) -> dict[str, Any]:
     """Return what a model's `config.json` says.
 
-    Raises:
-        ModelError: there is none, it is damaged, a link out of the directory or no regular file, it holds numbers that
-            no model has, or it sends its readers to other files.
+    `ModelError`: there is none, it is damaged, a link out of the directory or no regular file, it holds numbers that no
+    model has, or it sends its readers to other files.
     """
     file = directory / "config.json"
     if not file.is_symlink() and not file.exists():

@@ -32,15 +32,11 @@ def require_commit(name: str, revision: str | None) -> None:
 
 
 def check_code(directory: Path, *, trusted: bool) -> None:
-    """Check, before anything of it is imported, that the code a model needs may run.
+    """Check, before anything of it is imported, that the code a model needs may run: the user `trusted` it, or it needs
+    none.
 
-    Args:
-        directory: the model's, with its `config.json`.
-        trusted: the user said that its code may run.
-
-    Raises:
-        ModelError: the model is made of code of its own, and is not trusted; or its config asks for code of the hub.
-        WeightsError: it is trusted, but the code is not there, or lies in a repository that nothing pins.
+    `ModelError`: the model is made of code of its own, and is not trusted; or its config asks for code of the hub;
+    `WeightsError`: it is trusted, but the code is not there, or lies in a repository that nothing pins.
     """
     file = directory / "config.json"
     config = _read(file)

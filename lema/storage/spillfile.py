@@ -48,18 +48,8 @@ def as_bytes(memory: Tensor) -> memoryview:
 class OffloadFile:
     """A file that lives as long as this object. Memory and offsets given to it are whole blocks.
 
-    Args:
-        directory: where it lies; made if need be.
-        what: what it holds, for errors.
-        how: what a user can do about a disk that is full or fails, for errors.
-        trace: records transfers.
-
-    Attributes:
-        where: the directory, for errors.
-        size: how many bytes it can hold.
-
-    Raises:
-        DiskError: no file can be made there.
+    It lies in `directory`, which is made if need be. Errors say `what` it holds, and `how` a user can mend a disk that
+    is full or fails. `DiskError`: no file can be made there.
     """
 
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
@@ -71,7 +61,7 @@ class OffloadFile:
             raise self._error(DiskError, "no file can be made", error) from error
         self._close = weakref.finalize(self, os.close, self._descriptor)  # a transfer under way keeps this object alive
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-offload")
-        self.size = 0
+        self.size = 0  # bytes that it can hold
 
     def reserve(self, nbytes: int) -> None:
         """Make sure that the file can hold `nbytes`, or raise `DiskError`; it never becomes smaller."""
@@ -202,15 +192,11 @@ def _read_all(descriptor: int, memory: memoryview, offset: int) -> None:
 
 
 class Extents:
-    """Ranges of bytes: the smallest free one that is large enough is taken first, free neighbours become one.
-
-    Attributes:
-        taken_bytes: of all ranges that are taken.
-        end: where the last of them ends.
-    """
+    """Ranges of bytes: the smallest free one that is large enough is taken first, free neighbours become one."""
 
     def __init__(self) -> None:
-        self.taken_bytes = self.end = 0
+        self.taken_bytes = 0  # of all ranges that are taken
+        self.end = 0  # where the last of them ends
         self._sizes: list[tuple[int, int]] = []  # size and start of each free range before the end, sorted
         self._starts: dict[int, int] = {}  # the same, size by start
         self._ends: dict[int, int] = {}  # start by end

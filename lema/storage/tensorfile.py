@@ -157,8 +157,7 @@ class TensorFile:
 def read_into(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
     """Fill `buffer` with the bytes of a tensor that begin at its byte `start`.
 
-    Raises:
-        ReadError: the file is gone, failing, or was cut short after its header was read.
+    `ReadError`: the file is gone, failing, or was cut short after its header was read.
     """
     try:
         with record.file.open("rb", buffering=0) as stream:

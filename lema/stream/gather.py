@@ -40,16 +40,8 @@ class _Buffer:
 class GatheredBuffers:
     """The layers that are whole on the device, and the leases to come; one layer is on lease at a time.
 
-    Args:
-        parts: bytes of each layer's part, in every process.
-        backend: the device, and the processes.
-        take: brings this process's part of a layer to the device; called when the layer's gathering begins.
-        trace: records gatherings, and waiting for them.
-        clock: seconds.
-
-    Attributes:
-        bytes_gathered: bytes that came from other processes.
-        seconds_blocked: how long leases waited for them.
+    `parts` are the bytes of each layer's part, in every process; `take` brings this process's part of a layer to the
+    device and is called when the layer's gathering begins.
     """
 
     def __init__(
@@ -70,7 +62,8 @@ class GatheredBuffers:
         ]  # the one used longest ago first
         self._ahead: deque[tuple[int, bool]] = deque()  # layers, and whether an order begins there
         self._expected: list[int | None] = self._there()
-        self.bytes_gathered, self.seconds_blocked = 0, 0.0
+        self.bytes_gathered = 0  # that came from other processes
+        self.seconds_blocked = 0.0  # how long leases waited for them
 
     @property
     def announced(self) -> int:

@@ -36,17 +36,9 @@ def fill(
 ) -> tuple[dict[int, Upload], dict[int, Tensor]]:
     """Read the layers that stay; return the uploads of those on the device, and the others' host memory by layer.
 
-    All processes call this, with the same layers.
-
-    Args:
-        residents: layers that stay on the device.
-        host_cached: layers that stay in host memory.
-        spans: the bytes of each layer's buffer that are uploaded.
-        shared: whether all processes keep the same bytes, so that those of a machine need them once.
-
-    Raises:
-        ReadError: reading failed, here or in another process.
-        NonFiniteError: a weight is NaN or infinite, here or in another process.
+    All processes call this, with the same layers. `spans` are the bytes of each layer's buffer that are uploaded. If
+    `shared`, all processes keep the same bytes, so that those of a machine need them once. `ReadError`: reading failed,
+    here or in another process; `NonFiniteError`: a weight is NaN or infinite, here or in another process.
     """
     if not residents and not host_cached:
         return {}, {}

@@ -95,13 +95,10 @@ class _File:
 
 
 class LayerReader:
-    """A pool of threads that read layers.
+    """A pool of threads that read layers, `threads` at once, past the page cache if `direct` and the file system allows
+    it.
 
-    Args:
-        threads: how many reads are under way at once.
-        direct: read past the page cache where the file system allows it.
-        trace: records every read.
-        guard: checks the weights that are read for the first time; None: they are not checked.
+    `guard` checks the weights that are read for the first time; None: they are not checked.
     """
 
     THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
@@ -151,10 +148,9 @@ class LayerReader:
         return ticket
 
     def gather(self, runs: Sequence[ByteRun], buffer: Tensor, *, name: str) -> None:
-        """Read many small runs into `buffer`, uint8, and wait until they are there; a trace calls the reads `name`.
+        """Read many small runs into `buffer`, uint8, and wait until they are there, or raise `ReadError`.
 
-        Raises:
-            ReadError: a read failed.
+        A trace calls the reads `name`.
         """
         memory = _bytes(buffer)
         shares = [runs[start : start + ROWS_AT_ONCE] for start in range(0, len(runs), ROWS_AT_ONCE)]
@@ -235,14 +231,9 @@ class LayerReader:
 
 
 class StoredRows:
-    """The rows of a table that is not loaded, read when they are asked for.
+    """The rows of a table `[rows, width]` that is not loaded, read when they are asked for and cast to `dtype`.
 
-    Args:
-        reader: reads them.
-        name: of the table in the model.
-        ranges: where they are, in order.
-        shape: `[rows, width]`, of the table.
-        dtype: that they are cast to.
+    `name` is the table's in the model; `ranges` say where its rows are, in order.
     """
 
     def __init__(

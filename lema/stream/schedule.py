@@ -34,13 +34,9 @@ def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
 def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tuple[int, ...]:
     """Return which leases of `order` find their layer gone, or never fetched, as layers in the order they are fetched.
 
-    A layer is still there if fewer than `places` other layers were on lease since. Belady's rule (1966: give up what is
-    wanted last) comes to this where places are refilled as early as possible, so that reading is hidden.
-
-    Args:
-        order: leases, from empty places on.
-        places: slots or buffers that the layers pass through.
-        held: layers that need no place, because they stay in memory of their own.
+    The layers pass through so many `places`, empty at first, except those `held` in memory of their own. A layer is
+    still there if fewer than `places` other layers were on lease since. Belady's rule (1966: give up what is wanted
+    last) comes to this where places are refilled as early as possible, so that reading is hidden.
     """
     recent: list[int] = []  # the layers that are there, the latest last
     found = []
@@ -114,13 +110,7 @@ def place_to_refill(places: Sequence[int | None], order: Order, number: int, hel
     """Return the place to refill for lease `number`: an empty one, else the one whose layer is wanted last.
 
     That is Belady's rule (1966), and the first of two by which prefetching does no harm (Cao et al. 1995): no layer is
-    given up for one that is wanted later. None: every place holds a layer on lease, or one wanted sooner.
-
-    Args:
-        places: the layer in each place; None: none.
-        order: leases to come.
-        number: of the lease that wants a place.
-        held: layers on lease.
+    given up for one that is wanted later. None: every place holds a layer on lease (`held`), or one wanted sooner.
     """
     best, furthest = None, (float(number), math.inf)
     for place, layer in enumerate(places):

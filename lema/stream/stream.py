@@ -40,15 +40,12 @@ class LayerStream:
     lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
 
     Args:
-        layers: each layer as bytes.
-        backend: the device.
         prefetch_depth: how many layers are under way, or kept, besides the one on lease.
         residents: layers that stay on the device.
         host_cached: layers that are read once, at the start, and uploaded from host memory ever after; processes of one
             machine share that memory.
         sharded: of several processes, let each have its part of every layer; one layer is then on lease at a time.
         reader: the threads that read; closed with the stream.
-        trace: records uploads and stalls.
         clock: seconds, for the counters.
 
     Attributes:
@@ -150,12 +147,10 @@ class LayerStream:
 
     @contextmanager
     def lease(self, layer: int) -> Iterator[Lease]:
-        """Hold a layer's weights on the device for the length of a `with` block.
+        """Hold a layer's weights on the device for the length of a `with` block; one on lease is leased again for
+        nothing.
 
-        A layer that is on lease already is leased again for nothing.
-
-        Raises:
-            ReadError: reading this layer, or any layer being prefetched, failed.
+        `ReadError`: reading this layer, or any layer being prefetched, failed.
         """
         if layer in self._held:
             yield self._held[layer]

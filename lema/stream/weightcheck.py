@@ -72,8 +72,7 @@ class BaseGuard:
     def look(self, memory: Tensor, file: Path, offset: int) -> None:
         """Look at bytes of a file, uint8, as they were read from `offset` on.
 
-        Raises:
-            NonFiniteError: an element of a weight is NaN or infinite; names the weight, the element and the file.
+        `NonFiniteError`: an element of a weight is NaN or infinite; names the weight, the element and the file.
         """
         end, tensors = offset + memory.numel(), self._tensors.get(file, [])
         first = max(0, bisect.bisect_right(tensors, offset, key=lambda one: one[0]) - 1)
@@ -91,8 +90,7 @@ class BaseGuard:
     def look_at_cast(self, cast: Cast, target: Tensor) -> None:
         """Look at a tensor, or a piece of one, that was read aside and cast into `target`.
 
-        Raises:
-            NonFiniteError: it is not finite as it is stored, or too large for the type it was cast to.
+        `NonFiniteError`: it is not finite as it is stored, or too large for the type it was cast to.
         """
         record, dtype = cast.record, cast.placed.dtype
         if first_non_finite(target.contiguous().reshape(-1).view(torch.uint8), dtype) is not None:
@@ -113,13 +111,10 @@ def _cast_key(cast: Cast) -> tuple[Path, int, Move | None]:
 def refusal(
     name: str, record: TensorRecord, element: list[int] | None, dtype: torch.dtype | None = None
 ) -> NonFiniteError:
-    """Return the error of a weight that is not finite.
+    """Return the error of a weight that is not finite, by its name in the model, and where it is stored.
 
-    Args:
-        name: of the weight in the model.
-        record: where it is stored.
-        element: which of its elements; None: it was not looked for.
-        dtype: that it was cast to and is too large for; None: it is not finite as it is stored.
+    `element` says which of its elements; None: it was not looked for. `dtype` is what it was cast to and is too large
+    for; None: it is not finite as it is stored.
     """
     at = "" if element is None else f", element {element}"
     cast = "" if dtype is None else f", as {str(dtype).removeprefix('torch.')}"

@@ -19,11 +19,8 @@ Part = Callable[[], None]
 class Ticket:
     """Work under way in parts: over when the last of them has ended, failed with the first that failed.
 
-    A part that fails ends the whole: what has not begun then never will.
-
-    Args:
-        parts: what is to be done, in any order and by several threads.
-        gate: blocks until the parts may begin; None: they may.
+    The parts are done in any order and by several threads, once `gate`, if there is one, has returned. A part that
+    fails ends the whole: what has not begun then never will.
     """
 
     def __init__(self, parts: Iterable[Part] = (), gate: Part | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from peft import PeftModel
 from torch.optim.lr_scheduler import LRScheduler
 
-from lema.backend.collectives import check_alike, first_alone
+from lema.backend.group import check_alike, first_alone
 from lema.backend.interrupt import Stop
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lema.backend import Backend
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
@@ -29,7 +29,7 @@ from lema.engine.precision import ProductPrecision
 from lema.errors import AdapterError, ConfigError
 from lema.lora import inject_lora_params, save_adapter
 from lema.lora.attach import configured_lora
-from lema.lora.base import check_base, check_named_base, write_base
+from lema.lora.checks import check_base, check_named_base, write_base
 from lema.lora.files import load_weights, read_lora_config, read_settings
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model

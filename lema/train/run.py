@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from lema.backend.collectives import sum_gradients
+from lema.backend.group import sum_gradients
 from lema.engine import StreamedModel
 from lema.model.skeleton import main_dtype
 

@@ -21,8 +21,7 @@ from hoststores import FakeStore, HostOnly, ThroughBuffers
 from queuefakes import GARBAGE, FakeDevice, FakeQueue, move
 from torch import Tensor
 
-from lema.backend.queues import Copies
-from lema.backend.slots import CopyDown, Slots
+from lema.backend.queues import Copies, CopyDown, Slots
 
 ACTIONS = 70
 

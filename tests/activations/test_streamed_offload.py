@@ -27,7 +27,7 @@ from lema.backend import Backend
 from lema.engine.recompute import Graph
 from lema.errors import DiskError
 from lema.plan.meter import Tally
-from lema.stream.slots import DeviceSlot
+from lema.stream.ring import DeviceSlot
 from lema_cpu import CpuBackend
 
 CheckpointOf = Callable[..., Checkpoint]

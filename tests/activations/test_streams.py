@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lema.backend import Backend, Carrier, DeviceSlots, Download
 from lema.backend import torchstreams as streams
-from lema.backend.queues import Copies
-from lema.backend.slots import CopyDown, Slots
+from lema.backend.queues import Copies, CopyDown, Slots
 from lema.backend.torchstreams import AtOnce, Streams, carrier_for
 from lema.testing.copies import CopyPromises
 from lema_cpu import CpuBackend

@@ -32,8 +32,7 @@ from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.convert import prepare_monolithic_safetensors, weightsfile
 from lema.convert import tensors as rewrite
-from lema.convert.prepare import prepare
-from lema.convert.weightsfile import visit_order
+from lema.convert.prepare import prepare, visit_order
 from lema.errors import ConfigError, DiskError, ModelError, ReadError, WeightsError
 from lema.model import meta_model, read_config
 from lema.storage import GlobalBinaryIndex, tensorfile

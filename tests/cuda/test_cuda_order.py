@@ -17,15 +17,13 @@ from queuefakes import FakeDevice, FakeEvent, FakeQueue
 from torch import Tensor
 
 import lema.backend.queues
-import lema.backend.slots
 import lema_cuda.replicas
-from lema.backend.queues import Copies
-from lema.backend.slots import CopyDown, Slots
+from lema.backend.queues import Copies, CopyDown, Slots
 from lema_cuda.replicas import QueuedReplicas
 
 MODULES = {
     "copies": lema.backend.queues,
-    "slots": lema.backend.slots,
+    "slots": lema.backend.queues,
     "replicas": lema_cuda.replicas,
 }
 NAMES = ("Copies", "Slots", "CopyDown", "QueuedReplicas")

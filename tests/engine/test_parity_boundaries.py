@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError, DiskError
-from lema.stream.slots import DeviceSlot
+from lema.stream.ring import DeviceSlot
 from lema_cpu import CpuBackend
 
 CheckpointOf = Callable[..., Checkpoint]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.convert import merge_adapter
 from lema.errors import AdapterError, ConfigError
-from lema.lora.base import BASE_NAME
+from lema.lora.checks import BASE_NAME
 from lema.lora.files import WEIGHTS
 from lema.storage.verify import base_fingerprint
 

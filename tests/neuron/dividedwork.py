@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.convert.prepare import prepare
 from lema.engine.head.loss import split_batch
 from lema.errors import ConfigError

@@ -16,8 +16,7 @@ from queuefakes import FakeDevice, FakeEvent
 from torch import Tensor
 
 from lema.backend import DeviceSlots, Download, MemoryStats, Replicas
-from lema.backend.queues import Copies
-from lema.backend.slots import CopyDown, Slots
+from lema.backend.queues import Copies, CopyDown, Slots
 from lema_cpu import CpuBackend
 from lema_cuda.hostmemory import HostMemory
 from lema_cuda.replicas import QueuedReplicas

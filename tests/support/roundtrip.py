@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
-from lema.convert.prepare import Prepared, prepare
+from lema.convert.prepare import Prepared, prepare, visit_order
 from lema.convert.tensors import records_of
-from lema.convert.weightsfile import visit_order
 from lema.model import meta_model, read_config
 from lema.model.conversions import Conversion
 from lema.model.weight_names import map_names, match_names

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lema import LemaConfig
 from lema.backend import Alone
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.data import Batches
 from lema.errors import AdapterError, ConfigError
 from lema.train.checkpoint.resume import newest_sound

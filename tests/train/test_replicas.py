@@ -128,7 +128,7 @@ from lema import LemaModel
 from lema.data import Batches
 from lema.errors import ConfigError, DataError, DiskError
 from lema.engine.head.loss import split_batch
-from lema.backend.collectives import check_alike, first_alone
+from lema.backend.group import check_alike, first_alone
 from lema_cpu import CpuBackend
 
 place, out = map(Path, sys.argv[1:])
@@ -162,7 +162,7 @@ mine, nobody, both = model.get_trainable_parameters()[:3]
 mine.grad = torch.ones_like(mine) if rank == size - 1 else None
 nobody.grad = None
 both.grad = torch.full_like(both, rank + 1.0)
-from lema.backend.collectives import sum_gradients
+from lema.backend.group import sum_gradients
 
 sum_gradients(replicas, [mine, nobody, both])
 assert torch.equal(mine.grad, torch.ones_like(mine)), mine.grad

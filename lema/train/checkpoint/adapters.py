@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lema.backend import Backend
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.config import LemaConfig
 from lema.lora import save_adapter
-from lema.lora.base import check_base, write_base
+from lema.lora.checks import check_base, write_base
 from lema.lora.files import check_same_adapter, load_weights
 from lema.model.partition import whole_adapter
 from lema.storage import GlobalBinaryIndex

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lema.backend import Backend
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.config import LemaConfig
 from lema.errors import AdapterError
 from lema.storage import GlobalBinaryIndex

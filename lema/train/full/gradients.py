@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.backend import Download
-from lema.backend.collectives import sum_gradients
+from lema.backend.group import sum_gradients
 from lema.engine import StreamedModel
 from lema.train.full.masters import Masters
 

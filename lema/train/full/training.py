@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lema.backend import Download
-from lema.backend.collectives import sum_gradients
+from lema.backend.group import sum_gradients
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import trained_tokens

@@ -327,7 +327,7 @@ def evaluate_end(
     """
     if not rows:
         return {}
-    from lema.backend.collectives import first_alone
+    from lema.backend.group import first_alone
     from lema.train.model import LemaModel
     from lema.train.phases.places import Places
 

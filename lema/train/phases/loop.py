@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.data.mixture import Mixture, Source
 from lema.engine.head.loss import split_batch
 from lema.engine.optim import follow

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from lema.backend import Backend
-from lema.backend.collectives import check_alike, first_alone
+from lema.backend.group import check_alike, first_alone
 from lema.backend.interrupt import Stop, agreed
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig

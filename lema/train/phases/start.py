@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lema.backend import Replicas
-from lema.backend.collectives import first_alone
+from lema.backend.group import first_alone
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.train.checkpoint import newest_sound
 from lema.train.checkpoint.format import STATE, read_state
