@@ -160,13 +160,6 @@ class DiskStore:
         self.bytes_written = self.bytes_read = 0  # in whole blocks, as far as calls have seen
         self._num_told = 0
 
-    @property
-    def taken_bytes(self) -> int:
-        """The bytes of the file in which something waits; the file itself never becomes smaller."""
-        with self._lock:
-            self._look()
-            return self._extents.taken_bytes
-
     def place(self, nbytes: int) -> DiskPiece:
         """Return room for `nbytes`. It waits for a write where no buffer is free.
 
@@ -192,12 +185,6 @@ class DiskStore:
                 self._await_dropped()
             self._check()
             self._grow(self._extents.taken_bytes + nbytes)
-
-    def settle(self) -> None:
-        """Wait for what is on its way to the disk; what could not be written is a `DiskError`."""
-        with self._lock:
-            wait([transfer.future for transfer in self._under_way if transfer.kind == "write"])
-            self._check()
 
     def close(self) -> None:
         """Wait for what is under way, and give everything back: what still waits is lost."""

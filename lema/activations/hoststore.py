@@ -65,13 +65,6 @@ class HostPool:
             self._sort()
             return self._held
 
-    @property
-    def used_bytes(self) -> int:
-        """The bytes of the buffers that are in use."""
-        with self._lock:
-            self._sort()
-            return sum(len(buffer) for buffer, _ in self._out.values())
-
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
         """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
 

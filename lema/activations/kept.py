@@ -15,7 +15,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from torch import Tensor, nn
 from lema.activations.boundaries import Key, Tier, TierName, make_tier
 from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPool, HostStore
-from lema.activations.offload import CastWeight, Offload, Order, Packed
+from lema.activations.offload import Offload, Order, Packed
 from lema.activations.pieces import Piece
-from lema.activations.policy import WeightStorages, everything
+from lema.activations.policy import WeightStorages, WeightView, everything
 from lema.activations.protocols import Counters, Kept, Store
 from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
@@ -121,15 +120,15 @@ class StepGraphs:
         self._held.clear()
         self._held.update(tensor.untyped_storage()._cdata for tensor in held)
         order = self._orders[layer, index] = self._offload.order()
-        return partial(self._pack, order=order)
 
-    def _pack(self, tensor: Tensor, order: Order[Piece]) -> Packed:
-        if (cast := CastWeight.of(tensor)) is None:
-            return self._offload.pack(tensor, order)
-        counters = self._offload.counters
-        counters.seen += 1
-        counters.kept[Kept.CAST] += 1
-        return cast
+        def pack(tensor: Tensor) -> Packed:
+            if (cast := WeightView.of_cast(tensor)) is None:
+                return self._offload.pack(tensor, order)
+            self._offload.counters.seen += 1
+            self._offload.counters.kept[Kept.CAST] += 1
+            return cast
+
+        return pack
 
     def turn(self) -> None:
         """Every graph is built: hold nothing of them on the device, for what comes next needs the room."""

@@ -3,7 +3,7 @@
 What is moved, where to, and by which means are parts that are given to it (`lema.activations.protocols`). It remembers
 nothing that a graph does not hold: what is packed into a graph owns its piece, and with the graph everything goes. So a
 graph may be kept, differentiated twice, dropped half way, or live beside others. Casts of weights, as autocast makes
-them for adapters, are kept as the weight and the type, and are cast again (`CastWeight`).
+them for adapters, are kept as the weight and the type, and are cast again (`lema.activations.policy.WeightView`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lema.activations.pieces import Piece, span_of, view
 from lema.activations.policy import WeightView
 from lema.activations.protocols import Choice, Counters, Kept, Store
 from lema.backend import Carrier
-from lema.errors import ModelError
 
-__all__ = ["CastWeight", "Offload", "Order", "Packed"]
+__all__ = ["Offload", "Order", "Packed"]
 
 P = TypeVar("P")
 NO_BACKWARD = -1  # the number of the backward where none runs
@@ -318,35 +317,3 @@ def check_version(now: int, then: int, shape: tuple[int, ...], dtype: torch.dtyp
     """Raise what autograd raises where a tensor was written into since it was saved."""
     if now != then:
         raise RuntimeError(OVERWRITTEN.format(shape=list(shape), dtype=dtype, now=now, then=then))
-
-
-CAST = "ToCopyBackward0"  # what autograd calls it
-
-
-class CastWeight:
-    """A cast of a parameter, or a view of one: the parameter alone is held."""
-
-    __slots__ = ("_dtype", "_first", "_parameter", "_shape", "_stride", "_version")
-
-    def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
-        self._parameter, self._version, self._dtype = parameter, parameter._version, view.dtype
-        self._shape, self._stride, self._first = view.shape, view.stride(), view.storage_offset()
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> CastWeight | None:
-        """Return what stands for `tensor`; None: it is no cast of a parameter."""
-        whole = tensor if tensor._base is None else tensor._base
-        made_by = whole.grad_fn
-        if made_by is None or made_by.name() != CAST:
-            return None
-        parameter = getattr(made_by.next_functions[0][0], "variable", None)
-        if not isinstance(parameter, nn.Parameter) or whole.dtype != tensor.dtype:
-            return None
-        alike = (whole.shape, whole.stride(), whole.storage_offset()) == (parameter.shape, parameter.stride(), 0)
-        return cls(parameter, tensor) if alike and whole.device == parameter.device else None
-
-    def unpack(self) -> Tensor:
-        """Make it again. A parameter that was written into since is a `ModelError`."""
-        if self._parameter._version != self._version:
-            raise ModelError("a parameter was written into between a forward and its backward")
-        return self._parameter.detach().to(self._dtype).as_strided(self._shape, self._stride, self._first)

@@ -11,19 +11,13 @@ either reads and frees it in the order of compute.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lema.activations.protocols import Counters, WaitingPiece
+from lema.backend import Carrier, Download, Upload
 from lema.errors import LemaError
-
-if TYPE_CHECKING:
-    from torch import UntypedStorage
-
-    from lema.activations.protocols import Counters, WaitingPiece
-    from lema.backend import Carrier, Download, Upload
 
 __all__ = ["ALIGNMENT", "Piece", "span_of", "view"]
 

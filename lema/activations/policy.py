@@ -21,25 +21,43 @@ from lema.activations.protocols import Choice, Kept
 
 __all__ = ["WeightStorages", "WeightView", "everything", "storages_of"]
 
+CAST = "ToCopyBackward0"  # what autograd calls it
+
 
 class WeightView:
-    """A view of a parameter, found again in whatever memory the parameter has when it is asked for."""
+    """A view of a parameter, or of its cast, found again in whatever memory the parameter has when it is asked for."""
 
-    __slots__ = ("_first", "_laid", "_parameter", "_shape", "_stride", "_version")
+    __slots__ = ("_cast", "_first", "_laid", "_parameter", "_shape", "_stride", "_version")
 
-    def __init__(self, parameter: Tensor, view: Tensor) -> None:
+    def __init__(self, parameter: Tensor, view: Tensor, first: int, cast: torch.dtype | None = None) -> None:
         self._parameter, self._version, self._laid = parameter, parameter._version, _laid(parameter)
-        self._shape, self._stride = view.shape, view.stride()
-        self._first = view.storage_offset() - parameter.storage_offset()
+        self._shape, self._stride, self._first, self._cast = view.shape, view.stride(), first, cast
 
     @classmethod
     def of(cls, tensor: Tensor) -> WeightView | None:
         """Return the reference that stands for `tensor`; None: it is no plain view of a parameter."""
         parameter = tensor if isinstance(tensor, nn.Parameter) else tensor._base
         plain = isinstance(parameter, nn.Parameter) and type(tensor) in (Tensor, nn.Parameter)
-        if not plain or parameter is None or parameter.dtype != tensor.dtype or not _shares(parameter, tensor):
+        if not plain or parameter is None or parameter.dtype != tensor.dtype:
             return None
-        return cls(parameter, tensor)
+        if parameter.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            return None
+        return cls(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
+
+    @classmethod
+    def of_cast(cls, tensor: Tensor) -> WeightView | None:
+        """Return what stands for `tensor`, which is cast again when it is asked for; None: it is no cast, or view of a
+        cast, of a parameter."""
+        whole = tensor if tensor._base is None else tensor._base
+        made_by = whole.grad_fn
+        if made_by is None or made_by.name() != CAST:
+            return None
+        parameter = getattr(made_by.next_functions[0][0], "variable", None)
+        if not isinstance(parameter, nn.Parameter) or whole.dtype != tensor.dtype:
+            return None
+        alike = (whole.shape, whole.stride(), whole.storage_offset()) == (parameter.shape, parameter.stride(), 0)
+        here = alike and whole.device == parameter.device
+        return cls(parameter, tensor, int(tensor.storage_offset()), tensor.dtype) if here else None
 
     def unpack(self) -> Tensor:
         """Return the view; `RuntimeError`: the parameter was written into, or laid out otherwise, since."""
@@ -53,8 +71,9 @@ class WeightView:
             raise RuntimeError(
                 f"a parameter that the backward needs was {self._laid} in the forward, and is {_laid(parameter)}"
             )
-        first = parameter.storage_offset() + self._first
-        return parameter.detach().as_strided(self._shape, self._stride, first)
+        if self._cast is not None:
+            return parameter.detach().to(self._cast).as_strided(self._shape, self._stride, self._first)
+        return parameter.detach().as_strided(self._shape, self._stride, parameter.storage_offset() + self._first)
 
 
 class WeightStorages:
@@ -134,10 +153,6 @@ def _of(module: nn.Module) -> Iterator[Tensor]:
         for weight in own.values():
             if weight is not None:
                 yield weight
-
-
-def _shares(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _laid(tensor: Tensor) -> tuple[Any, ...]:

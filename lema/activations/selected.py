@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lema.activations.context import OffloadActivations
 from lema.activations.hooks import current
 from lema.activations.offload import Offload, Packed
 from lema.activations.policy import storages_of
 from lema.errors import ConfigError, LemaError
-
-if TYPE_CHECKING:
-    from lema.activations.context import OffloadActivations
 
 __all__ = ["DEFAULT_ATTENTION_OPS", "offloaded_ops"]
 

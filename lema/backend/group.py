@@ -8,13 +8,14 @@ whole batch, except for the order of the additions (https://arxiv.org/abs/2006.1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lema.backend.hostmemory import anonymous
 from lema.backend.protocols import Gathering, Replicas, Upload
 from lema.errors import ConfigError, LemaError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = ["Alone", "Downloaded", "SingleProcess", "check_alike", "first_alone", "sum_gradients"]
 

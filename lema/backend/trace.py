@@ -30,9 +30,6 @@ class NoTrace:
         """Do nothing for the length of a `with` block."""
         return self._NOTHING
 
-    def instant(self, track: str, name: str, **details: Any) -> None:
-        """Do nothing."""
-
 
 NO_TRACE = NoTrace()
 
@@ -55,7 +52,7 @@ def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
 
 
 class Trace(NoTrace):
-    """Spans and instants, recorded from any thread, written as one JSON file.
+    """Spans, recorded from any thread, written as one JSON file.
 
     The latest `most` events are kept, so that a run of weeks does not fill the memory. The clock returns seconds.
     """
@@ -65,7 +62,7 @@ class Trace(NoTrace):
         self._began = clock()
         self._rows: dict[tuple[str, int], int] = {}
         self._names: list[tuple[str, str]] = []  # of each row: the track, and the row's own
-        self._events: deque[tuple[int, str, float, float | None, dict[str, Any]]] = deque(maxlen=most)
+        self._events: deque[tuple[int, str, float, float, dict[str, Any]]] = deque(maxlen=most)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -74,9 +71,8 @@ class Trace(NoTrace):
             recorded, names = list(self._events), list(self._names)
         found = []
         for row, name, began, length, details in recorded:
-            kind = {"ph": "i", "s": "t"} if length is None else {"ph": "X", "dur": length * 1e6}
             place = {"cat": names[row][0], "ts": (began - self._began) * 1e6, "pid": 0, "tid": row}
-            found.append({"name": name, **kind, **place, "args": details})
+            found.append({"name": name, "ph": "X", "dur": length * 1e6, **place, "args": details})
         return found
 
     @contextmanager
@@ -89,11 +85,9 @@ class Trace(NoTrace):
         try:
             yield
         finally:
-            self._record(track, name, began, self._clock() - began, details)
-
-    def instant(self, track: str, name: str, **details: Any) -> None:
-        """Record that something happened now; arguments as of `span`."""
-        self._record(track, name, self._clock(), None, details)
+            length = self._clock() - began
+            with self._lock:
+                self._events.append((self._row(track), name, began, length, details))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, or raise `DiskError`; a file of that name is replaced only by a whole one."""
@@ -112,10 +106,6 @@ class Trace(NoTrace):
             with suppress(OSError):  # cleaning up fails where writing did; the first failure is the one to tell
                 part.unlink(missing_ok=True)
             raise DiskError(f"cannot write the trace: {error.strerror}", where=str(target)) from error
-
-    def _record(self, track: str, name: str, began: float, length: float | None, details: dict[str, Any]) -> None:
-        with self._lock:
-            self._events.append((self._row(track), name, began, length, details))
 
     def _row(self, track: str) -> int:
         key = (track, threading.get_ident())

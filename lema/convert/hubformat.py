@@ -18,12 +18,12 @@ from lema.convert.prepare import visit_order
 from lema.convert.tensors import METADATA, copy_companions, stored_name, write_config
 from lema.model import meta_model, read_config
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
-from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
+from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.atomic import appearing
 from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
 from lema.storage.quantized.records import Stored
-from lema.storage.tensorfile import TensorSpec
+from lema.storage.tensorfile import TensorSpec, tensor_file
 
 __all__ = ["StoredModel", "open_stored", "rewritten_config", "tensor_specs", "write_model", "write_shards"]
 
@@ -128,7 +128,7 @@ def write_shards(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = SHARD_NAME.format(stem, number, len(shards)) if len(shards) > 1 else f"{stem}.safetensors"
-        with TensorFile(directory / name, shard, METADATA) as out:
+        with tensor_file(directory / name, shard, METADATA) as out:
             for tensor, _, _ in shard:
                 out.write(tensor, pieces(tensor))
                 weight_map[tensor] = name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,10 +26,11 @@ from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
 from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
-from lema.storage.diskspace import disk_error
+from lema.storage.diskspace import disk_errors
 from lema.storage.header import TensorRecord
 from lema.storage.hub import own_weights
 from lema.storage.index import SINGLE_NAME
+from lema.storage.tensorfile import tensor_file
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors", "visit_order"]
 
@@ -87,10 +89,8 @@ def write_weights(
     progress: Progress | None,
 ) -> Prepared:
     """Write every tensor of a model into one file; arguments and errors as of `lema.convert.prepare.prepare`."""
-    try:
+    with disk_errors(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(error, file.parent) from error
     if isinstance(source, PreTrainedModel):
         return _write_model(source, file, dtype, quantize, progress)
     directory = resolve_model(source)
@@ -168,12 +168,12 @@ def _open_file(
     dtypes: Mapping[str, torch.dtype],
     quantizer: Quantizer | None,
     progress: Progress | None,
-) -> TensorFile:
+) -> AbstractContextManager[TensorFile]:
     """Announce every tensor of the model, or what it is quantised to, and open the file for them."""
     specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
     if quantizer is None:
-        return TensorFile(file, specs, METADATA, progress)
-    return TensorFile(file, quantizer.specs(specs), quantizer.metadata(order), progress)
+        return tensor_file(file, specs, METADATA, progress)
+    return tensor_file(file, quantizer.specs(specs), quantizer.metadata(order), progress)
 
 
 def _prepared(file: Path, quantizer: Quantizer | None, names: NameMap | None) -> Prepared:

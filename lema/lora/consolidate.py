@@ -75,13 +75,12 @@ def consolidate_adapter(
     if (directory / LAYOUTS).is_file():
         if kv_layout is not None:
             raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
-        held = read_shards(directory)
-        tensors, differing = held.whole(check=check)
-        config, tp = _adapter_config(config_file), len(held.ranks)
+        tensors, differing, tp = read_shards(directory, check=check)
+        config = _adapter_config(config_file)
     else:
-        adapter = read_foreign(directory, None if kv_layout is None else _order(kv_layout), check=check)
-        tensors, differing, tp = dict(adapter.tensors), dict(adapter.differing), adapter.tp
-        config = _with_projections(_adapter_config(config_file), adapter.modules, config_file)
+        order = None if kv_layout is None else _order(kv_layout)
+        tensors, differing, tp, modules = read_foreign(directory, order, check=check)
+        config = _with_projections(_adapter_config(config_file), modules, config_file)
     base = _compare(tensors, config, model)
     with appearing(out) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})

@@ -90,21 +90,18 @@ def load_rank(file: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, value in content.items():
         if isinstance(value, Reference):
-            value = _load_tensor(folder, value.tid, file)
+            if type(value.tid) is not int:
+                what = f"a reference to the tensor {value.tid!r}"
+                raise AdapterError(what, where=str(file), how="save the adapter again")
+            part = folder / f"tensor_{value.tid}.pt"
+            if not part.is_file():
+                raise AdapterError(f"{part.name} is missing", where=str(folder), how="copy the directory again")
+            value = _load(part)
         if not isinstance(name, str) or not isinstance(value, Tensor):
             what = f"{name!r} is not a tensor but {type(value).__name__}"
             raise AdapterError(what, where=str(file), how="save the adapter alone")
         tensors[name] = value.detach()
     return tensors
-
-
-def _load_tensor(folder: Path, number: Any, file: Path) -> Any:
-    if type(number) is not int:
-        raise AdapterError(f"a reference to the tensor {number!r}", where=str(file), how="save the adapter again")
-    part = folder / f"tensor_{number}.pt"
-    if not part.is_file():
-        raise AdapterError(f"{part.name} is missing", where=str(folder), how="copy the directory again")
-    return _load(part)
 
 
 def _load(file: Path, *, references: bool = False) -> Any:
@@ -235,21 +232,15 @@ def _unusable(file: Path, what: str) -> AdapterError:
     return AdapterError(f"{file.name}: {what}", where=str(file), how="save the adapter again, with the same library")
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """A whole adapter."""
-
-    tensors: Mapping[str, Tensor]  # by PEFT's names
-    differing: Mapping[str, list[Difference]]  # names of those whose replicas differ, and where
-    modules: Mapping[str, tuple[str, ...]]  # name of a fused module -> those of the projections its adapter now is of
-    tp: int  # how many ranks it lay over
-
-
-def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: bool = True) -> Adapter:
+def read_foreign(
+    directory: Path, kv_layout: KvLayout | None, *, check: bool
+) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, tuple[str, ...]]]:
     """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together.
 
-    Replicas must agree, bit for bit, if `check`; else the first rank's are taken. `AdapterError`: a file is missing,
-    damaged or unsafe; the ranks do not fit together; or replicas differ.
+    Return the tensors by PEFT's names; which replicas of which differ; over how many ranks they lay; and the name of
+    each fused module -> those of the projections its adapter now is of. Replicas must agree, bit for bit, if `check`;
+    else the first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe; the ranks do not fit
+    together; or replicas differ.
     """
     tensors: dict[str, Tensor] = {}
     differing: dict[str, list[Difference]] = {}
@@ -278,7 +269,7 @@ def read_foreign(directory: Path, kv_layout: KvLayout | None = None, *, check: b
                     raise AdapterError(f"{target} comes twice, once from {name}", where=str(stage.metadata))
                 tensors[target] = piece
         modules |= metadata.modules
-    return Adapter(tensors, differing, modules, len(stages[0].files))
+    return tensors, differing, len(stages[0].files), modules
 
 
 def _plain_rule(name: str, held: Tensor, metadata: Metadata, tp: int) -> Rule:

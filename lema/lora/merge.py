@@ -73,7 +73,7 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
         ConfigError: the adapter is merged already, or a weight is not in memory.
     """
     found: dict[str, Tensor] = {}
-    for name, module in wrapped(_inner(model)):
+    for name, module in wrapped(model.get_base_model() if isinstance(model, PeftModel) else model):
         if any(getattr(part, "merged_adapters", ()) for part in module.modules()):
             raise ConfigError("the adapter is merged already", where=name, how="undo that first")
         dtypes = {stored: parameter.dtype for _, _, stored, parameter in _base_of(name, module)}
@@ -131,10 +131,6 @@ def wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(module, LoraLayer | AuxiliaryTrainingWrapper):
             last = name
             yield name, cast(nn.Module, module)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _base_of(name: str, module: nn.Module) -> list[tuple[nn.Module, str, str, nn.Parameter]]:

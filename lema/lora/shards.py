@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +36,6 @@ __all__ = ["LAYOUTS", "SHARDS", "join", "layout_of_tensor", "module_of", "read_s
 SHARDS = "adapter_shards"
 LAYOUTS = "layout.json"
 VERSION = 1
-
-
-@dataclass(frozen=True)
-class Shards:
-    """An adapter as the ranks hold it."""
-
-    layouts: Mapping[str, Layout]  # of every tensor, by its name in the whole adapter
-    shapes: Mapping[str, list[int]]  # of every tensor, whole
-    ranks: Sequence[Mapping[str, Tensor]]  # the tensors each rank holds, in the order of the ranks
-
-    def whole(self, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]]]:
-        """Put all tensors together; return them, and which replicas of which differ (none, if `check`).
-
-        `AdapterError`: a tensor is not what was saved; or, if `check`, replicas differ.
-        """
-        tensors, found = {}, {}
-        for name, layout in self.layouts.items():
-            tensors[name], differing = join([held[name] for held in self.ranks], layout, name, check=check)
-            if differing:
-                found[name] = differing
-            if list(tensors[name].shape) != self.shapes[name]:
-                raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {self.shapes[name]}", where=name)
-        return tensors, found
 
 
 def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
@@ -92,8 +69,12 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor], layouts: Mappin
     flush(directory / LAYOUTS)
 
 
-def read_shards(directory: Path) -> Shards:
-    """Read what `write_shards` wrote; `AdapterError`: a file is missing, damaged, or not what the layout says."""
+def read_shards(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int]:
+    """Read what `write_shards` wrote, and put it together.
+
+    Return the tensors, which replicas of which differ (none, if `check`), and over how many ranks they lay.
+    `AdapterError`: a file is missing, damaged, or not what the layout says; or, if `check`, replicas differ.
+    """
     content = _read_layouts(directory / LAYOUTS)
     layouts, shapes = {}, {}
     for name, entry in content["tensors"].items():
@@ -107,10 +88,17 @@ def read_shards(directory: Path) -> Shards:
     if sorted(content["files"]) != sorted(names) or any(layout.tp != tp for layout in layouts.values()):
         raise AdapterError(f"it does not describe {tp} ranks", where=str(directory / LAYOUTS), how="save it again")
     ranks = [_read_rank(directory / name, content["files"][name]) for name in names]
-    for name, tensors in zip(names, ranks, strict=True):
-        if odd := sorted(tensors.keys() ^ layouts.keys()):
+    for name, held in zip(names, ranks, strict=True):
+        if odd := sorted(held.keys() ^ layouts.keys()):
             raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(directory / name))
-    return Shards(layouts, shapes, ranks)
+    tensors, found = {}, {}
+    for name, layout in layouts.items():
+        tensors[name], differing = join([held[name] for held in ranks], layout, name, check=check)
+        if differing:
+            found[name] = differing
+        if list(tensors[name].shape) != shapes[name]:
+            raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {shapes[name]}", where=name)
+    return tensors, found, tp
 
 
 def _read_layouts(file: Path) -> dict[str, Any]:

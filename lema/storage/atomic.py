@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lema.errors import AdapterError, ConfigError, DiskError
-from lema.storage.diskspace import disk_error
+from lema.storage.diskspace import disk_errors
 from lema.storage.manifest import check_manifest, write_manifest
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "flush",
     "free_directory",
     "open_partial",
+    "partial_file",
     "replace_file",
     "replacing",
     "settle",
@@ -75,12 +76,9 @@ def appearing(directory: Path) -> Iterator[Path]:
 
     `DiskError`: it could not be written; what was there before is untouched.
     """
-    try:
-        with _named_when_whole(directory) as part:
-            yield part
-            settle(part)
-    except OSError as error:
-        raise disk_error(error, directory) from error
+    with disk_errors(directory), _named_when_whole(directory) as part:
+        yield part
+        settle(part)
 
 
 @contextmanager
@@ -261,28 +259,33 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[BinaryIO]:
-    """Give a file to write, which takes the name `file` at the end, when it is on disk; on failure it goes.
+def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
+    """Give what `open_partial` returns; the new file takes the name `file` at the end, on disk, or goes on failure.
 
     `OSError`: it could not be written; what was there before is untouched.
     """
     descriptor, partial = open_partial(file)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(descriptor)
-            partial.replace(file)  # before it is closed, because what is not locked may be swept
+        yield descriptor, partial
+        os.fsync(descriptor)
+        partial.replace(file)  # before it is closed, because what is not locked may be swept
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # because the error that brought us here is the one to tell
+            partial.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
     flush(file.parent)  # the name is on the disk only after its directory is
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """Give a file to write, which takes the name `file` at the end; see `partial_file`."""
+    with partial_file(file) as (descriptor, _), os.fdopen(descriptor, "wb", closefd=False) as stream:
+        yield stream
 
 
 def replace_file(file: Path, content: bytes) -> None:
     """Write a small file in one step, or raise `DiskError`: it is there whole, or as it was."""
-    try:
-        with replacing(file) as stream:
-            stream.write(content)
-    except OSError as error:
-        raise disk_error(error, file) from error
+    with disk_errors(file), replacing(file) as stream:
+        stream.write(content)

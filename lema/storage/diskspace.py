@@ -5,11 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lema.errors import DiskError, DiskFull, Stopped
 
-__all__ = ["check_room", "disk_error", "free_bytes", "is_full", "not_written", "say_passed_over", "unsaved"]
+__all__ = [
+    "check_room",
+    "disk_error",
+    "disk_errors",
+    "free_bytes",
+    "is_full",
+    "not_written",
+    "say_passed_over",
+    "unsaved",
+]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
@@ -81,3 +92,12 @@ def disk_error(error: OSError, file: Path) -> DiskError:
     what = f"the disk is full: {file.name} could not be written" if full else f"{file.name}: {error.strerror or error}"
     how = "free space, or choose another place" if full else "check that the place exists and may be written"
     return (DiskFull if full else DiskError)(what, where=str(file), how=how)
+
+
+@contextmanager
+def disk_errors(file: Path) -> Iterator[None]:
+    """Raise as `disk_error` says it what `OSError` a `with` block meets while it reads or writes `file`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, file) from error

@@ -52,7 +52,8 @@ def resolve_model(
             return path.parent
         what = f"{path.name} is not a model"
         raise WeightsError(what, where=str(path), how="give a model directory, a .safetensors file, or a hub id")
-    if isinstance(name_or_path, os.PathLike) or _looks_local(name):
+    local = name.startswith((".", "~")) or "\\" in name or Path(name).is_absolute() or name.endswith(".safetensors")
+    if local or isinstance(name_or_path, os.PathLike):
         raise WeightsError(f"{name} does not exist", where=str(path.absolute()), how="check the path of the model")
     if trust_remote_code:
         require_commit(name, revision)
@@ -63,10 +64,6 @@ def own_weights(name_or_path: str | os.PathLike[str], directory: Path) -> Path:
     """Return the weights of a model given as a directory, a hub id, or one file or index in `directory`."""
     path = Path(name_or_path).expanduser()
     return path if path.is_file() and path.name != "config.json" else directory
-
-
-def _looks_local(name: str) -> bool:
-    return name.startswith((".", "~")) or "\\" in name or Path(name).is_absolute() or name.endswith(".safetensors")
 
 
 def _download(name: str, revision: str | None, files: tuple[str, ...], online: bool) -> Path:
@@ -104,7 +101,13 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
         raise WeightsError(f"the hub has no such revision of {name}", where=where, how="check the revision") from error
     except LocalEntryNotFoundError as error:
         answered = isinstance(error.__cause__, HfHubHTTPError)
-        raise _not_cached(name, where, online, f"the hub answered: {error.__cause__}" if answered else None) from error
+        why = f"the hub answered: {error.__cause__}" if answered else "the hub cannot be reached"
+        what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
+        how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
+        if not online:
+            what = f"{name!r} is neither a local directory nor in the hub cache"
+            how = f"check the path; or fetch it first: hf download {name}"
+        raise WeightsError(what, where=where, how=how) from error
     except HfHubHTTPError as error:
         raise WeightsError(f"the hub did not give the model: {error}", where=where, how="try again later") from error
     except OSError as error:
@@ -114,16 +117,6 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
             raise DiskError(what, where=str(error.filename or "hub cache"), how=how) from error
         raise WeightsError(f"the hub cannot be reached: {error}", where=where, how="check the connection") from error
     return _with_weights(Path(directory), where)
-
-
-def _not_cached(name: str, where: str, online: bool, answer: str | None) -> WeightsError:
-    """Return the error of a model that is nowhere on disk; `answer`: what the hub said; None: nothing."""
-    if not online:
-        what = f"{name!r} is neither a local directory nor in the hub cache"
-        return WeightsError(what, where=where, how=f"check the path; or fetch it first: hf download {name}")
-    what = f"{name!r} is not a local directory, is not in the hub cache, and {answer or 'the hub cannot be reached'}"
-    how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
-    return WeightsError(what, where=where, how=how)
 
 
 def _with_weights(directory: Path, where: str) -> Path:

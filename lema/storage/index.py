@@ -7,7 +7,6 @@ name only files of its own directory; the hub cache, whose snapshots are links i
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from lema.errors import WeightsError
 from lema.storage.header import (
@@ -99,7 +98,8 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
-        if not _is_name(file):
+        named = isinstance(file, str) and file.endswith(".safetensors") and len(file) <= MAX_NAME
+        if not named or {"/", "\\", "\0"} & set(file):
             what = f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it"
             how = "an index may only name files of its own directory; do not use this model unless you trust it"
             raise WeightsError(what, where=f"{index}: weight_map[{name!r}]", how=how)
@@ -114,11 +114,6 @@ def _shards(index: Path, weight_map: dict[str, str]) -> tuple[Path, ...]:
     for file in files:
         check_inside(file)
     return tuple(files)
-
-
-def _is_name(file: Any) -> bool:
-    named = isinstance(file, str) and file.endswith(".safetensors") and len(file) <= MAX_NAME
-    return named and not {"/", "\\", "\0"} & set(file)
 
 
 def _is_there(file: Path) -> bool:

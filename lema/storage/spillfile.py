@@ -13,7 +13,6 @@ import fcntl
 import os
 import tempfile
 import weakref
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -197,22 +196,20 @@ class Extents:
     def __init__(self) -> None:
         self.taken_bytes = 0  # of all ranges that are taken
         self.end = 0  # where the last of them ends
-        self._sizes: list[tuple[int, int]] = []  # size and start of each free range before the end, sorted
-        self._starts: dict[int, int] = {}  # the same, size by start
-        self._ends: dict[int, int] = {}  # start by end
+        self._free: dict[int, int] = {}  # start -> bytes of each free range before the end
 
     def take(self, nbytes: int, reserve: Callable[[int], None]) -> int:
         """Return where `nbytes` may lie; `reserve` is called first where the end must grow, and may refuse."""
-        at = bisect_left(self._sizes, (nbytes, 0))
-        if at < len(self._sizes):
-            size, start = self._sizes[at]
-            self._remove(start)
-            if size > nbytes:
-                self._add(start + nbytes, size - nbytes)
+        size, start = min(
+            ((size, start) for start, size in self._free.items() if size >= nbytes), default=(0, self.end)
+        )
+        if size:
+            del self._free[start]
         else:
-            start = self.end
             reserve(start + nbytes)
             self.end = start + nbytes
+        if size > nbytes:
+            self._free[start + nbytes] = size - nbytes
         self.taken_bytes += nbytes
         return start
 
@@ -220,23 +217,11 @@ class Extents:
         """Give back what was taken."""
         self.taken_bytes -= nbytes
         end = start + nbytes
-        if end in self._starts:
-            end += self._remove(end)
-        if start in self._ends:
-            start = self._ends[start]
-            self._remove(start)
+        end += self._free.pop(end, 0)
+        before = next((one for one, size in self._free.items() if one + size == start), None)
+        if before is not None:
+            start -= self._free.pop(before)
         if end == self.end:
             self.end = start
         else:
-            self._add(start, end - start)
-
-    def _add(self, start: int, nbytes: int) -> None:
-        insort(self._sizes, (nbytes, start))
-        self._starts[start] = nbytes
-        self._ends[start + nbytes] = start
-
-    def _remove(self, start: int) -> int:
-        nbytes = self._starts.pop(start)
-        del self._ends[start + nbytes]
-        del self._sizes[bisect_left(self._sizes, (nbytes, start))]
-        return nbytes
+            self._free[start] = end - start

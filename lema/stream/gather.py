@@ -109,7 +109,7 @@ class GatheredBuffers:
         following, apart = self._ahead[0] if self._ahead else (layer, True)
         if not apart and self._of(following) is None:
             self._start(following)
-        whole = self._whole(buffer)
+        whole = buffer.memory[: self._replicas.size * self._parts[layer]]
         if not self._poison:
             yield whole
             return
@@ -154,10 +154,6 @@ class GatheredBuffers:
             buffer.layer = None
             raise
         self.seconds_blocked += self._clock() - began
-
-    def _whole(self, buffer: _Buffer) -> Tensor:
-        assert buffer.layer is not None
-        return buffer.memory[: self._replicas.size * self._parts[buffer.layer]]
 
     def _of(self, layer: int) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer == layer), None)

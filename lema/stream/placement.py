@@ -171,7 +171,7 @@ def _place_plain(
     direct = {
         name: (record, dtype)
         for name, (record, dtype) in tensors.items()
-        if isinstance(record, TensorRecord) and _in_place(record, dtype)
+        if isinstance(record, TensorRecord) and DTYPES[record.dtype] == dtype and record.offset % dtype.itemsize == 0
     }
     for group in _consecutive(direct):
         first, last = group[0][1], group[-1][1]
@@ -221,16 +221,13 @@ def _assemble(record: AssembledRecord, placed: Placed) -> tuple[list[ByteRun], l
             continue
         start = piece.record.offset + move.read * width
         run = ByteRun(piece.record.file, start, move.count * width, placed.offset + move.write * width, alone=False)
-        if runs and _follows(runs[-1], run):
+        last = runs[-1] if runs else run
+        ends = (last.file, last.offset + last.nbytes, last.slot_offset + last.nbytes)
+        if runs and ends == (run.file, run.offset, run.slot_offset):
             runs[-1] = replace(runs[-1], nbytes=runs[-1].nbytes + run.nbytes)
         else:
             runs.append(run)
     return runs, casts
-
-
-def _follows(one: ByteRun, other: ByteRun) -> bool:
-    ends = (one.file, one.offset + one.nbytes, one.slot_offset + one.nbytes)
-    return ends == (other.file, other.offset, other.slot_offset)
 
 
 def extent(layer: LayerBytes) -> tuple[int, int]:
@@ -260,10 +257,6 @@ def views(slot: Tensor, layer: LayerBytes) -> dict[str, Tensor]:
 def view(buffer: Tensor, placed: Placed) -> Tensor:
     """Return one tensor as a view of the buffer, uint8, that it is placed in."""
     return buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype).view(placed.shape)
-
-
-def _in_place(record: TensorRecord, dtype: torch.dtype) -> bool:
-    return DTYPES[record.dtype] == dtype and record.offset % dtype.itemsize == 0
 
 
 def _consecutive(

@@ -50,6 +50,11 @@ class HostBuffer:
 
         return drained if uploads else None
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the layer is whole."""
+        return self.ticket is None or (self.ticket.done() and not self.ticket.failed())
+
     def arrive(self) -> None:
         """Block until the layer is whole; raise what a read raised."""
         if self.ticket is not None:
@@ -287,7 +292,7 @@ class LayerRing:
             if layer in self._changing:
                 break  # because its host memory is being written to
             buffer = self._buffer_of(layer)
-            arrived = layer in self._host or (buffer is not None and _arrived(buffer))
+            arrived = layer in self._host or (buffer is not None and buffer.arrived)
             if not arrived or (place := self._to_refill(self.slots, number)) is None:
                 break
             self._upload(layer, place)
@@ -352,7 +357,3 @@ class _Taken:
     def drained(self) -> None:
         if self._place.upload is not None:
             self._place.upload.drained()
-
-
-def _arrived(buffer: HostBuffer) -> bool:
-    return buffer.ticket is None or (buffer.ticket.done() and not buffer.ticket.failed())

@@ -17,6 +17,7 @@ from random import Random
 
 import pytest
 import torch
+from hoststores import settle, taken_bytes, used_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -130,7 +131,7 @@ def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], bloc
                 kept.append(Kept(store, data(chance, SIZES[number % len(SIZES)]), wrong))
                 assert not overlap([other.place for other in kept])
             elif step == "settle":
-                store.settle()
+                settle(store)
             elif step == "empty":  # no piece has a buffer any more
                 store.staging.give(store._buffer(4 * BLOCK))
             elif step == "half":  # a copy could not be begun
@@ -145,7 +146,7 @@ def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], bloc
                 kept.remove(one)
                 one.place.drop()
                 one.place.drop()
-            assert store.taken_bytes >= sum(other.place.size for other in kept)
+            assert taken_bytes(store) >= sum(other.place.size for other in kept)
             assert store.staging.peak_bytes <= blocks * BLOCK
         for one in reversed(kept):
             one.place.expect()
@@ -163,14 +164,14 @@ def nothing_is_left(store: DiskStore) -> None:
     assert not store._under_way
     assert not store._dropped
     assert not store._idle
-    assert store.taken_bytes == store._extents.end == store.staging.used_bytes == 0
+    assert taken_bytes(store) == store._extents.end == used_bytes(store.staging) == 0
 
 
 def test_bytes_come_back_from_the_disk(directory: Path) -> None:
     store, chance, wrong = opened(directory, blocks=8), Random(1), list[str]()
     kept = [Kept(store, data(chance, size), wrong) for size in SIZES * 4]
-    store.settle()
-    assert store.bytes_written == store.taken_bytes == store._file.size == sum(one.place.size for one in kept)
+    settle(store)
+    assert store.bytes_written == taken_bytes(store) == store._file.size == sum(one.place.size for one in kept)
     for one in reversed(kept):
         one.read()
         one.place.drop()
@@ -217,7 +218,7 @@ def test_steps_that_are_alike_use_the_same_blocks(tmp_path: Path) -> None:
     sizes: set[int] = set()
     for step in range(4):
         kept = [Kept(store, data(chance, size), []) for size in SIZES]
-        store.settle()
+        settle(store)
         for one in kept if step % 2 else reversed(kept):
             one.place.drop()
         sizes.add(store._file.size)
@@ -292,7 +293,7 @@ def test_a_write_begins_when_the_bytes_have_landed(tmp_path: Path, monkeypatch: 
     assert gate.reached.wait(60)
     happened.append("let")
     gate.opened.set()
-    store.settle()
+    settle(store)
     assert happened == ["let", "landed", "written 9"]
     store.close()
 
@@ -307,7 +308,7 @@ def test_what_is_not_written_yet_is_there_at_once(tmp_path: Path) -> None:
     assert place.memory().eq(4).all()
     place.used(lambda: None)
     place.drop()
-    assert store.staging.used_bytes == store.taken_bytes == 2 * BLOCK  # the write still needs them
+    assert used_bytes(store.staging) == taken_bytes(store) == 2 * BLOCK  # the write still needs them
     gate.opened.set()
     nothing_is_left(store)
     assert store.bytes_read == 0
@@ -325,11 +326,11 @@ def test_what_nobody_wants_any_more_is_not_written(tmp_path: Path) -> None:
     store._look()
     for gate in gates:
         gate.opened.set()
-    store.settle()
+    settle(store)
     store._await_dropped()
     store._look()
     assert late.copy.done  # the buffer was not used again before
-    assert store.bytes_written == store.taken_bytes == 2 * BLOCK
+    assert store.bytes_written == taken_bytes(store) == 2 * BLOCK
     store.close()
 
 
@@ -338,7 +339,7 @@ def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp
     kept = []
     for _ in range(12):
         kept.append(Kept(store, data(chance, BLOCK), wrong))
-        store.settle()  # else a buffer goes whose write ended first, whichever that is
+        settle(store)  # else a buffer goes whose write ended first, whichever that is
     for one in reversed(kept[8:]):
         one.place.expect()
         assert one.place.ready()
@@ -373,7 +374,7 @@ def test_what_was_used_can_be_had_again(tmp_path: Path) -> None:
 def test_what_is_being_read_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, gate, real, wrong = opened(tmp_path, blocks=1), Gate(), os.preadv, list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(2)]
-    store.settle()
+    settle(store)
     monkeypatch.setattr(os, "preadv", lambda *arguments: gate.landed() or real(*arguments))
     kept[0].place.expect()
     assert gate.reached.wait(60)
@@ -387,7 +388,7 @@ def test_what_is_being_read_is_not_ready(tmp_path: Path, monkeypatch: pytest.Mon
 def test_who_needs_its_buffer_least_loses_it_first(tmp_path: Path) -> None:
     store, wrong = opened(tmp_path, blocks=4), list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(4)]
-    store.settle()
+    settle(store)
     kept[0].place.expect()
     kept[3].read()  # perhaps for the last time
     store._drains.submit(lambda: None).result()
@@ -407,7 +408,7 @@ def test_who_needs_its_buffer_least_loses_it_first(tmp_path: Path) -> None:
 def test_expecting_never_waits(tmp_path: Path) -> None:
     store, gates = opened(tmp_path, blocks=2), [Gate(), Gate()]
     kept = Kept(store, data(Random(0), BLOCK), [])
-    store.settle()
+    settle(store)
     for gate in gates:
         place = placed(store, BLOCK)
         place.fill()
@@ -427,7 +428,7 @@ def test_expecting_never_waits(tmp_path: Path) -> None:
 def test_a_buffer_is_not_used_again_while_anything_touches_it(tmp_path: Path, touched_by: str) -> None:
     store, gate, wrong = opened(tmp_path, blocks=1), Gate(), list[str]()
     kept = Kept(store, data(Random(0), BLOCK), wrong)
-    store.settle()
+    settle(store)
     touched = placed(store, BLOCK)
     touched.fill().fill_(8)
     touched.filled(gate.landed if touched_by == "the disk" else lambda: None)
@@ -436,7 +437,7 @@ def test_a_buffer_is_not_used_again_while_anything_touches_it(tmp_path: Path, to
     if touched_by == "the disk":
         store._drains.submit(lambda: None).result()
     else:
-        store.settle()
+        settle(store)
     assert gate.reached.wait(60)
     kept.place.expect()
     assert not kept.place.ready()
@@ -454,7 +455,7 @@ def test_a_buffer_of_which_nobody_said_when_its_copy_ends_is_not_used_again(tmp_
     buffer = place.fill()
     if state == "read":
         place.filled(lambda: None)
-        store.settle()
+        settle(store)
         buffer = place.memory()
     place.drop()
     others = [placed(store, BLOCK) for _ in range(2)]
@@ -468,12 +469,12 @@ def test_one_piece_that_is_larger_than_staging_passes(tmp_path: Path, size: int)
     small = Kept(store, data(Random(0), BLOCK), wrong)
     large = Kept(store, data(Random(1), size), wrong)
     other = Kept(store, data(Random(2), BLOCK), wrong)
-    store.settle()
+    settle(store)
     assert store.staging.held_bytes <= 2 * BLOCK
     for one in (large, small, large, other):
         one.read()
     store._drains.submit(lambda: None).result()
-    store.settle()
+    settle(store)
     assert store.staging.held_bytes <= 2 * BLOCK
     store.close()
     assert not wrong
@@ -484,7 +485,7 @@ def test_a_copy_that_has_ended_keeps_nothing_of_the_device(tmp_path: Path) -> No
     kept = Kept(store, data(Random(0), BLOCK), [])
     upload = LateReader(kept.place.memory(), kept.data, [])
     kept.place.used(upload.drained)
-    store.settle()
+    settle(store)
     store._drains.submit(lambda: None).result()
     store._look()
     gone = [weakref.ref(upload), weakref.ref(kept.copy)]
@@ -507,7 +508,7 @@ def flip(store: DiskStore, place: DiskPiece) -> None:
 def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool) -> None:
     store, wrong = opened(directory, blocks=3), list[str]()
     kept = [Kept(store, data(Random(seed), 2 * BLOCK - 7), wrong) for seed in range(3)]
-    store.settle()
+    settle(store)
     flip(store, kept[0].place)
     if ahead:
         kept[2].place.drop()
@@ -538,7 +539,7 @@ def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path, monkeypatch: pytest
     assert caught.value.where == str(tmp_path)
     assert caught.value.how == HOW
     monkeypatch.undo()
-    assert store.taken_bytes == BLOCK
+    assert taken_bytes(store) == BLOCK
     Kept(store, data(Random(1), 3 * BLOCK), wrong).read()
     kept.read()
     store.close()
@@ -598,7 +599,7 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
     assert caught.value.where == str(tmp_path)
     assert caught.value.how == HOW
     for _ in range(2):
-        store.settle()  # once is enough
+        settle(store)  # once is enough
         with pytest.raises(DiskError, match="writing failed"):
             lost.memory()
     kept[0].read()
@@ -624,7 +625,7 @@ def test_a_write_that_fails_while_its_buffer_is_waited_for_costs_no_room(
     with pytest.raises(DiskError, match="writing failed"):
         store.place(BLOCK)
     assert gate.opened.is_set()
-    assert store.taken_bytes == BLOCK
+    assert taken_bytes(store) == BLOCK
     place.drop()
     nothing_is_left(store)
     store.close()
@@ -639,7 +640,7 @@ def test_a_write_that_fails_for_nobody_is_not_raised(tmp_path: Path, monkeypatch
     assert gate.reached.wait(60)
     place.drop()
     gate.opened.set()
-    store.settle()
+    settle(store)
     nothing_is_left(store)
     store.close()
 
@@ -647,7 +648,7 @@ def test_a_write_that_fails_for_nobody_is_not_raised(tmp_path: Path, monkeypatch
 def test_a_read_that_fails_is_raised_and_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, wrong = opened(tmp_path, blocks=1), list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(2)]
-    store.settle()
+    settle(store)
     broken = OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(os, "preadv", failing(broken, os.preadv, 0))
     with pytest.raises(ReadError, match="reading failed for activations: Input/output error"):
@@ -668,12 +669,12 @@ def test_a_device_that_fails_is_told(tmp_path: Path) -> None:
     place.fill()
     place.filled(fail)
     with pytest.raises(RuntimeError, match="the device is lost"):
-        store.settle()
+        settle(store)
     kept = Kept(store, data(Random(0), 1), [])
     kept.place.memory()
     kept.place.used(fail)
     with pytest.raises(RuntimeError, match="the device is lost"):
-        store._drains.submit(lambda: None).result() or store.settle()
+        store._drains.submit(lambda: None).result() or settle(store)
     store.close()
 
 
@@ -696,7 +697,7 @@ def test_two_writes_that_a_file_system_refuses_at_once_both_go_through_the_page_
     monkeypatch.setattr(os, "pwrite", refusing)
     wrong: list[str] = []
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(2)]
-    store.settle()
+    settle(store)
     for one in kept:
         one.read()
     store.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hoststores import settle
 from offloadmodels import HIDDEN, NUM_LAYERS, assert_same, checkpointed, ids, loss_of, step, tiny_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -476,7 +477,7 @@ def test_a16_every_mode_has_its_place_and_leaves_nothing(
         loss = loss_of(model)
         assert context.live_bytes > 0
         if mode == "disk":
-            context.offload._store.settle()
+            settle(context.offload._store)
             assert context.offload._store.bytes_written >= context.live_bytes  # type: ignore[attr-defined]
             assert list(tmp_path.iterdir()) == [], "a file that a kill would leave behind"
         loss.backward()

@@ -30,7 +30,8 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 import lema.utils.model_utils
 from lema.cli.app import app
 from lema.cli.exitcodes import run
-from lema.convert import prepare_monolithic_safetensors, weightsfile
+from lema.convert import prepare as preparing
+from lema.convert import prepare_monolithic_safetensors
 from lema.convert import tensors as rewrite
 from lema.convert.prepare import prepare, visit_order
 from lema.errors import ConfigError, DiskError, ModelError, ReadError, WeightsError
@@ -292,14 +293,14 @@ def test_a_source_that_fails_under_way_leaves_nothing(tmp_path: Path) -> None:
     source = saved(mixtral(), tmp_path / "model")
     record = GlobalBinaryIndex(source)["model.layers.1.block_sparse_moe.experts.1.w2.weight"]
     before = set(threading.enumerate())  # other tests may have left theirs to the garbage collector
-    meta_model = weightsfile.meta_model
+    meta_model = preparing.meta_model
 
     def cut_short(*arguments: Any, **options: Any) -> Any:
         os.truncate(record.file, record.offset)  # after the header was read
         return meta_model(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ReadError):
-        patch.setattr(weightsfile, "meta_model", cut_short)
+        patch.setattr(preparing, "meta_model", cut_short)
         prepare(source, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("lema-")]

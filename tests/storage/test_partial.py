@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lema.storage import TensorFile
 from lema.storage import atomic as partial
 from lema.storage.atomic import open_partial
+from lema.storage.tensorfile import tensor_file
 
 KILLED = """
 import os, pathlib, signal, sys
-from lema.storage.tensorfile import TensorFile
-with TensorFile(pathlib.Path(sys.argv[1]), [("t", "U8", (1 << 25,))]) as out:
+from lema.storage.tensorfile import tensor_file
+with tensor_file(pathlib.Path(sys.argv[1]), [("t", "U8", (1 << 25,))]) as out:
     for place in out.space("t"):
         place[:] = bytes(len(place))
         os.kill(os.getpid(), getattr(signal, sys.argv[2]))
@@ -33,7 +33,7 @@ def test_a_killed_run_leaves_no_half_file_and_the_next_run_sweeps_its_remains(tm
     done = subprocess.run([sys.executable, "-c", KILLED, file, death], check=False)
     assert done.returncode == -getattr(signal, death)
     assert len(names(tmp_path)) == 1 and not file.exists()
-    with TensorFile(file, [("t", "U8", (1,))]) as out:
+    with tensor_file(file, [("t", "U8", (1,))]) as out:
         out.write("t", [b"x"])
     assert names(tmp_path) == {"model.safetensors"}
 

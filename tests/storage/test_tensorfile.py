@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lema.errors import DiskError, ReadError
-from lema.storage import GlobalBinaryIndex, TensorFile, tensorfile
-from lema.storage.tensorfile import ALIGNMENT, PIECE_BYTES, TensorSpec, read_into, read_pieces
+from lema.storage import GlobalBinaryIndex
+from lema.storage.tensorfile import ALIGNMENT, PIECE_BYTES, TensorSpec, read_into, read_pieces, tensor_file
 
 TENSORS = {
     "z.weight": torch.randn(7, 3),
@@ -29,7 +29,7 @@ def content(name: str) -> bytes:
 
 
 def write_all(file: Path) -> None:
-    with TensorFile(file, SPECS, {"format": "pt"}) as out:
+    with tensor_file(file, SPECS, {"format": "pt"}) as out:
         for name in reversed(TENSORS):
             out.write(name, [content(name)])
 
@@ -51,7 +51,7 @@ def test_the_bytes_lie_in_the_order_announced_and_begin_on_a_page(tmp_path: Path
 
 def test_a_large_header_still_ends_on_a_page(tmp_path: Path) -> None:
     specs: list[TensorSpec] = [(f"model.layers.{i}.weight", "U8", (1,)) for i in range(500)]
-    with TensorFile(tmp_path / "model.safetensors", specs) as out:
+    with tensor_file(tmp_path / "model.safetensors", specs) as out:
         for name, _, _ in specs:
             out.write(name, [b"x"])
     assert GlobalBinaryIndex(tmp_path)["model.layers.0.weight"].offset % ALIGNMENT == 0
@@ -60,7 +60,7 @@ def test_a_large_header_still_ends_on_a_page(tmp_path: Path) -> None:
 def test_an_error_inside_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), TensorFile(file, SPECS) as out:
+    with pytest.raises(KeyboardInterrupt), tensor_file(file, SPECS) as out:
         out.write("a.bias", [content("a.bias")])
         raise KeyboardInterrupt
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
@@ -68,7 +68,7 @@ def test_an_error_inside_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
 
 def test_the_file_is_not_there_before_it_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    with TensorFile(file, SPECS) as out:
+    with tensor_file(file, SPECS) as out:
         for name in TENSORS:
             out.write(name, [content(name)])
         assert not file.exists()
@@ -85,7 +85,7 @@ def test_permissions_are_those_of_any_other_file(tmp_path: Path) -> None:
     "writes", [["a.bias", "a.bias"], ["unknown"], ["z.weight"]], ids=["twice", "not announced", "not all"]
 )
 def test_a_file_that_is_not_as_announced_never_appears(tmp_path: Path, writes: list[str]) -> None:
-    with pytest.raises(AssertionError), TensorFile(tmp_path / "model.safetensors", SPECS) as out:
+    with pytest.raises(AssertionError), tensor_file(tmp_path / "model.safetensors", SPECS) as out:
         for name in writes:
             out.write(name, [content(name) if name in TENSORS else b""])
     assert not list(tmp_path.iterdir())
@@ -93,13 +93,13 @@ def test_a_file_that_is_not_as_announced_never_appears(tmp_path: Path, writes: l
 
 @pytest.mark.parametrize("wrong", [content("a.bias")[:-1], content("a.bias") + b"x", b""], ids=["few", "many", "none"])
 def test_too_few_or_too_many_bytes_for_a_tensor_never_appear(tmp_path: Path, wrong: bytes) -> None:
-    with pytest.raises(AssertionError), TensorFile(tmp_path / "model.safetensors", SPECS) as out:
+    with pytest.raises(AssertionError), tensor_file(tmp_path / "model.safetensors", SPECS) as out:
         out.write("a.bias", [wrong])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_tensor_may_be_read_straight_to_its_place(tmp_path: Path) -> None:
-    with TensorFile(tmp_path / "model.safetensors", SPECS) as out:
+    with tensor_file(tmp_path / "model.safetensors", SPECS) as out:
         for name in TENSORS:
             done = 0
             for place in out.space(name):
@@ -110,7 +110,7 @@ def test_a_tensor_may_be_read_straight_to_its_place(tmp_path: Path) -> None:
 
 
 def test_a_place_that_was_not_filled_to_its_end_never_appears(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError), TensorFile(tmp_path / "model.safetensors", SPECS) as out:
+    with pytest.raises(AssertionError), tensor_file(tmp_path / "model.safetensors", SPECS) as out:
         for name in ("a.bias", "empty", "scalar"):
             out.write(name, [content(name)])
         next(out.space("z.weight"))
@@ -127,7 +127,7 @@ def test_a_full_disk_is_said_so_and_leaves_the_old_file(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tensorfile.os, call, full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(DiskError, match="disk is full") as caught:
         write_all(file)
     assert caught.value.where == str(file) and "space" in caught.value.how and caught.value.exit_code == 6
@@ -140,7 +140,7 @@ def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
     def unsupported(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(tensorfile.os, "posix_fallocate", unsupported)
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
     write_all(tmp_path / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors").keys() == TENSORS.keys()
 
@@ -148,10 +148,10 @@ def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
 FULL_DISK = """
 import pathlib, sys
 from lema.errors import DiskError
-from lema.storage.tensorfile import TensorFile
+from lema.storage.tensorfile import tensor_file
 place = pathlib.Path(sys.argv[1])
 try:
-    with TensorFile(place / "model.safetensors", [("t", "U8", (1 << 20,))]) as out:
+    with tensor_file(place / "model.safetensors", [("t", "U8", (1 << 20,))]) as out:
         out.write("t", [bytes(1 << 20)])
 except DiskError as error:
     print(error.what, sorted(path.name for path in place.iterdir()))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
 from random import Random
 
 import torch
 from queuefakes import GARBAGE, FakeDevice
 from torch import Tensor
+
+from lema.activations.diskstore import DiskStore
+from lema.activations.hoststore import HostPool
 
 
 class FakeStore:
@@ -162,3 +166,24 @@ class Written:
         if not self.dropped:
             self.dropped = True
             self.store.live -= 1
+
+
+def settle(store: DiskStore) -> None:
+    """Wait for what is on its way to the disk; raise what failed."""
+    with store._lock:
+        wait([transfer.future for transfer in store._under_way if transfer.kind == "write"])
+        store._check()
+
+
+def taken_bytes(store: DiskStore) -> int:
+    """The bytes of the file in which something waits."""
+    with store._lock:
+        store._look()
+        return store._extents.taken_bytes
+
+
+def used_bytes(pool: HostPool) -> int:
+    """The bytes of the buffers that are in use."""
+    with pool._lock:
+        pool._sort()
+        return sum(len(buffer) for buffer, _ in pool._out.values())

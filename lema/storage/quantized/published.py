@@ -50,8 +50,12 @@ class Plan:
     def make(self, step: Step, parts: Lists, dtype: torch.dtype) -> dict[str, Tensor]:
         """Run the operations of one step, on any device."""
         given = {name: [part.to(dtype) if self.cast else part for part in group] for name, group in parts.items()}
-        for name, shape in step.padded.items():
-            given[name] = [_padded(part, shape) for part in given[name]]
+        for name, (height, width) in step.padded.items():
+            # As bytes, because torch pads no floats of 8 bits.
+            given[name] = [
+                pad(part.view(torch.uint8), (0, width - part.shape[-1], 0, height - part.shape[-2])).view(part.dtype)
+                for part in given[name]
+            ]
         made = self.run({**given, **step.constants})
         for weight in step.padded:
             rows, columns = parts[weight][0].shape[-2:]
@@ -107,9 +111,3 @@ def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:
     reads, writes = [read for _, read, _ in move.dims], [write for _, _, write in move.dims]
     written = torch.as_strided(target, sizes, writes, target.storage_offset() + move.write)
     return written.copy_(torch.as_strided(source, sizes, reads, source.storage_offset() + move.read))
-
-
-def _padded(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
-    rows, columns = tensor.shape[-2:]
-    room = (0, shape[1] - columns, 0, shape[0] - rows)
-    return pad(tensor.view(torch.uint8), room).view(tensor.dtype)  # torch pads no floats of 8 bits

@@ -17,7 +17,7 @@ from lema.convert import merge_adapter
 from lema.errors import ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.storage.atomic import commit, replacing
-from lema.storage.diskspace import disk_error
+from lema.storage.diskspace import disk_errors
 from lema.train.full import FullTraining, save_delta, save_trained
 from lema.train.model import LemaModel
 from lema.train.phases.phase import Phase
@@ -67,10 +67,8 @@ def _written(out: Path, write: Callable[[Path], object]) -> None:
     """
     for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
         shutil.rmtree(left, ignore_errors=True)
-    try:
+    with disk_errors(out):
         commit(out, write)
-    except OSError as error:
-        raise disk_error(error, out) from error
 
 
 def copy_adapter(end: Path, out: Path) -> None:
