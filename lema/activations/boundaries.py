@@ -42,10 +42,8 @@ def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace 
 
 
 class _Pool:
-    """Memory that is handed out from the start again in every step: one allocation, unless a step outgrows it.
-
-    Not buffers of a `HostPool`, because those would be made anew, page-locked, whenever batches change in length.
-    """
+    """Memory that is handed out from the start again in every step: one allocation, unless a step outgrows it. Not
+    buffers of a `HostPool`, because those would be made anew, page-locked, whenever batches change in length."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
@@ -84,10 +82,8 @@ class _Pool:
 
 
 class _OnDevice:
-    """Boundaries in one allocation on the device; on a lazy device, whose memory is the runtime's, as they are.
-
-    In memory of ours each would there be written to a place of its own, and every layer's graph would be another.
-    """
+    """Boundaries in one allocation on the device; on a lazy device, whose memory is the runtime's, as they are. In
+    memory of ours each would there be written to a place of its own, and every layer's graph would be another."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = _Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
@@ -178,9 +174,7 @@ class _Away:
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         """Keep a copy of `state`, which nobody writes into any more: it may be copied later, and is held until then.
-
-        Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them.
-        """
+        Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them."""
         piece = self._pieces[key] = self._room.place(like.nbytes, to_come)
         if len(self._leaving) == NUM_BUFFERS:  # not at once, because compute need not wait for a copy then
             self._leaving.popleft().release()

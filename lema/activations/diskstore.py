@@ -161,10 +161,8 @@ class DiskStore:
         self._num_told = 0
 
     def place(self, nbytes: int) -> DiskPiece:
-        """Return room for `nbytes`. It waits for a write where no buffer is free.
-
-        `DiskError`: the disk has no room, or not as much as is allowed, or something before could not be written.
-        """
+        """Return room for `nbytes`. It waits for a write where no buffer is free. `DiskError`: the disk has no room, or
+        not as much as is allowed, or something before could not be written."""
         size = whole_blocks(nbytes)
         with self._lock:
             self._check()
@@ -176,10 +174,8 @@ class DiskStore:
                 raise
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that the file has room for `nbytes` in whole blocks, beside those in which something waits.
-
-        It waits for what is under way of pieces that were dropped; `DiskError` as of `place`.
-        """
+        """Make sure that the file has room for `nbytes` in whole blocks, beside those in which something waits. It
+        waits for what is under way of pieces that were dropped; `DiskError` as of `place`."""
         with self._lock:
             while self._dropped:
                 self._await_dropped()

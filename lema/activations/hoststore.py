@@ -66,10 +66,8 @@ class HostPool:
             return self._held
 
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
-        """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
-
-        If it `must`, room is taken all the same where there is none; it is given back to the system, not to the pool.
-        """
+        """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room. If it `must`, room
+        is taken all the same where there is none; it is given back to the system, not to the pool."""
         assert nbytes > 0, "a buffer of no bytes was asked for"
         size = whole_blocks(nbytes)
         with self._lock:

@@ -75,9 +75,7 @@ def only_layer_values(tensor: Tensor) -> Kept | None:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that can be checkpointed each by itself: layers, by their class or by a wrapper around them.
-
-    Where there are none they are taken to be the modules of the longest list that lies in no other list.
-    """
+    Where there are none they are taken to be the modules of the longest list that lies in no other list."""
     modeling = sys.modules.get("transformers.modeling_layers")  # not imported: no module is of its classes
     kind = getattr(modeling, "GradientCheckpointingLayer", ())
 

@@ -167,9 +167,7 @@ class Offload:
 
     def pack(self, tensor: Tensor, order: Order[Piece] | None = None) -> Packed:
         """Return what a graph is to keep in the place of `tensor`, which belongs to the newest order if none is given.
-
-        `DiskError`: this or something before it could not be written.
-        """
+        `DiskError`: this or something before it could not be written."""
         with self.alone():
             self.counters.seen += 1
             why = self._choice(tensor)

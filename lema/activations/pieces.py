@@ -126,10 +126,8 @@ class Piece:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of the storage that goes with `tensor`, and how many.
-
-    That is the whole storage where the tensor lies in at least half of it, else as much as it lies in.
-    """
+    """Return the first byte of the storage that goes with `tensor`, and how many. That is the whole storage where the
+    tensor lies in at least half of it, else as much as it lies in."""
     total, width = tensor.untyped_storage().nbytes(), tensor.element_size()
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * width

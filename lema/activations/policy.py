@@ -93,10 +93,8 @@ class WeightStorages:
                 self._storages.update((key, ref(weight)) for key in storages_of(weight))
 
     def holds(self, tensor: Tensor, scope: Scope | None = None) -> bool:
-        """Return whether `tensor` is a weight, or shares its memory with one.
-
-        What the modules of `scope` that are being run compute with may have been put there for the moment.
-        """
+        """Return whether `tensor` is a weight, or shares its memory with one. What the modules of `scope` that are
+        being run compute with may have been put there for the moment."""
         if is_weight_view(tensor):
             return True
         for key in storages_of(tensor):

@@ -134,10 +134,8 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def first_alone(replicas: Replicas, work: Callable[[], Found]) -> Found:
-    """Have the first process do `work`; return in all processes, when it is done, what it has found.
-
-    Where it fails with a `LemaError`, that is raised in every process.
-    """
+    """Have the first process do `work`; return in all processes, when it is done, what it has found. Where it fails
+    with a `LemaError`, that is raised in every process."""
     failure: LemaError | None = None
     mine: Any = None
     if replicas.first:
@@ -158,9 +156,7 @@ def first_alone(replicas: Replicas, work: Callable[[], Found]) -> Found:
 
 def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:
     """Make sure that all processes train the same thing: `about` is plain data by the names that a user knows it by.
-
-    Where something differs, every process raises `ConfigError`.
-    """
+    Where something differs, every process raises `ConfigError`."""
     first, *others = replicas.everyone(dict(about))
     for rank, other in enumerate(others, 1):
         if differing := sorted(name for name in first if first[name] != other.get(name)):

@@ -24,10 +24,8 @@ HUGE_PAGE = 2 << 20
 
 
 def anonymous(nbytes: int) -> Tensor:
-    """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) memory of this process alone.
-
-    In huge pages, as far as whole ones go: a disk fills them in fewer, larger requests, at a fraction of the work.
-    """
+    """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) memory of this process alone. In huge
+    pages, as far as whole ones go: a disk fills them in fewer, larger requests, at a fraction of the work."""
     import torch
 
     huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
@@ -78,10 +76,8 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes that this process's control groups may still take; None: as many as there are.
-
-    Files in memory count as free, because the system drops them when memory is short.
-    """
+    """Return the bytes that this process's control groups may still take; None: as many as there are. Files in memory
+    count as free, because the system drops them when memory is short."""
     return min((limit - _used(group) for group, limit in _limits(root)), default=None)
 
 

@@ -29,10 +29,8 @@ together ask each other before each lease, and so do all where each layer is put
 
 
 class StopRequested(BaseException):
-    """The pass under way is given up, because the run is to stop.
-
-    It is no `Exception`, so that handlers of errors let it pass to the loop of the run, which raises `Stopped`.
-    """
+    """The pass under way is given up, because the run is to stop. It is no `Exception`, so that handlers of errors let
+    it pass to the loop of the run, which raises `Stopped`."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -57,10 +55,8 @@ class Interrupt:
             raise StopRequested(why)
 
     def at_lease(self) -> None:
-        """Ask before a lease: as `poll`, or those together that leave at once.
-
-        `StopRequested` is raised in every process that leaves with this one.
-        """
+        """Ask before a lease: as `poll`, or those together that leave at once. `StopRequested` is raised in every
+        process that leaves with this one."""
         if self._polls:
             self.poll()
         elif self._open:
@@ -72,9 +68,7 @@ class Interrupt:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Let what is done in a `with` block be given up; at its end, all processes give up what one has given up.
-
-        `StopRequested` is then raised in every process.
-        """
+        `StopRequested` is then raised in every process."""
         if self._stop is None:
             yield
             return

@@ -175,9 +175,7 @@ Place = tuple[int, int]  # start and length along the axis of the whole tensor
 
 def places(layout: Layout, size: int, rank: int) -> list[Place]:
     """Return what of an axis of length `size` (before padding) one rank holds: start and length, in its order.
-
-    `ConfigError`: the axis cannot be divided among the ranks as the layout says.
-    """
+    `ConfigError`: the axis cannot be divided among the ranks as the layout says."""
     if layout.kind == "replicated":
         return [(0, size)]
     if layout.kind == "fused":
@@ -229,10 +227,8 @@ class Difference(NamedTuple):
 
 
 def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
-    """Find the ranks that hold something else than the first rank that holds the same part of the tensor.
-
-    `DataError`: the shards are not those of one tensor with this layout.
-    """
+    """Find the ranks that hold something else than the first rank that holds the same part of the tensor. `DataError`:
+    the shards are not those of one tensor with this layout."""
     size, owners, found = _whole(shards, layout), dict[Place, tuple[int, Any]](), dict[tuple[int, int], float]()
     for rank, place, piece in _pieces(shards, layout, size):
         first, theirs = owners.setdefault(place, (rank, piece))

@@ -142,10 +142,8 @@ class _Slot:
 
 
 class Slots:
-    """A ring of slots: `lema.backend.DeviceSlots` on a device that works through queues.
-
-    The memory is uint8 tensors on the device, one per slot, just allocated on the queue that computes.
-    """
+    """A ring of slots: `lema.backend.DeviceSlots` on a device that works through queues. The memory is uint8 tensors on
+    the device, one per slot, just allocated on the queue that computes."""
 
     def __init__(self, copies: Copies, memory: Sequence[Tensor]) -> None:
         self._copies, self.queues = copies, copies.queues
@@ -207,10 +205,8 @@ def _let_go(compute: Queue, slots: Sequence[_Slot]) -> None:
 
 
 class CopyDown:
-    """`lema.backend.Download` on a device that works through queues.
-
-    The source is held until `release`, so that its memory is not used again meanwhile.
-    """
+    """`lema.backend.Download` on a device that works through queues. The source is held until `release`, so that its
+    memory is not used again meanwhile."""
 
     def __init__(self, copies: Copies, source: Tensor, target: Tensor) -> None:
         source = source.detach()

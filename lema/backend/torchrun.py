@@ -39,9 +39,7 @@ class Joined:
 
 def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
     """Join the processes that `torchrun` started, each with a whole copy; return them, and a function to leave them.
-
-    `carrier` and errors are as of `join_in_parts`.
-    """
+    `carrier` and errors are as of `join_in_parts`."""
     joined = join_in_parts(carrier, 1)
     return joined.replicas, joined.leave
 

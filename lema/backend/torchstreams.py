@@ -23,11 +23,8 @@ __all__ = ["AtOnce", "Streams", "carrier_for"]
 
 
 def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> Carrier:
-    """Return the carrier of bytes from and to any device that torch knows.
-
-    Where the device allows it, copies run beside the compute if `use_streams`, and from and to page-locked host memory
-    if `pin_memory`.
-    """
+    """Return the carrier of bytes from and to any device that torch knows. Where the device allows it, copies run
+    beside the compute if `use_streams`, and from and to page-locked host memory if `pin_memory`."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return AtOnce(device)

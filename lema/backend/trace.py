@@ -36,10 +36,8 @@ NO_TRACE = NoTrace()
 
 @contextmanager
 def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
-    """Yield a trace that is written to `path` when the `with` block ends, however it ends; None: one that is off.
-
-    A trace that cannot be written is a `DiskError`.
-    """
+    """Yield a trace that is written to `path` when the `with` block ends, however it ends; None: one that is off. A
+    trace that cannot be written is a `DiskError`."""
     if path is None:
         yield NO_TRACE
         return
@@ -52,10 +50,8 @@ def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
 
 
 class Trace(NoTrace):
-    """Spans, recorded from any thread, written as one JSON file.
-
-    The latest `most` events are kept, so that a run of weeks does not fill the memory. The clock returns seconds.
-    """
+    """Spans, recorded from any thread, written as one JSON file. The latest `most` events are kept, so that a run of
+    weeks does not fill the memory. The clock returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, most: int = 1_000_000) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -78,9 +74,7 @@ class Trace(NoTrace):
     @contextmanager
     def span(self, track: str, name: str, **details: Any) -> Iterator[None]:
         """Record how long a `with` block took, also if it raises; spans of one track in several threads get rows each.
-
-        The name is written on the span, and `details`, of JSON types, are shown when it is selected.
-        """
+        The name is written on the span, and `details`, of JSON types, are shown when it is selected."""
         began = self._clock()
         try:
             yield

@@ -77,9 +77,7 @@ def tensor_specs(
     model: PreTrainedModel, records: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]
 ) -> list[TensorSpec]:
     """Return every stored tensor of a model without adapters in the order of a forward pass, with the type to write.
-
-    Tied tensors are listed by each of their names.
-    """
+    Tied tensors are listed by each of their names."""
     state: dict[str, Tensor] = model.state_dict()
     return [
         (name, stored_name(name, dtypes[name]), tuple(state[name].shape))
@@ -113,10 +111,8 @@ def write_model(
 def write_shards(
     directory: Path, specs: Sequence[TensorSpec], max_bytes: int, pieces: Pieces, stem: str = "model"
 ) -> None:
-    """Write tensors, in their order, into files of at most `max_bytes`; a larger one has a file to itself.
-
-    Where there are several files, their index says which tensor is where.
-    """
+    """Write tensors, in their order, into files of at most `max_bytes`; a larger one has a file to itself. Where there
+    are several files, their index says which tensor is where."""
     shards: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:

@@ -85,10 +85,8 @@ class MergedTensors:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Make sure that every adapter can be merged into its module.
-
-    `AdapterError`: a module has no bias into which B's could be merged.
-    """
+    """Make sure that every adapter can be merged into its module. `AdapterError`: a module has no bias into which B's
+    could be merged."""
     for name, module in wrapped(model):
         if getattr(module, "lora_bias", {}).get(ADAPTER) and cast(Any, module).get_base_layer().bias is None:
             what = "the adapter's B has a bias, and the module it adapts has none to take it up"

@@ -69,9 +69,7 @@ class Prepared:
 
 def visit_order(model: PreTrainedModel) -> list[str]:
     """The names of the model's state dict in the order of a forward pass: before the layers, each layer, after them.
-
-    `ModelError`: the model has no single stack of decoder layers.
-    """
+    `ModelError`: the model has no single stack of decoder layers."""
     layers_name, layers = find_layers(model)
     names = list(model.state_dict())
     inside = [name for i in range(len(layers)) for name in names if name.startswith(f"{layers_name}.{i}.")]

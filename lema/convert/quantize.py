@@ -97,10 +97,8 @@ class Quantizer:
         return cls(kind, dtypes[next(iter(chosen))], chosen, unchanged, refused, layers_name)
 
     def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        """Return what is written instead of `specs`: parts for what is quantised; wide dtypes first in each layer.
-
-        So every tensor lies at a multiple of its dtype's size, and is used where it is read to.
-        """
+        """Return what is written instead of `specs`: parts for what is quantised; wide dtypes first in each layer. So
+        every tensor lies at a multiple of its dtype's size, and is used where it is read to."""
         groups: dict[str, list[TensorSpec]] = {}
         for spec in specs:
             inner = spec[0].removeprefix(f"{self._layers_name}.")

@@ -41,10 +41,8 @@ CODE = ("*.py",)
 
 
 def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
-    """Return the whole tensor in memory, as `dtype`; expanded, where it is quantised.
-
-    `ReadError`: its bytes could not be read; `ModelError`: it is stored in a form no model computes with.
-    """
+    """Return the whole tensor in memory, as `dtype`; expanded, where it is quantised. `ReadError`: its bytes could not
+    be read; `ModelError`: it is stored in a form no model computes with."""
     for one in records_of(record):
         _torch_dtype(one)
     placed = place({record.name: (record, dtype)})
@@ -68,10 +66,8 @@ def records_of(record: Stored) -> Iterable[TensorRecord]:
 
 
 def cast_pieces(record: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the tensor's bytes as `dtype`, a bounded piece at a time; each is valid until the next is asked for.
-
-    One that is assembled or quantised comes in one piece, as it is used. Errors are those of `read_tensor`.
-    """
+    """Yield the tensor's bytes as `dtype`, a bounded piece at a time; each is valid until the next is asked for. One
+    that is assembled or quantised comes in one piece, as it is used. Errors are those of `read_tensor`."""
     if not isinstance(record, TensorRecord):
         yield bytes_of(read_tensor(record, dtype))
         return
@@ -87,10 +83,8 @@ def cast_pieces(record: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
 
 
 def write_cast(out: TensorFile, name: str, record: TensorRecord, dtype: torch.dtype) -> None:
-    """Write the tensor of `record` as `name`, which `out` announced with `dtype`; nothing is read twice or held.
-
-    Errors are those of `read_tensor`, and `DiskError`: the bytes could not be written.
-    """
+    """Write the tensor of `record` as `name`, which `out` announced with `dtype`; nothing is read twice or held. Errors
+    are those of `read_tensor`, and `DiskError`: the bytes could not be written."""
     if _torch_dtype(record) != dtype:
         out.write(name, cast_pieces(record, dtype))
         return

@@ -87,10 +87,8 @@ def lora_config(
 
 
 def _leave_out_towers(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Exclude the modules that text does not reach where the targets are among their names as well.
-
-    PEFT's own setting says so, and in an expression, because a list of it would have to name each linear.
-    """
+    """Exclude the modules that text does not reach where the targets are among their names as well. PEFT's own setting
+    says so, and in an expression, because a list of it would have to name each linear."""
     towers = find_towers(model)
     every = isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
     inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]

@@ -79,10 +79,8 @@ class _Types(BaseModel):
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of an adapter.
-
-    `AdapterError`: it cannot be read, is too large, leads out of its directory, or is no JSON object.
-    """
+    """Return the JSON object in a file of an adapter. `AdapterError`: it cannot be read, is too large, leads out of its
+    directory, or is no JSON object."""
     check_file(file)
     try:
         with open_regular(file) as stream:
@@ -102,10 +100,8 @@ def check_file(file: Path) -> None:
 
 
 def read_records(file: Path) -> Mapping[str, TensorRecord]:
-    """Return what the header of an adapter's weights says; the tensors are not read.
-
-    `AdapterError`: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
-    """
+    """Return what the header of an adapter's weights says; the tensors are not read. `AdapterError`: the file is
+    missing or damaged, leads out of its directory, or holds no floating numbers."""
     try:
         check_inside(file)
         _, records = read_header(file)
@@ -130,9 +126,7 @@ def check_types(config: LoraConfig, file: Path) -> None:
 
 def check_ranks(config: LoraConfig, weights: Path) -> None:
     """Make sure that no rank of a config is beyond every size in the weights beside it, where there are any.
-
-    `AdapterError`: one is, or the weights are damaged.
-    """
+    `AdapterError`: one is, or the weights are damaged."""
     if not weights.is_symlink() and not weights.exists():
         return
     largest = max((size for record in read_records(weights).values() for size in record.shape), default=0)
@@ -152,9 +146,7 @@ PLAIN = re.compile(r"[\w.-]*")  # there is one way to match it, and that is foun
 
 def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
     """Make sure that the patterns of an adapter's config can be matched with `names`, those of all modules.
-
-    `ModelError`: one is no regular expression, or takes too long to match.
-    """
+    `ModelError`: one is no regular expression, or takes too long to match."""
     known, where = [one for name in names for one in (name, f"base_model.model.{name}")], ""
     try:
         with limited(MAX_SECONDS, _TooLong):
@@ -195,10 +187,8 @@ class _TooLong(Exception):
 
 def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> None:
     """Refuse an adapter that is not of this model, whose parameters may be on `meta`; errors call the model `base`.
-
     `AdapterError`: a tensor is of a module that the model does not have, or has another shape than one of that module
-    would; it is named.
-    """
+    would; it is named."""
     modules = dict(model.named_modules())
     for name, tensor in tensors.items():
         path, leaf = module_of(name)

@@ -52,10 +52,8 @@ def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[
 
 
 def num_trained(model: PeftModel, whole: Mapping[str, Tensor] | None) -> int:
-    """Return how many numbers of a model train; `whole`: the tensors, where processes hold parts of them.
-
-    Parameters are counted and not what PEFT chooses to save, because an adapter that is saved empty shall be noticed.
-    """
+    """Return how many numbers of a model train; `whole`: the tensors, where processes hold parts of them. Parameters
+    are counted and not what PEFT chooses to save, because an adapter that is saved empty shall be noticed."""
     if whole is not None:
         return sum(tensor.numel() for tensor in whole.values())
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -139,10 +137,8 @@ def _same(setting: str, one: Any, other: Any) -> bool:
 
 
 def check_same_adapter(model: PeftModel, directory: Path) -> None:
-    """Make sure that the adapter attached is the one in `directory`, but for its values and its dropout.
-
-    `ConfigError`: settings have changed since it was saved; names each.
-    """
+    """Make sure that the adapter attached is the one in `directory`, but for its values and its dropout. `ConfigError`:
+    settings have changed since it was saved; names each."""
     if differing := adapter_differences(model, directory):
         names = " and ".join(setting for setting, _, _ in differing)
         what = "; ".join(f"{name} is {now!r}, and the adapter was made with {then!r}" for name, then, now in differing)
@@ -163,10 +159,8 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
 
 
 def read_lora_config(directory: Path) -> LoraConfig | None:
-    """Read `adapter_config.json`; None: the directory has none (the older format).
-
-    `AdapterError`: the file cannot be read, or is not of a LoRA adapter.
-    """
+    """Read `adapter_config.json`; None: the directory has none (the older format). `AdapterError`: the file cannot be
+    read, or is not of a LoRA adapter."""
     file = directory / CONFIG
     if not file.is_symlink() and not file.exists():
         return None
@@ -292,10 +286,8 @@ def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: 
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of an adapter in PEFT's format.
-
-    `AdapterError`: the file is missing or damaged, leads out of its directory, or holds no floating numbers.
-    """
+    """Read the tensors of an adapter in PEFT's format. `AdapterError`: the file is missing or damaged, leads out of its
+    directory, or holds no floating numbers."""
     read_records(file)
     try:
         return load_file(file)

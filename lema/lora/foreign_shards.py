@@ -52,9 +52,7 @@ class Reference:
 
 def find_stages(directory: Path) -> list[Stage]:
     """Find the files of every pipeline stage of a checkpoint: a directory of `model/` and `mp_metadata_pp_rank_*.json`.
-
-    A file that is missing is an `AdapterError`.
-    """
+    A file that is missing is an `AdapterError`."""
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
         what = "this checkpoint was not saved to its end: there is no file `done`"
         raise AdapterError(what, where=str(directory), how="use an earlier one, or save it again")
@@ -79,10 +77,8 @@ def find_stages(directory: Path) -> list[Stage]:
 
 
 def load_rank(file: Path) -> dict[str, Tensor]:
-    """Load the tensors of one rank, by name; no code of the file's is run.
-
-    `AdapterError`: the file is damaged, or holds something else than tensors.
-    """
+    """Load the tensors of one rank, by name; no code of the file's is run. `AdapterError`: the file is damaged, or
+    holds something else than tensors."""
     folder = file.with_name(f"{file.name}.tensors")
     content = _load(file, references=True) if folder.is_dir() else _load(file)
     if not isinstance(content, dict):

@@ -37,10 +37,8 @@ Kind = TypeVar("Kind")
 
 
 def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name: str) -> None:
-    """Refuse modules that cannot be trained whole, before anything is attached.
-
-    `ModelError`: one holds decoder layers, or is a mere list of modules.
-    """
+    """Refuse modules that cannot be trained whole, before anything is attached. `ModelError`: one holds decoder layers,
+    or is a mere list of modules."""
     wanted = tuple(config.modules_to_save or ())
     for name, module in model.named_modules():
         if not name.endswith(wanted):  # what PEFT looks at
@@ -54,10 +52,8 @@ def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name:
 
 
 def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Refuse what cannot be trained, once PEFT's modules are attached.
-
-    `ModelError`: a module to train whole is adapted in part; or LoRA's matrices are to be tied to each other.
-    """
+    """Refuse what cannot be trained, once PEFT's modules are attached. `ModelError`: a module to train whole is adapted
+    in part; or LoRA's matrices are to be tied to each other."""
     for name, wrapper in _of(ModulesToSaveWrapper, model):
         if any(isinstance(part, LoraLayer | ModulesToSaveWrapper) for part in wrapper.original_module.modules()):
             what = f"{name} is to be trained whole, and a part of it is adapted"
@@ -91,9 +87,7 @@ def make_real(
     adapter: str = ADAPTER,
 ) -> None:
     """Give everything of an adapter its memory on the device, and the value it has in PEFT after `get_peft_model`.
-
-    Values are left unset, to be loaded, if not `draw`. `read` is needed where a parameter begins as a stored tensor.
-    """
+    Values are left unset, to be loaded, if not `draw`. `read` is needed where a parameter begins as a stored tensor."""
     for module in _as_drawn(model):
         _make_matrices(module, config.init_lora_weights, device, adapter, draw=draw)
     _tie(model, config)

@@ -39,10 +39,8 @@ VERSION = 1
 
 
 def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
-    """Put one tensor of an adapter together; return it, and which replicas differ (none, if `check`).
-
-    `AdapterError`: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ.
-    """
+    """Put one tensor of an adapter together; return it, and which replicas differ (none, if `check`). `AdapterError`:
+    the ranks do not hold pieces of one tensor; or, if `check`, replicas differ."""
     try:
         return consolidate(held, layout, check=check), [] if check else differences(held, layout)
     except DataError as error:
@@ -50,11 +48,8 @@ def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> t
 
 
 def write_shards(directory: Path, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tp: int) -> None:
-    """Cut an adapter up and write its pieces, in a directory that does not exist yet.
-
-    `ConfigError`: a tensor cannot be divided among the ranks as its layout says; `OSError`: a file could not be
-    written.
-    """
+    """Cut an adapter up and write its pieces, in a directory that does not exist yet. `ConfigError`: a tensor cannot be
+    divided among the ranks as its layout says; `OSError`: a file could not be written."""
     directory.mkdir()
     hashes = {}
     for rank in range(tp):
@@ -146,10 +141,8 @@ LEAF = re.compile(
 
 
 def module_of(name: str) -> tuple[str, str]:
-    """Return the module that a tensor of PEFT's files is of, as the base model names it, and which tensor of it.
-
-    A name of another kind is returned whole, with an empty text.
-    """
+    """Return the module that a tensor of PEFT's files is of, as the base model names it, and which tensor of it. A name
+    of another kind is returned whole, with an empty text."""
     found = LEAF.search(name)
     if found is None or not name.startswith(PREFIX):
         return name, ""

@@ -162,9 +162,7 @@ def _leave_one_of_each(layers: nn.ModuleList) -> None:
 @contextmanager
 def _shapes_only(model: PreTrainedModel, not_run: Collection[nn.Module] = ()) -> Iterator[None]:
     """Run what is inside without values: parameters seem to be in memory, but only shapes and dtypes are computed.
-
-    Those of modules that are `not_run` stay as they are, because a large model has most of its parameters in them.
-    """
+    Those of modules that are `not_run` stay as they are, because a large model has most of its parameters in them."""
     # The other implementations of experts sort tokens by values, or compute in half precision only.
     model.set_experts_implementation("batched_mm")
     owned = [module._parameters for module in model.modules() if module._parameters and module not in not_run]

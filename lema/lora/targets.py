@@ -30,9 +30,7 @@ ROUTER = "router"
 
 def default_targets(model: PreTrainedModel) -> list[str]:
     """Return the linears of a model to adapt by default, as ends of names, each as short as tells it from all others.
-
-    Routers are left out, and linears that PEFT refuses to adapt, or takes for the weights of experts by their names.
-    """
+    Routers are left out, and linears that PEFT refuses to adapt, or takes for the weights of experts by their names."""
     return [end for end in _adaptable(model) if _peft_adapts(model, end)]
 
 

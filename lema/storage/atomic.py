@@ -73,9 +73,7 @@ def commit(directory: Path, fill: Callable[[Path], object]) -> None:
 @contextmanager
 def appearing(directory: Path) -> Iterator[Path]:
     """Give a directory to write a model into, which takes the name `directory` at the end; on failure it goes.
-
-    `DiskError`: it could not be written; what was there before is untouched.
-    """
+    `DiskError`: it could not be written; what was there before is untouched."""
     with disk_errors(directory), _named_when_whole(directory) as part:
         yield part
         settle(part)
@@ -181,10 +179,8 @@ def _rename(part: Path, directory: Path) -> None:
 
 
 def settle(directory: Path) -> None:
-    """Flush a directory, and give its files the permissions that any new file would have.
-
-    A library's temporary files are readable by their owner alone; a new directory has what the umask lets through.
-    """
+    """Flush a directory, and give its files the permissions that any new file would have. A library's temporary files
+    are readable by their owner alone; a new directory has what the umask lets through."""
     for folder, _, files in os.walk(directory, topdown=False):
         mode = Path(folder).stat().st_mode & 0o666
         for name in files:
@@ -219,9 +215,7 @@ def _aside(directory: Path, kind: str) -> Path:
 
 def open_partial(file: Path) -> tuple[int, Path]:
     """Make a new file that is to become `file`, or raise `OSError`; remove those that killed runs meant to become it.
-
-    Return its descriptor, open for reading and writing, and its name, to be renamed to `file` or removed.
-    """
+    Return its descriptor, open for reading and writing, and its name, to be renamed to `file` or removed."""
     for left in _partials(file):
         _remove_if_abandoned(left)
     while True:
@@ -261,9 +255,7 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
 @contextmanager
 def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
     """Give what `open_partial` returns; the new file takes the name `file` at the end, on disk, or goes on failure.
-
-    `OSError`: it could not be written; what was there before is untouched.
-    """
+    `OSError`: it could not be written; what was there before is untouched."""
     descriptor, partial = open_partial(file)
     try:
         yield descriptor, partial

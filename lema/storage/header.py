@@ -48,10 +48,8 @@ class TensorRecord:
 
 
 def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
-    """The metadata and the tensors of one safetensors file, these in the order of their bytes.
-
-    `WeightsError`: the file is missing, not a regular file, truncated, or its header is not sound.
-    """
+    """The metadata and the tensors of one safetensors file, these in the order of their bytes. `WeightsError`: the file
+    is missing, not a regular file, truncated, or its header is not sound."""
     size = regular_size(file)
     with open_regular(file) as stream:
         prefix = stream.read(8)

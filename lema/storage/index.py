@@ -125,9 +125,7 @@ def _is_there(file: Path) -> bool:
 
 def check_inside(file: Path) -> None:
     """Refuse a link which leaves the model's directory, but for the hub cache, whose snapshots are links into blobs.
-
-    `WeightsError`: the link leads elsewhere.
-    """
+    `WeightsError`: the link leads elsewhere."""
     target, root = file.resolve(), file.parent.resolve()
     if target.is_relative_to(root):
         return

@@ -26,9 +26,7 @@ ANOTHER = "name another checkpoint, or copy this one again from where it is whol
 
 def write_manifest(directory: Path) -> None:
     """Write `manifest.json` for the files in a directory, and flush it to disk; call it when they are all written.
-
-    Files of folders below it are named by their paths. What cannot be read, or written, is an `OSError`.
-    """
+    Files of folders below it are named by their paths. What cannot be read, or written, is an `OSError`."""
     found = {name: _facts(directory / name) for name in _names(directory)}
     text = _text({"algorithm": ALGORITHM, FILES: found})
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:

@@ -28,10 +28,8 @@ MAX_BYTES = 500_000_000  # ten times the largest tokenizers
 
 
 def check_companions(directory: Path) -> None:
-    """Make sure that the files `transformers` may open in a model's directory are files, and lie in it.
-
-    `WeightsError`: one is a link that leaves the directory, no regular file, or enormous.
-    """
+    """Make sure that the files `transformers` may open in a model's directory are files, and lie in it. `WeightsError`:
+    one is a link that leaves the directory, no regular file, or enormous."""
     folder = directory / TEMPLATES
     if folder.is_symlink() or folder.exists():
         check_inside(folder)
@@ -44,11 +42,8 @@ def check_companions(directory: Path) -> None:
 
 
 def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's directory, and run code that comes with it if `trusted`.
-
-    `DataError`: there is none, it cannot be loaded, or one of its files is not what it should be; `how` says what to
-    do.
-    """
+    """Load the tokenizer of a model's directory, and run code that comes with it if `trusted`. `DataError`: there is
+    none, it cannot be loaded, or one of its files is not what it should be; `how` says what to do."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     check_companions(directory)
@@ -65,10 +60,8 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
 
 
 def load_generation_config(directory: Path) -> GenerationConfig | None:
-    """Load a model's own settings of generation; None: it has none.
-
-    `ModelError`: the file cannot be read; `WeightsError`: it is a link that leaves the directory, or no regular file.
-    """
+    """Load a model's own settings of generation; None: it has none. `ModelError`: the file cannot be read;
+    `WeightsError`: it is a link that leaves the directory, or no regular file."""
     from transformers import GenerationConfig
 
     file = directory / "generation_config.json"
@@ -91,11 +84,8 @@ COUNTS = re.compile(r"(layers?|blocks)$")  # how a key ends that says how often 
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:
-    """Return what a model's `config.json` says.
-
-    `ModelError`: there is none, it is damaged, a link out of the directory or no regular file, it holds numbers that no
-    model has, or it sends its readers to other files.
-    """
+    """Return what a model's `config.json` says. `ModelError`: there is none, it is damaged, a link out of the directory
+    or no regular file, it holds numbers that no model has, or it sends its readers to other files."""
     file = directory / "config.json"
     if not file.is_symlink() and not file.exists():
         how = "point model_name_or_path at a directory written by save_pretrained, or at a hub id"

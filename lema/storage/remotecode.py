@@ -20,10 +20,8 @@ USED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 
 
 def require_commit(name: str, revision: str | None) -> None:
-    """Raise `ConfigError` where code of the hub is not pinned by the full name of a commit.
-
-    A branch or tag may hold other code tomorrow.
-    """
+    """Raise `ConfigError` where code of the hub is not pinned by the full name of a commit. A branch or tag may hold
+    other code tomorrow."""
     if revision is None or not COMMIT.fullmatch(revision):
         what = f"code of {name} is run only from a commit, and the revision is {revision or 'not given'}"
         page = f"https://huggingface.co/{name}/tree/main"
@@ -33,11 +31,8 @@ def require_commit(name: str, revision: str | None) -> None:
 
 def check_code(directory: Path, *, trusted: bool) -> None:
     """Check, before anything of it is imported, that the code a model needs may run: the user `trusted` it, or it needs
-    none.
-
-    `ModelError`: the model is made of code of its own, and is not trusted; or its config asks for code of the hub;
-    `WeightsError`: it is trusted, but the code is not there, or lies in a repository that nothing pins.
-    """
+    none. `ModelError`: the model is made of code of its own, and is not trusted; or its config asks for code of the
+    hub; `WeightsError`: it is trusted, but the code is not there, or lies in a repository that nothing pins."""
     file = directory / "config.json"
     config = _read(file)
     for key, kernel in _kernels(config):

@@ -90,10 +90,8 @@ class OffloadFile:
             raise self._error(DiskError, "the file cannot be mapped", error) from error
 
     def write(self, memory: memoryview, offset: int, before: Callable[[], None] | None = None) -> Future[None]:
-        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned.
-
-        It must stay as it is from then on until the result is there, which raises DiskError where writing failed.
-        """
+        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned. It must stay as it
+        is from then on until the result is there, which raises DiskError where writing failed."""
         return self._pool.submit(self._write, memory, offset, before)
 
     def read(

@@ -76,10 +76,8 @@ class TensorFile:
         self._unwritten = set(records)
 
     def space(self, name: str) -> Iterator[memoryview]:
-        """Yield the place of one tensor, a bounded piece at a time; fill each before the next is asked for.
-
-        Bytes given before that could not be written are a `DiskError`.
-        """
+        """Yield the place of one tensor, a bounded piece at a time; fill each before the next is asked for. Bytes given
+        before that could not be written are a `DiskError`."""
         assert name in self._unwritten, f"{name} is not announced, or was written before"
         record = self.records[name]
         with disk_errors(self.file):
@@ -92,9 +90,7 @@ class TensorFile:
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write the bytes of one tensor, C-contiguous and little-endian, at its place; a piece may be reused after.
-
-        Bytes that could not be written are a `DiskError`.
-        """
+        Bytes that could not be written are a `DiskError`."""
         places, place = self.space(name), memoryview(b"")
         for piece in pieces:
             view = memoryview(piece)
@@ -114,10 +110,8 @@ class TensorFile:
 
 
 def read_into(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
-    """Fill `buffer` with the bytes of a tensor that begin at its byte `start`.
-
-    `ReadError`: the file is gone, failing, or was cut short after its header was read.
-    """
+    """Fill `buffer` with the bytes of a tensor that begin at its byte `start`. `ReadError`: the file is gone, failing,
+    or was cut short after its header was read."""
     try:
         with record.file.open("rb", buffering=0) as stream:
             stream.seek(record.offset + start)

@@ -23,10 +23,8 @@ __all__ = ["base_fingerprint", "check_finite", "check_written", "same_bits"]
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
-    """Make sure that no tensor that is about to be saved `where` it says is NaN or infinite.
-
-    `NonFiniteError`: one is; names it.
-    """
+    """Make sure that no tensor that is about to be saved `where` it says is NaN or infinite. `NonFiniteError`: one is;
+    names it."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.is_meta:
             continue
@@ -40,9 +38,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
 
 def check_written(file: Path, expected: Mapping[str, Tensor], also: int = 0) -> None:
     """Read a safetensors file back, and compare it bit for bit with memory: names, shapes, types and values.
-
-    `DiskError`: something differs, or fewer numbers are there than `also` says; names the tensor.
-    """
+    `DiskError`: something differs, or fewer numbers are there than `also` says; names the tensor."""
     try:
         with safe_open(file, "pt") as opened:
             names, count = set(opened.keys()), 0

@@ -87,10 +87,8 @@ def expand_into(expanded: Tensor, slot: Tensor, layer: LayerBytes) -> None:
 
 
 class ExpandedBuffers:
-    """Memory that the weights of `layers` are expanded into: one buffer, or as many as have been on lease at once.
-
-    A buffer is written to by computation on the device, so after all that was queued before it was given back.
-    """
+    """Memory that the weights of `layers` are expanded into: one buffer, or as many as have been on lease at once. A
+    buffer is written to by computation on the device, so after all that was queued before it was given back."""
 
     def __init__(self, layers: Iterable[LayerBytes], backend: Backend) -> None:
         self.nbytes = max((layer.expanded_bytes for layer in layers), default=0)  # of one buffer; 0: none is quantised

@@ -305,10 +305,8 @@ def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[ByteRun]:
 
 
 def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
-    """Cut tensors that are cast between elements: they begin at a page, and a page holds whole elements.
-
-    `ConfigError`: a tensor is put together from pieces that change their order or their type.
-    """
+    """Cut tensors that are cast between elements: they begin at a page, and a page holds whole elements. `ConfigError`:
+    a tensor is put together from pieces that change their order or their type."""
     for cast in layer.casts:
         record, placed = cast.record, cast.placed
         if cast.move is not None:

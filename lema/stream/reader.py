@@ -96,10 +96,7 @@ class _File:
 
 class LayerReader:
     """A pool of threads that read layers, `threads` at once, past the page cache if `direct` and the file system allows
-    it.
-
-    `guard` checks the weights that are read for the first time; None: they are not checked.
-    """
+    it. `guard` checks the weights that are read for the first time; None: they are not checked."""
 
     THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
 
@@ -148,10 +145,8 @@ class LayerReader:
         return ticket
 
     def gather(self, runs: Sequence[ByteRun], buffer: Tensor, *, name: str) -> None:
-        """Read many small runs into `buffer`, uint8, and wait until they are there, or raise `ReadError`.
-
-        A trace calls the reads `name`.
-        """
+        """Read many small runs into `buffer`, uint8, and wait until they are there, or raise `ReadError`. A trace calls
+        the reads `name`."""
         memory = _bytes(buffer)
         shares = [runs[start : start + ROWS_AT_ONCE] for start in range(0, len(runs), ROWS_AT_ONCE)]
         ticket = Ticket([partial(self._gather, name, share, memory) for share in shares])
@@ -231,10 +226,8 @@ class LayerReader:
 
 
 class StoredRows:
-    """The rows of a table `[rows, width]` that is not loaded, read when they are asked for and cast to `dtype`.
-
-    `name` is the table's in the model; `ranges` say where its rows are, in order.
-    """
+    """The rows of a table `[rows, width]` that is not loaded, read when they are asked for and cast to `dtype`. `name`
+    is the table's in the model; `ranges` say where its rows are, in order."""
 
     def __init__(
         self, reader: LayerReader, name: str, ranges: Sequence[RowRange], shape: tuple[int, ...], dtype: torch.dtype

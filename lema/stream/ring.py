@@ -167,10 +167,8 @@ class LayerRing:
         self.pump()
 
     def take(self, layer: int) -> Upload:
-        """Return a layer on its way into a slot, to be waited for and released, or raise `ReadError`.
-
-        An order that was not announced starts afresh.
-        """
+        """Return a layer on its way into a slot, to be waited for and released, or raise `ReadError`. An order that was
+        not announced starts afresh."""
         assert len(self._in_use()) < len(self.slots), "more layers are on lease at once than there are slots"
         if self._order.first != layer:
             self.cancel()
@@ -219,10 +217,8 @@ class LayerRing:
                 buffer.empty()
 
     def shrink(self) -> bool:
-        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up.
-
-        One on lease is not, nor is the last. What was on its way there is fetched again in its turn.
-        """
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up. One
+        on lease is not, nor is the last. What was on its way there is fetched again in its turn."""
         number = self._to_refill(self.slots, -1) if len(self.slots) > 1 else None
         if number is None:
             return False
@@ -240,9 +236,7 @@ class LayerRing:
 
     def forget(self, layer: int, written: Callable[[], None] | None = None) -> None:
         """Let no slot hold a layer, nor anything be copied from its host memory, because that is about to change.
-
-        `written` blocks until it has changed; None: it changes before the ring is asked for anything else.
-        """
+        `written` blocks until it has changed; None: it changes before the ring is asked for anything else."""
         if written is not None:
             self._changing[layer] = written
         for place in self.slots:

@@ -24,10 +24,8 @@ def forward_order(num_layers: int) -> tuple[int, ...]:
 
 
 def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
-    """Return the leases of one optimizer step, whatever its number of micro-batches.
-
-    Up `0 .. L-1`, then down `L-2 .. lowest_trained`: `2 L - 1 - lowest_trained` leases, the turn counted once.
-    """
+    """Return the leases of one optimizer step, whatever its number of micro-batches. Up `0 .. L-1`, then down `L-2 ..
+    lowest_trained`: `2 L - 1 - lowest_trained` leases, the turn counted once."""
     return forward_order(num_layers) + tuple(range(num_layers - 2, lowest_trained - 1, -1))
 
 

@@ -148,10 +148,7 @@ class LayerStream:
     @contextmanager
     def lease(self, layer: int) -> Iterator[Lease]:
         """Hold a layer's weights on the device for the length of a `with` block; one on lease is leased again for
-        nothing.
-
-        `ReadError`: reading this layer, or any layer being prefetched, failed.
-        """
+        nothing. `ReadError`: reading this layer, or any layer being prefetched, failed."""
         if layer in self._held:
             yield self._held[layer]
             return
@@ -173,10 +170,8 @@ class LayerStream:
                 upload.release()
 
     def accompany(self, order: Iterable[int]) -> None:
-        """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts.
-
-        What others cancel is cancelled here too. A stream that is not sharded does nothing, because no other needs it.
-        """
+        """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts. What
+        others cancel is cancelled here too. A stream that is not sharded does nothing, because no other needs it."""
         if self._gathered is None:
             return
         order = tuple(order)
@@ -237,9 +232,7 @@ class LayerStream:
     @contextmanager
     def rewritten(self, layer: int) -> Iterator[None]:
         """Let what `stored` returns of a layer be written to in a `with` block; leases after it have what was written.
-
-        The layer is not on lease.
-        """
+        The layer is not on lease."""
         assert layer not in self._held, "a layer was written to while it was on lease"
         self._ring.forget(layer)
         yield
@@ -272,10 +265,8 @@ class LayerStream:
             self._gathered.cancel()
 
     def shrink(self) -> bool:
-        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up.
-
-        One on lease is not, nor is the last. What was on its way there is fetched again in its turn.
-        """
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up. One
+        on lease is not, nor is the last. What was on its way there is fetched again in its turn."""
         shrunk = self._ring.shrink()
         self.num_slots = len(self._ring.slots) if shrunk else self.num_slots
         return shrunk

@@ -70,10 +70,8 @@ class BaseGuard:
         return (file, offset, nbytes) not in self._seen
 
     def look(self, memory: Tensor, file: Path, offset: int) -> None:
-        """Look at bytes of a file, uint8, as they were read from `offset` on.
-
-        `NonFiniteError`: an element of a weight is NaN or infinite; names the weight, the element and the file.
-        """
+        """Look at bytes of a file, uint8, as they were read from `offset` on. `NonFiniteError`: an element of a weight
+        is NaN or infinite; names the weight, the element and the file."""
         end, tensors = offset + memory.numel(), self._tensors.get(file, [])
         first = max(0, bisect.bisect_right(tensors, offset, key=lambda one: one[0]) - 1)
         for begin, name, record in tensors[first:]:
@@ -88,10 +86,8 @@ class BaseGuard:
         self._seen.add((file, offset, memory.numel()))
 
     def look_at_cast(self, cast: Cast, target: Tensor) -> None:
-        """Look at a tensor, or a piece of one, that was read aside and cast into `target`.
-
-        `NonFiniteError`: it is not finite as it is stored, or too large for the type it was cast to.
-        """
+        """Look at a tensor, or a piece of one, that was read aside and cast into `target`. `NonFiniteError`: it is not
+        finite as it is stored, or too large for the type it was cast to."""
         record, dtype = cast.record, cast.placed.dtype
         if first_non_finite(target.contiguous().reshape(-1).view(torch.uint8), dtype) is not None:
             tensors = self._tensors[record.file]

@@ -58,11 +58,9 @@ Stored = TensorRecord | AssembledRecord | QuantizedRecord
 
 
 def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
-    """Return every tensor of an index by name, with the tensors of each quantised parameter as one.
-
-    `WeightsError`: tensors of a quantised parameter are missing, or what is said of it makes no sense; `ModelError`: a
-    parameter is quantised in a form that is not expanded here.
-    """
+    """Return every tensor of an index by name, with the tensors of each quantised parameter as one. `WeightsError`:
+    tensors of a quantised parameter are missing, or what is said of it makes no sense; `ModelError`: a parameter is
+    quantised in a form that is not expanded here."""
     found = [*_torchao(index), *_bitsandbytes(index), *_bitsandbytes_int8(index)]
     parts = {part.name for record in found for part in record.parts.values()}
     rest: dict[str, Stored] = {name: record for name, record in index.items() if name not in parts}
