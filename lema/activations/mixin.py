@@ -103,7 +103,10 @@ class ActivationOffloadingMixin(Below):
             result = super().train(*args, **kwargs)
         finally:
             self.close_activation_offloading()
-        self._say_if_nothing_moved()
+        counters = getattr(self.activation_offload_context, "counters", None)
+        if counters is not None and counters.seen and not counters.moved:
+            why = ", ".join(f"{reason.value} ({count:,})" for reason, count in counters.kept.most_common(3))
+            warnings.warn(f"activation_offloading={self.activation_offloading!r} moved nothing: {why}", stacklevel=2)
         return result
 
     def close_activation_offloading(self) -> None:
@@ -129,12 +132,6 @@ class ActivationOffloadingMixin(Below):
             )
             self._offloaded = weakref.ref(model)
         return self.activation_offload_context
-
-    def _say_if_nothing_moved(self) -> None:
-        counters = getattr(self.activation_offload_context, "counters", None)
-        if counters is not None and counters.seen and not counters.moved:
-            why = ", ".join(f"{reason.value} ({count:,})" for reason, count in counters.kept.most_common(3))
-            warnings.warn(f"activation_offloading={self.activation_offloading!r} moved nothing: {why}", stacklevel=3)
 
     def _check_offloading(self) -> None:
         """Raise where the mode is none, or checkpoints move their inputs on their own: no hook of ours sees those."""

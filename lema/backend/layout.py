@@ -229,10 +229,12 @@ class Difference(NamedTuple):
 def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
     """Find the ranks that hold something else than the first rank that holds the same part of the tensor. `DataError`:
     the shards are not those of one tensor with this layout."""
+    import torch
+
     size, owners, found = _whole(shards, layout), dict[Place, tuple[int, Any]](), dict[tuple[int, int], float]()
     for rank, place, piece in _pieces(shards, layout, size):
         first, theirs = owners.setdefault(place, (rank, piece))
-        if first != rank and not _same_bits(theirs, piece):
+        if first != rank and not torch.equal(*(one.contiguous().view(torch.uint8) for one in (theirs, piece))):
             largest = float((theirs.double() - piece.double()).abs().max())
             found[first, rank] = max(largest, found.get((first, rank), 0.0))
     return [Difference(first, rank, largest) for (first, rank), largest in found.items()]
@@ -311,9 +313,3 @@ def _head_places(layout: Layout, size: int, rank: int) -> Iterator[Place]:
     share = group // copies
     for head in range(chunk * per_rank, (chunk + 1) * per_rank):
         yield (head * group + replica * share) * unit, share * unit
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    import torch
-
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -6,9 +6,7 @@ A second carrier copies at once while everything waits; it is the reference that
 from __future__ import annotations
 
 import mmap
-from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,7 +70,7 @@ class AtOnce:
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
         """Return a ring of `count` slots in memory of torch's allocator."""
-        return _FilledAtOnce(_device_memory(self.device, nbytes, count))
+        return Slots(Copies(_Done()), _device_memory(self.device, nbytes, count))
 
     def download(self, source: Tensor, target: Tensor) -> Download:
         """Copy to a host buffer."""
@@ -130,43 +128,26 @@ class _Queues:
         return _Queue(torch.accelerator.current_stream(self._index))
 
 
-class _FilledAtOnce:
-    """Slots whose uploads have ended when they are begun."""
+class _Done:
+    """A queue of a device whose work has ended when it is queued, each of its events, and all its `Queues`."""
 
-    def __init__(self, memory: Sequence[Tensor]) -> None:
-        self.memory, self.uploads = memory, [0] * len(memory)
-        self.free = deque(range(len(memory)))
+    def __init__(self) -> None:
+        self.compute = self.uploads = self.returns = self.downloads = self.gathers = self
 
-    def upload(self, source: Tensor) -> _Filled:
-        assert self.free, "more uploads are held than there are slots"
-        slot = self.free.popleft()
-        self.memory[slot][: len(source)].copy_(source)
-        self.uploads[slot] += 1
-        return _Filled(self, slot, len(source))
+    def record(self) -> Event:
+        return self
 
+    def wait(self, event: Event | None = None) -> None:
+        """Nothing is under way."""
 
-class _Filled:
-    """`lema.backend.Upload` into one of `_FilledAtOnce`."""
+    def happened(self) -> bool:
+        return True
 
-    def __init__(self, slots: _FilledAtOnce, slot: int, nbytes: int) -> None:
-        self._slots, self._slot, self._nbytes = slots, slot, nbytes
-        self._number, self._released = slots.uploads[slot], False
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
 
-    def wait(self) -> Tensor:
-        if self._released:
-            same = self._slots.uploads[self._slot] == self._number
-            assert same, "a slot was asked for that something else was uploaded to"
-            self._slots.free.remove(self._slot)
-            self._released = False
-        return self._slots.memory[self._slot][: self._nbytes]
-
-    def release(self) -> None:
-        assert not self._released, "a slot was released twice"
-        self._released = True
-        self._slots.free.append(self._slot)
-
-    def drained(self) -> None:
-        """The source was copied when `upload` returned."""
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 def _host_memory(nbytes: int, pin_memory: bool) -> Tensor:

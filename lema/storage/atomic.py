@@ -216,8 +216,10 @@ def _aside(directory: Path, kind: str) -> Path:
 def open_partial(file: Path) -> tuple[int, Path]:
     """Make a new file that is to become `file`, or raise `OSError`; remove those that killed runs meant to become it.
     Return its descriptor, open for reading and writing, and its name, to be renamed to `file` or removed."""
-    for left in _partials(file):
-        _remove_if_abandoned(left)
+    pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}\.partial")
+    with suppress(FileNotFoundError):
+        for left in filter(lambda other: pattern.fullmatch(other.name), sorted(file.parent.iterdir())):
+            _remove_if_abandoned(left)
     while True:
         partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
         # 0o666 and not mkstemp's 0o600: the file gets the permissions the umask gives any other.
@@ -226,12 +228,6 @@ def open_partial(file: Path) -> tuple[int, Path]:
         if os.fstat(descriptor).st_nlink:
             return descriptor, partial
         os.close(descriptor)  # another run swept it between its making and its locking
-
-
-def _partials(file: Path) -> Iterator[Path]:
-    pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}\.partial")
-    with suppress(FileNotFoundError):
-        yield from (other for other in sorted(file.parent.iterdir()) if pattern.fullmatch(other.name))
 
 
 def _remove_if_abandoned(partial: Path) -> None:

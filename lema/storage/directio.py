@@ -8,11 +8,11 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["BLOCK", "BlockFile", "open_direct", "reserve", "write_all"]
+__all__ = ["BLOCK", "BlockFile", "open_direct", "read_all", "reserve", "write_all"]
 
 BLOCK = 4096  # a write past the page cache must begin and end on a block, in the file and in memory
 CHUNK_BYTES = 8 << 20  # of one write: large enough for any disk
@@ -169,3 +169,18 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
+
+
+def read_all(descriptor: int, views: Sequence[memoryview], offset: int, needed: int) -> None:
+    """Fill `views`, one after the other, from an offset until `needed` bytes are there; a file that ends earlier is an
+    `OSError`."""
+    done = 0
+    while done < needed:
+        left, skipped = [], done
+        for view in views:
+            left += [view[skipped:]] if skipped < len(view) else []
+            skipped = max(0, skipped - len(view))
+        count = os.preadv(descriptor, left, offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"the file ends {needed - done:,} bytes early")
+        done += count

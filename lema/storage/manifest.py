@@ -81,7 +81,8 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     if written["algorithm"] != ALGORITHM:
         raise _damaged(f"the manifest's hashes are {written['algorithm']!r}, not {ALGORITHM}", file)
     for name, facts in files.items():
-        if not isinstance(facts, dict) or facts.keys() != {"size", ALGORITHM} or not _inside(name):
+        inside = "\0" not in name and not {"", ".", ".."} & set(name.split("/"))  # as `write_manifest` writes it
+        if not isinstance(facts, dict) or facts.keys() != {"size", ALGORITHM} or not inside:
             raise _damaged(f"the manifest is damaged at {name!r}", file)
         if type(facts["size"]) is not int or not isinstance(facts[ALGORITHM], str):
             raise _damaged(f"the manifest is damaged at {name!r}", file)
@@ -92,11 +93,6 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 def _text(written: Any) -> str:
     return json.dumps(written, indent=1) + "\n"
-
-
-def _inside(name: str) -> bool:
-    """Whether a name is a path below the directory, as `write_manifest` writes it."""
-    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
 
 
 def _names(directory: Path) -> list[str]:

@@ -16,12 +16,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lema.backend.hostmemory import mapped
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import DiskError, ReadError
-from lema.storage.directio import BLOCK, reserve, write_all
+from lema.storage.directio import BLOCK, read_all, reserve, write_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,9 +90,11 @@ class OffloadFile:
             raise self._error(DiskError, "the file cannot be mapped", error) from error
 
     def write(self, memory: memoryview, offset: int, before: Callable[[], None] | None = None) -> Future[None]:
-        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned. It must stay as it
-        is from then on until the result is there, which raises DiskError where writing failed."""
-        return self._pool.submit(self._write, memory, offset, before)
+        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned.
+
+        It must stay as it is from then on until the result is there, which raises DiskError where writing failed.
+        """
+        return self._pool.submit(self._move, "write", memory, offset, before, None)
 
     def read(
         self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None = None
@@ -102,36 +104,34 @@ class OffloadFile:
         There `after` is called when it is filled. The result raises ReadError where reading failed, and what `before`
         or `after` raised.
         """
-        return self._pool.submit(self._read, memory, offset, before, after)
+        return self._pool.submit(self._move, "read", memory, offset, before, after)
 
     def close(self) -> None:
         """Wait for the transfers under way, drop those that have not begun, and give the space back."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._close()
 
-    def _write(self, memory: memoryview, offset: int, before: Callable[[], None] | None) -> None:
+    def _move(
+        self,
+        kind: Literal["read", "write"],
+        memory: memoryview,
+        offset: int,
+        before: Callable[[], None] | None,
+        after: Callable[[], None] | None,
+    ) -> None:
         if before is not None:
             before()
         try:
-            with self._trace.span("boundaries", "write", nbytes=len(memory)):
-                self._transfer(write_all, memory, offset)
-                if not self._direct:
+            with self._trace.span("boundaries", kind, nbytes=len(memory)):
+                self._transfer(write_all if kind == "write" else _fill, memory, offset)
+                if not self._direct and kind == "write":
                     os.fsync(self._descriptor)  # only what is on the disk can be dropped from the cache
-                    self._drop_from_cache(memory, offset)
+                if not self._direct and hasattr(os, "posix_fadvise"):  # macOS has none
+                    os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise self._error(DiskError, "writing failed", error) from error
-
-    def _read(
-        self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None
-    ) -> None:
-        before()
-        try:
-            with self._trace.span("boundaries", "read", nbytes=len(memory)):
-                self._transfer(_read_all, memory, offset)
-                if not self._direct:
-                    self._drop_from_cache(memory, offset)
-        except OSError as error:
-            raise self._error(ReadError, "reading failed", error) from error
+            writing = kind == "write"
+            what = "writing failed" if writing else "reading failed"
+            raise self._error(DiskError if writing else ReadError, what, error) from error
         if after is not None:
             after()
 
@@ -144,10 +144,6 @@ class OffloadFile:
                 raise
             self._direct = _set_direct(self._descriptor, False)  # this file system refuses after all
             move(self._descriptor, memory, offset)
-
-    def _drop_from_cache(self, memory: memoryview, offset: int) -> None:
-        if hasattr(os, "posix_fadvise"):  # macOS has none
-            os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
     def _error(self, kind: type[DiskError], what: str, error: OSError) -> DiskError:
         return kind(f"{what} for {self._what}: {error.strerror or error}", where=self.where, how=self._how)
@@ -180,12 +176,8 @@ def _set_direct(descriptor: int, direct: bool) -> bool:
     return direct
 
 
-def _read_all(descriptor: int, memory: memoryview, offset: int) -> None:
-    while memory:
-        count = os.preadv(descriptor, [memory], offset)
-        if count == 0:
-            raise OSError(errno.EIO, f"the file ends {len(memory):,} bytes early")
-        memory, offset = memory[count:], offset + count
+def _fill(descriptor: int, memory: memoryview, offset: int) -> None:
+    read_all(descriptor, [memory], offset, len(memory))
 
 
 class Extents:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-__all__ = ["RunningCounters", "StreamCounters"]
+__all__ = ["StreamCounters"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StreamCounters:
     """What streaming has cost so far."""
 
@@ -25,14 +25,3 @@ class StreamCounters:
     seconds_blocked_gather: float = 0.0  # how long leases waited for bytes of other processes
     # How long leases were busy expanding quantised weights; on a device that queues its work, how long queueing it.
     seconds_expanding: float = 0.0
-
-
-class RunningCounters:
-    """Counters that are counted up."""
-
-    def __init__(self) -> None:
-        self.total = StreamCounters()  # so far
-
-    def add(self, **more: float) -> None:
-        """Count some of them up."""
-        self.total = replace(self.total, **{name: getattr(self.total, name) + by for name, by in more.items()})

@@ -23,9 +23,10 @@ from torch import Tensor
 from lema.backend.hostmemory import anonymous
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ReadError
-from lema.storage.directio import open_direct
+from lema.storage.directio import open_direct, read_all
 from lema.storage.quantized.published import move_elements
 from lema.storage.slices import RowRange
+from lema.storage.spillfile import as_bytes
 from lema.stream.placement import DTYPES, PAGE, ByteRun, Cast, LayerBytes
 from lema.stream.weightcheck import BaseGuard, first_non_finite, refusal
 from lema.stream.workers import Ticket, Workers
@@ -41,7 +42,6 @@ class _File:
     """One open file: a descriptor past the page cache where the file system allows it, an ordinary one beside it."""
 
     def __init__(self, path: Path, direct: bool) -> None:
-        self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.direct = open_direct(path, os.O_RDONLY) if direct else None
@@ -62,13 +62,13 @@ class _File:
                     raise
                 self.direct = None  # not closed yet: other threads may be reading through it
         views = [memory[run.slot_offset : run.slot_offset + run.nbytes] for run in runs]
-        _read_fully(self.descriptor, views, begin, nbytes, self.path)
+        read_all(self.descriptor, views, begin, nbytes)
 
     def _read_pages(self, descriptor: int, memory: memoryview, runs: Sequence[ByteRun]) -> None:
         """Read the whole pages that runs lie in; pages that hold bytes of two runs go aside, and are divided then."""
         views: list[memoryview] = []
         aside: dict[int, memoryview] = {}  # by page of the file
-        spare = _bytes(anonymous((len(runs) + 1) * PAGE)) if not runs[0].alone else memoryview(b"")
+        spare = as_bytes(anonymous((len(runs) + 1) * PAGE)) if not runs[0].alone else memoryview(b"")
         for run in runs:
             first, last, shift = run.offset // PAGE, -(-(run.offset + run.nbytes) // PAGE), run.slot_offset - run.offset
             for page in _shared_pages(run):
@@ -82,7 +82,7 @@ class _File:
             if last - 1 in aside and last - 1 != first:
                 views.append(aside[last - 1])
         start = runs[0].offset // PAGE * PAGE
-        _read_fully(descriptor, views, start, runs[-1].offset + runs[-1].nbytes - start, self.path)
+        read_all(descriptor, views, start, runs[-1].offset + runs[-1].nbytes - start)
         for run in runs:
             for page in _shared_pages(run):
                 start, stop = max(run.offset, page * PAGE), min(run.offset + run.nbytes, (page + 1) * PAGE)
@@ -126,7 +126,7 @@ class LayerReader:
         `before` is called in a reader thread ahead of the first byte; it blocks until the buffer may be overwritten.
         `name` is what a trace calls the reads.
         """
-        memory = _bytes(buffer)
+        memory = as_bytes(buffer)
         parts: list[Callable[[], None]] = []
         for runs in _requests(layer):
             looks = []
@@ -147,7 +147,7 @@ class LayerReader:
     def gather(self, runs: Sequence[ByteRun], buffer: Tensor, *, name: str) -> None:
         """Read many small runs into `buffer`, uint8, and wait until they are there, or raise `ReadError`. A trace calls
         the reads `name`."""
-        memory = _bytes(buffer)
+        memory = as_bytes(buffer)
         shares = [runs[start : start + ROWS_AT_ONCE] for start in range(0, len(runs), ROWS_AT_ONCE)]
         ticket = Ticket([partial(self._gather, name, share, memory) for share in shares])
         if ticket.size > 1:
@@ -162,7 +162,7 @@ class LayerReader:
             for run in runs:
                 view = memory[run.slot_offset : run.slot_offset + run.nbytes]
                 try:
-                    _read_fully(self._file(run.file).descriptor, [view], run.offset, run.nbytes, run.file)
+                    read_all(self._file(run.file).descriptor, [view], run.offset, run.nbytes)
                 except OSError as error:
                     raise _failure(error, run.file, run.offset, run.nbytes) from error
         with self._lock:
@@ -190,12 +190,12 @@ class LayerReader:
         in_order = stored == placed.dtype and (move is None or move.joined().is_contiguous)
         first = move.write * placed.dtype.itemsize if move is not None and in_order else 0
         aside = place.view(torch.uint8)[first : first + nbytes] if in_order else torch.empty(nbytes, dtype=torch.uint8)
-        memory, done, path = _bytes(aside), 0, cast.record.file
+        memory, done, path = as_bytes(aside), 0, cast.record.file
         try:
             descriptor = self._file(path).descriptor
             with self._trace.span("read", name, nbytes=nbytes):
                 for offset, size in ranges:
-                    _read_fully(descriptor, [memory[done : done + size]], offset, size, path)
+                    read_all(descriptor, [memory[done : done + size]], offset, size)
                     done += size
         except OSError as error:
             raise _failure(error, path, offset, nbytes) from error
@@ -287,10 +287,6 @@ def _failure(error: OSError, path: Path, offset: int, nbytes: int) -> ReadError:
     )
 
 
-def _bytes(buffer: Tensor) -> memoryview:
-    return memoryview(buffer.numpy())  # type: ignore[arg-type] # numpy's stubs lack the buffer protocol before 3.12
-
-
 def _segments(layer: LayerBytes) -> Iterator[ByteRun]:
     """Cut the runs of a layer at pages of the file into what one read takes."""
     for run in layer.runs:
@@ -330,17 +326,3 @@ def _shared_pages(run: ByteRun) -> list[int]:
     end = run.offset + run.nbytes
     edges = sorted({run.offset // PAGE, (end - 1) // PAGE})
     return [] if run.alone else [page for page in edges if page * PAGE < run.offset or end < (page + 1) * PAGE]
-
-
-def _read_fully(descriptor: int, views: list[memoryview], offset: int, needed: int, path: Path) -> None:
-    """Fill `views` until `needed` bytes are there; a file that ends earlier was truncated since it was opened."""
-    done = 0
-    while done < needed:
-        left, skipped = [], done
-        for view in views:
-            left += [view[skipped:]] if skipped < len(view) else []
-            skipped = max(0, skipped - len(view))
-        count = os.preadv(descriptor, left, offset + done)
-        if count == 0:
-            raise OSError(errno.EIO, f"the file ends {needed - done:,} bytes early", str(path))
-        done += count

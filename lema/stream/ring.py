@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lema.backend import Backend, DeviceSlots, Upload
 from lema.backend.trace import NoTrace
-from lema.stream.counters import RunningCounters
+from lema.stream.counters import StreamCounters
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import Order, place_to_refill
@@ -127,7 +127,7 @@ class LayerRing:
         spans: Sequence[slice],
         reader: LayerReader,
         in_use: Callable[[], Collection[int]],
-        counters: RunningCounters,
+        counters: StreamCounters,
         trace: NoTrace,
         clock: Callable[[], float],
     ) -> None:
@@ -180,7 +180,7 @@ class LayerRing:
         try:
             if (buffer := self._buffer_of(layer)) is not None:
                 self._arrive(buffer)
-                self._counters.add(layers_kept=int(buffer.leased))
+                self._counters.layers_kept += int(buffer.leased)
                 buffer.leased = True
             place = next((place for place in self.slots if place.layer == layer), None)
             if place is None:
@@ -198,7 +198,7 @@ class LayerRing:
         began = self._clock()
         with self._trace.span("stall: upload", f"layer {place.layer}"):
             slot = place.lease()
-        self._counters.add(seconds_blocked_upload=self._clock() - began)
+        self._counters.seconds_blocked_upload += self._clock() - began
         return slot
 
     def release(self, place: DeviceSlot) -> None:
@@ -277,7 +277,7 @@ class LayerRing:
                 self._full_since = self._clock() if self._full_since is None else self._full_since
                 break
             if self._full_since is not None:
-                self._counters.add(seconds_blocked_compute=self._clock() - self._full_since)
+                self._counters.seconds_blocked_compute += self._clock() - self._full_since
                 self._full_since = None
             self._read(layer, self.buffers[place])
         for number, layer in self._order:
@@ -306,7 +306,7 @@ class LayerRing:
         buffer.empty()
         buffer.ticket = self._reader.submit(self._layers[layer], buffer.memory, buffer.drain(), name=f"layer {layer}")
         buffer.layer, buffer.leased = layer, False
-        self._counters.add(layers_read=1)
+        self._counters.layers_read += 1
 
     def _arrive(self, buffer: HostBuffer) -> None:
         """Wait for a layer's last byte."""
@@ -316,7 +316,7 @@ class LayerRing:
         began = self._clock()
         with self._trace.span("stall: disk", f"layer {buffer.layer}"):
             buffer.arrive()
-        self._counters.add(seconds_blocked_disk=self._clock() - began)
+        self._counters.seconds_blocked_disk += self._clock() - began
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
@@ -329,7 +329,7 @@ class LayerRing:
             upload = place.fill(layer, source[span])
         if buffer is not None:
             buffer.uploaded(id(place), upload)
-        self._counters.add(bytes_uploaded=nbytes)
+        self._counters.bytes_uploaded += nbytes
         return place
 
     def _largest(self, layers: Iterable[int]) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lema.backend import Backend, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
-from lema.stream.counters import RunningCounters, StreamCounters
+from lema.stream.counters import StreamCounters
 from lema.stream.gather import GatheredBuffers
 from lema.stream.lease import ExpandedBuffers, Lease, expand_into, weights_in
 from lema.stream.placement import LayerBytes, extent, moved, rank_share
@@ -74,7 +74,7 @@ class LayerStream:
         self.trace = trace
         self._backend, self._clock = backend, clock
         self._reader = reader or LayerReader(trace=trace)
-        self._counters = RunningCounters()
+        self._counters = StreamCounters()
         self._held: dict[int, Lease] = {}
         self._expanded = ExpandedBuffers(self.layers, backend)
         self._gathered: GatheredBuffers | None = None
@@ -115,7 +115,7 @@ class LayerStream:
     @property
     def counters(self) -> StreamCounters:
         """What streaming has cost so far."""
-        total = replace(self._counters.total, bytes_read=self._reader.bytes_read)
+        total = replace(self._counters, bytes_read=self._reader.bytes_read)
         if self._gathered is None:
             return total
         gathered = self._gathered
@@ -154,7 +154,7 @@ class LayerStream:
             return
         self.before_lease()
         self._ring.raise_failures()  # of any layer, because training should stop now and not when its turn comes
-        self._counters.add(leases=1)
+        self._counters.leases += 1
         if self._gathered is not None:
             with self._together(self._gathered, layer) as whole, self._open(layer, whole) as lease:
                 yield lease
@@ -191,7 +191,7 @@ class LayerStream:
                 began = self._clock()
                 with self.trace.span("expand", f"layer {layer}", nbytes=stored.expanded_bytes):
                     expand_into(expanded, slot, stored)
-                self._counters.add(seconds_expanding=self._clock() - began)
+                self._counters.seconds_expanding += self._clock() - began
             self._held[layer] = Lease(layer, slot, weights_in(slot, stored, expanded), expanded)
             yield self._held[layer]
         finally:

@@ -590,7 +590,7 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
             transfer.future.exception()
     calls: dict[str, Callable[[], object]] = {
         "place": lambda: store.place(1),
-        "settle": store.settle,
+        "settle": lambda: settle(store),
         "memory": lost.memory,
         "memory of another": kept[0].place.memory,
     }
@@ -750,7 +750,7 @@ def test_a_store_that_was_closed_says_so(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert store.staging.held_bytes == 0
-    for call in (kept.place.memory, store.settle, lambda: store.place(1)):
+    for call in (kept.place.memory, lambda: settle(store), lambda: store.place(1)):
         with pytest.raises(DiskError, match="closed") as caught:
             call()
         assert caught.value.where == str(tmp_path)

@@ -144,7 +144,7 @@ class Blocked:
 
     def __init__(self) -> None:
         self.armed, self.reached, self.answers = False, threading.Event(), threading.Event()
-        self._read = reader._read_fully
+        self._read = reader.read_all
 
     def __call__(self, *arguments: Any) -> None:
         if self.armed:
@@ -156,7 +156,7 @@ class Blocked:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocked]:
     blocked = Blocked()
-    monkeypatch.setattr(reader, "_read_fully", blocked)
+    monkeypatch.setattr(reader, "read_all", blocked)
     yield blocked
     blocked.answers.set()
 
