@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,34 +85,42 @@ def write_weights(
     trust: bool,
     progress: Progress | None,
 ) -> Prepared:
-    """Write every tensor of a model into one file; arguments and errors as of `lema.convert.prepare.prepare`."""
+    """Write every tensor of a model into one file; arguments and errors as of `prepare`."""
     with disk_errors(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
+    names: NameMap | None = None
     if isinstance(source, PreTrainedModel):
-        return _write_model(source, file, dtype, quantize, progress)
-    directory = resolve_model(source)
-    index = GlobalBinaryIndex(own_weights(source, directory))
-    config = read_config(directory, trust_remote_code=trust)
-    model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
-    names = map_names(model, index)
-    state: dict[str, Tensor] = model.state_dict()
-    # What is not loaded is not widened either.
-    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
-    order = visit_order(model)
+        model, dtypes = source, _dtypes_in_memory(source, dtype)
+    else:
+        index = GlobalBinaryIndex(own_weights(source, directory := resolve_model(source)))
+        config = read_config(directory, trust_remote_code=trust)
+        model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
+        names, made = map_names(model, index), model.state_dict()
+        # What is not loaded is not widened either.
+        dtypes = target_dtypes(model) | {name: made[name].dtype for name in names.kept}
+    order, state = visit_order(model), model.state_dict()
     quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
-    with _open_file(file, order, state, dtypes, quantizer, progress) as out:
+    specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
+    specs = specs if quantizer is None else quantizer.specs(specs)
+    metadata = METADATA if quantizer is None else quantizer.metadata(order)
+    with tensor_file(file, specs, metadata, progress) as out:
         for name in order:
-            _transfer(out, name, state, names, dtypes[name], quantizer)
-    written = _prepared(file, quantizer, names)
-    if quantizer is None and names.quantized:  # what is written is not
-        return replace(written, changes={"quantization_config": None, "dtype": main_dtype(model)})
-    return written
+            if names is None:
+                _write(out, name, state[name].detach().to("cpu", dtypes[name]), quantizer)
+            else:
+                _transfer(out, name, state, names, dtypes[name], quantizer)
+    if quantizer is not None:
+        changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
+        return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)
+    # What was quantised is written expanded.
+    expanded = names is not None and bool(names.quantized)
+    changes = {"quantization_config": None, "dtype": main_dtype(model)} if expanded else {}
+    return Prepared(file, file, names, changes=changes)
 
 
-def _write_model(
-    model: PreTrainedModel, file: Path, dtype: torch.dtype | None, quantize: str | None, progress: Progress | None
-) -> Prepared:
-    state: dict[str, Tensor] = model.state_dict()
+def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return what each tensor of a model in memory is written as, or raise `ModelError` where it cannot be."""
+    state = model.state_dict()
     if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
         what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
         how = "load the model without offloading, or give its directory instead"
@@ -121,15 +128,8 @@ def _write_model(
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError("the model carries adapters", where=type(model).__name__, how="prepare the base model")
     if dtype is None:
-        dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    else:
-        dtypes = target_dtypes(meta_model(deepcopy(model.config), dtype))
-    order = visit_order(model)
-    quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
-    with _open_file(file, order, state, dtypes, quantizer, progress) as out:
-        for name in order:
-            _write(out, name, state[name].detach().to("cpu", dtypes[name]), quantizer)
-    return _prepared(file, quantizer, None)
+        return {name: tensor.dtype for name, tensor in state.items()}
+    return target_dtypes(meta_model(deepcopy(model.config), dtype))
 
 
 def _transfer(
@@ -157,28 +157,6 @@ def _write(out: TensorFile, name: str, tensor: Tensor, quantizer: Quantizer | No
         quantizer.write(out, name, tensor)
     else:
         out.write(name, [bytes_of(tensor)])
-
-
-def _open_file(
-    file: Path,
-    order: list[str],
-    state: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    quantizer: Quantizer | None,
-    progress: Progress | None,
-) -> AbstractContextManager[TensorFile]:
-    """Announce every tensor of the model, or what it is quantised to, and open the file for them."""
-    specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
-    if quantizer is None:
-        return tensor_file(file, specs, METADATA, progress)
-    return tensor_file(file, quantizer.specs(specs), quantizer.metadata(order), progress)
-
-
-def _prepared(file: Path, quantizer: Quantizer | None, names: NameMap | None) -> Prepared:
-    if quantizer is None:
-        return Prepared(file, file, names)
-    changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
-    return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)
 
 
 def prepare(

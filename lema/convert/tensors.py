@@ -23,16 +23,7 @@ from lema.stream.lease import expand_into, weights_in
 from lema.stream.placement import DTYPES, place
 from lema.stream.reader import LayerReader
 
-__all__ = [
-    "METADATA",
-    "bytes_of",
-    "cast_pieces",
-    "copy_companions",
-    "read_tensor",
-    "stored_name",
-    "write_cast",
-    "write_config",
-]
+__all__ = ["bytes_of", "cast_pieces", "read_tensor", "stored_name", "write_cast", "write_config"]
 
 METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `transformers` uses in memory
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}

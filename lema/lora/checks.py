@@ -37,20 +37,7 @@ from lema.storage.index import check_inside
 from lema.storage.modelfiles import MAX_CONFIG_BYTES
 from lema.storage.verify import base_fingerprint
 
-__all__ = [
-    "BASE_NAME",
-    "MAX_SECONDS",
-    "check_base",
-    "check_file",
-    "check_named_base",
-    "check_patterns",
-    "check_ranks",
-    "check_shapes",
-    "check_types",
-    "read_json",
-    "read_records",
-    "write_base",
-]
+__all__ = ["check_base", "check_named_base", "check_patterns", "check_shapes", "write_base"]
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 Names = list[str] | set[str] | tuple[str, ...]

@@ -33,8 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lema.errors import LemaError, ModelError
 from lema.model.capture import past_layers, tensors_in
 from lema.storage.index import check_inside
-from lema.storage.modelfiles import read_config_file
-from lema.storage.remotecode import check_code
+from lema.storage.modelfiles import check_code, read_config_file
 
 __all__ = [
     "MAX_TABLES_BYTES",

@@ -28,20 +28,7 @@ from lema.errors import AdapterError, ConfigError, DiskError
 from lema.storage.diskspace import disk_errors
 from lema.storage.manifest import check_manifest, write_manifest
 
-__all__ = [
-    "NO_LOCKS",
-    "appearing",
-    "commit",
-    "discard",
-    "flush",
-    "free_directory",
-    "open_partial",
-    "partial_file",
-    "replace_file",
-    "replacing",
-    "settle",
-    "sweep",
-]
+__all__ = ["appearing", "commit", "discard", "flush", "free_directory", "replace_file", "replacing", "settle"]
 
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What `flock` says on a file system without locks, or with locks of files alone (a network's).

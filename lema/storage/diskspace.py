@@ -11,16 +11,7 @@ from pathlib import Path
 
 from lema.errors import DiskError, DiskFull, Stopped
 
-__all__ = [
-    "check_room",
-    "disk_error",
-    "disk_errors",
-    "free_bytes",
-    "is_full",
-    "not_written",
-    "say_passed_over",
-    "unsaved",
-]
+__all__ = ["check_room", "disk_errors", "is_full", "not_written", "say_passed_over", "unsaved"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
@@ -82,18 +73,13 @@ def unsaved(stopped: Stopped, error: DiskFull) -> DiskFull:
     return DiskFull(f"{stopped.what}, which is not saved: {error.what}", where=error.where, how=error.how)
 
 
-def disk_error(error: OSError, file: Path) -> DiskError:
-    """Say what an `OSError` met while reading or writing `file` means, and how to mend it."""
-    full = error.errno in FULL
-    what = f"the disk is full: {file.name} could not be written" if full else f"{file.name}: {error.strerror or error}"
-    how = "free space, or choose another place" if full else "check that the place exists and may be written"
-    return (DiskFull if full else DiskError)(what, where=str(file), how=how)
-
-
 @contextmanager
 def disk_errors(file: Path) -> Iterator[None]:
-    """Raise as `disk_error` says it what `OSError` a `with` block meets while it reads or writes `file`."""
+    """Say what an `OSError` that a `with` block meets while it reads or writes `file` means, and how to mend it."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, file) from error
+        full, name = error.errno in FULL, file.name
+        what = f"the disk is full: {name} could not be written" if full else f"{name}: {error.strerror or error}"
+        how = "free space, or choose another place" if full else "check that the place exists and may be written"
+        raise (DiskFull if full else DiskError)(what, where=str(file), how=how) from error

@@ -14,17 +14,7 @@ from typing import Any, BinaryIO
 
 from lema.errors import WeightsError
 
-__all__ = [
-    "DTYPE_BITS",
-    "MAX_HEADER_BYTES",
-    "TensorRecord",
-    "are_sizes",
-    "damaged",
-    "open_regular",
-    "parse_json",
-    "read_header",
-    "regular_size",
-]
+__all__ = ["DTYPE_BITS", "TensorRecord", "damaged", "open_regular", "parse_json", "read_header", "regular_size"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lema.errors import DiskError, WeightsError
 from lema.storage.diskspace import is_full
-from lema.storage.remotecode import require_commit
+from lema.storage.modelfiles import require_commit
 
 __all__ = ["ALLOWED_FILES", "CODE_FILES", "IGNORED_FILES", "own_weights", "resolve_model"]
 

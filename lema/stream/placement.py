@@ -26,19 +26,7 @@ from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, Move, Piece
 
-__all__ = [
-    "DTYPES",
-    "PAGE",
-    "ByteRun",
-    "LayerBytes",
-    "extent",
-    "moved",
-    "part_bytes",
-    "place",
-    "rank_share",
-    "view",
-    "views",
-]
+__all__ = ["DTYPES", "PAGE", "ByteRun", "LayerBytes", "part_bytes", "place"]
 
 PAGE = 4096
 VECTOR = 16  # bytes that kernels load at once
