@@ -148,10 +148,8 @@ class _Fetch:
 
 class _Away:
     """Boundaries that leave the device, each as a piece in a store, and come back in the order that `turn` is told.
-
     Copies are queued behind the compute that makes the state, and those back behind them, a few ahead of the boundary
-    that is in use; nobody waits for one.
-    """
+    that is in use; nobody waits for one."""
 
     def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
         self._backend, self._room = backend, room

@@ -189,11 +189,9 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # parts of 
 
 
 class Sites:
-    """The hooks of one context on a model as the user has it: wrapped or not, adapted or not.
-
-    `exclude` names further modules whose saved tensors stay: ends of their dotted names, or regular expressions that
-    match the whole of them. `ConfigError`: nothing matches one of these, or it is no regular expression.
-    """
+    """The hooks of one context on a model as the user has it: wrapped or not, adapted or not. `exclude` names further
+    modules whose saved tensors stay: ends of their dotted names, or regular expressions that match the whole of them.
+    `ConfigError`: nothing matches one of these, or it is no regular expression."""
 
     def __init__(self, model: nn.Module, *, exclude: Sequence[str] = (), warn_if_no_head: bool = True) -> None:
         levels = wrapped(model)

@@ -162,11 +162,9 @@ class HostPool:
 
 
 class HostStore:
-    """`lema.activations.protocols.Store` in host memory; what has no room there goes to the store `beyond` it.
-
-    A buffer is used again for the next piece while the copy from there may still be under way: whoever drops a place
-    must have made compute wait for that copy, which the next copy to the buffer comes after.
-    """
+    """`lema.activations.protocols.Store` in host memory; what has no room there goes to the store `beyond` it. A buffer
+    is used again for the next piece while the copy from there may still be under way: whoever drops a place must have
+    made compute wait for that copy, which the next copy to the buffer comes after."""
 
     def __init__(self, pool: HostPool, beyond: Store | None = None) -> None:
         self.pool, self.beyond = pool, beyond

@@ -213,11 +213,9 @@ class StepBoundaries:
         return self._to_fetch == 0
 
     def keep(self, layer: int, index: int, state: Tensor) -> Tensor:
-        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with.
-
-        That has the strides the copy has, so that the recomputation rounds as the forward did. `DiskError`: this or an
-        earlier boundary could not be written.
-        """
+        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with. That has the
+        strides the copy has, so that the recomputation rounds as the forward did. `DiskError`: this or an earlier
+        boundary could not be written."""
         like = _like(state)
         given = state.detach() if like.stride() == state.stride() else state.detach().clone()
         self._to_come -= 1
@@ -233,11 +231,9 @@ class StepBoundaries:
 
     @contextmanager
     def kept(self, layer: int, index: int) -> Iterator[Tensor]:
-        """Yield what was kept, on the device, for the length of a `with` block.
-
-        The top layer's come first, each layer's in the order of the micro-batches; each comes once. One that could not
-        be read is a `ReadError`, one that could not be written a `DiskError`.
-        """
+        """Yield what was kept, on the device, for the length of a `with` block. The top layer's come first, each
+        layer's in the order of the micro-batches; each comes once. One that could not be read is a `ReadError`, one
+        that could not be written a `DiskError`."""
         with closing(self._tier.fetched((layer, index))) as fetched:
             with self._trace.span("boundaries", f"fetch layer {layer}"):
                 boundary = next(fetched)

@@ -102,11 +102,9 @@ Found = TypeVar("Found")
 
 
 def sum_gradients(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
-    """Add up every parameter's gradient over all processes, in one message for each dtype.
-
-    A parameter that has none in some process counts there as zeros; one that has none in any keeps none, so that the
-    optimizer leaves it alone as it would in one process.
-    """
+    """Add up every parameter's gradient over all processes, in one message for each dtype. A parameter that has none in
+    some process counts there as zeros; one that has none in any keeps none, so that the optimizer leaves it alone as it
+    would in one process."""
     if replicas.size == 1:
         return
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):

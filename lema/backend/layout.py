@@ -241,11 +241,9 @@ def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
 
 
 def consolidate(shards: Sequence[Tensor], layout: Layout, *, check: bool = True) -> Tensor:
-    """Put a tensor together from the shards of all ranks, in their order.
-
-    Replicas must agree, bit for bit, if `check`; else the first rank's are taken. `DataError`: the shards are not those
-    of one tensor with this layout, or replicas differ; it says on which ranks.
-    """
+    """Put a tensor together from the shards of all ranks, in their order. Replicas must agree, bit for bit, if `check`;
+    else the first rank's are taken. `DataError`: the shards are not those of one tensor with this layout, or replicas
+    differ; it says on which ranks."""
     if check and (found := differences(shards, layout)):
         how = "keys and values may lie in the other order (--kv-layout); or take the first rank's (--take-first)"
         raise DataError(f"replicas of the same values differ: {'; '.join(map(str, found))}", how=how)

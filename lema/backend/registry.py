@@ -46,19 +46,15 @@ def has_addresses(device: torch.device) -> bool:
 
 def kept_unasked(backend: Backend | str) -> float:
     """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
-
     A backend says so by an attribute `keeps`; it is given open, or by the name that the settings have for it (as
-    `load`).
-    """
+    `load`)."""
     return float(getattr(_factory(_point(backend)) if isinstance(backend, str) else backend, "keeps", 0.0))
 
 
 def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
-    """Return how a backend would have layers lie over processes, without a device or other processes.
-
-    A backend that divides layers has a function `planned` that takes the options. `BackendUnavailable` is as of `load`;
-    `ConfigError`: it cannot do what the options ask for.
-    """
+    """Return how a backend would have layers lie over processes, without a device or other processes. A backend that
+    divides layers has a function `planned` that takes the options. `BackendUnavailable` is as of `load`; `ConfigError`:
+    it cannot do what the options ask for."""
     point = _point(device)
     divided: Callable[[BackendOptions], Parallel] | None = getattr(_factory(point), "planned", None)
     if divided is None:

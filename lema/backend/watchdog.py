@@ -131,11 +131,9 @@ class Watchdog:
 
 
 def write_stacks(words: str, directory: Path | None = None, out: TextIO | None = None) -> Path | None:
-    """Write `words`, which say what is wrong, and the stack of every thread to `out`, and into a new file.
-
-    Standard error, the default of `out`, comes first, because it may be the disk that does not answer. The file is
-    `stacks-<time>.txt` in `directory`, and is returned; None: it could not be written, or no directory was given.
-    """
+    """Write `words`, which say what is wrong, and the stack of every thread to `out`, and into a new file. Standard
+    error, the default of `out`, comes first, because it may be the disk that does not answer. The file is
+    `stacks-<time>.txt` in `directory`, and is returned; None: it could not be written, or no directory was given."""
     to = sys.stderr if out is None else out
     names = "".join(f"\n  thread 0x{thread.ident or 0:016x} is {thread.name}" for thread in threading.enumerate())
     head = f"warning: {words}{names}\n"

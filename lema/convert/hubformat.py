@@ -52,11 +52,9 @@ def open_stored(
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> StoredModel:
-    """Open a model's config and headers, of a directory, one of its files, or a hub id with its `revision`.
-
-    `weights` says where these lie if elsewhere; `dtype` is what to write the model in, None: the checkpoint's.
-    `WeightsError`: the model is missing or damaged, does not fit its config, or must be prepared first.
-    """
+    """Open a model's config and headers, of a directory, one of its files, or a hub id with its `revision`. `weights`
+    says where these lie if elsewhere; `dtype` is what to write the model in, None: the checkpoint's. `WeightsError`:
+    the model is missing or damaged, does not fit its config, or must be prepared first."""
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     index = GlobalBinaryIndex(weights or own_weights(name_or_path, directory))
@@ -96,11 +94,9 @@ def write_model(
     *,
     code: bool,
 ) -> Path:
-    """Write a model as a directory that appears when it is complete, and return that.
-
-    What else belongs to it is copied from the directory `source`: its own code too if `code`, and the `config.json`
-    with `changes`. A file that could not be written is a `DiskError`.
-    """
+    """Write a model as a directory that appears when it is complete, and return that. What else belongs to it is copied
+    from the directory `source`: its own code too if `code`, and the `config.json` with `changes`. A file that could not
+    be written is a `DiskError`."""
     with appearing(out) as partial, torch.no_grad():
         write_shards(partial, specs, max_shard_size, pieces)
         copy_companions(source, partial, code=code)

@@ -34,11 +34,9 @@ __all__ = ["merge_adapter", "untied"]
 
 
 class MergedTensors:
-    """The tensors of the merged model, asked for in turn; it holds those of one adapted module.
-
-    The model is on `meta`, with an adapter whose values are loaded. `records` say where its tensors are, by their names
-    without adapters, and `dtypes` in which type each is written.
-    """
+    """The tensors of the merged model, asked for in turn; it holds those of one adapted module. The model is on `meta`,
+    with an adapter whose values are loaded. `records` say where its tensors are, by their names without adapters, and
+    `dtypes` in which type each is written."""
 
     def __init__(
         self,

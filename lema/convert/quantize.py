@@ -66,10 +66,8 @@ class Quantizer:
     @classmethod
     def of(cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Quantizer:
         """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype.
-
         Parameters may be on `meta`; `dtypes` say what each tensor of the state dict is written as. `ConfigError`: the
-        library that quantises to `kind` is not installed; `ModelError`: there is nothing to quantise.
-        """
+        library that quantises to `kind` is not installed; `ModelError`: there is nothing to quantise."""
         layers_name, layers = find_layers(model)
         sampled = {round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)}
         library = LIBRARIES[KINDS[kind]]

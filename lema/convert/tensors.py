@@ -98,11 +98,9 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
 
 
 def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
-    """Copy the small files beside a model's weights, but for `config.json` and the index of its shards.
-
-    The model's own code is copied as well if `code`. `WeightsError`: one of them is a link that leaves the directory;
-    `DiskError`: one could not be written.
-    """
+    """Copy the small files beside a model's weights, but for `config.json` and the index of its shards. The model's own
+    code is copied as well if `code`. `WeightsError`: one of them is a link that leaves the directory; `DiskError`: one
+    could not be written."""
     patterns = (*COMPANIONS, *CODE) if code else COMPANIONS
     found = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
     for name, file in sorted(found.items()):

@@ -225,11 +225,9 @@ def write_base(directory: Path, fingerprint: str) -> None:
 
 
 def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
-    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on.
-
-    Return whether a file beside the adapter says which model that is; adapters that PEFT alone has written have none.
-    `AdapterError`: it is another model, or what is written is damaged.
-    """
+    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on. Return
+    whether a file beside the adapter says which model that is; adapters that PEFT alone has written have none.
+    `AdapterError`: it is another model, or what is written is damaged."""
     file = directory / BASE_NAME
     if not file.is_file():
         return False

@@ -138,12 +138,9 @@ class Metadata:
 
 
 def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:
-    """Read `mp_metadata_pp_rank_*.json`, of shards of `tp` ranks.
-
-    `kv_layout` says which replica of keys and values lies where; None: as the file says, else `tile`. `AdapterError`:
-    it is damaged, is of another number of ranks, or has a module fused in an unknown way; `ConfigError`: heads that
-    cannot lie over so many ranks.
-    """
+    """Read `mp_metadata_pp_rank_*.json`, of shards of `tp` ranks. `kv_layout` says which replica of keys and values
+    lies where; None: as the file says, else `tile`. `AdapterError`: it is damaged, is of another number of ranks, or
+    has a module fused in an unknown way; `ConfigError`: heads that cannot lie over so many ranks."""
     rules: dict[str, Rule] = {}
     modules: dict[str, tuple[str, ...]] = {}
     try:

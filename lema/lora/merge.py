@@ -83,11 +83,9 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
 
 
 def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tensor]:
-    """Lend a module of PEFT's (`wrapped`) its weights in fp32, let PEFT merge into them, and take them away again.
-
-    PEFT changes the tensors that `weight` gives. The merged tensors are returned by their names in the model without
-    adapters; half precision has become fp32.
-    """
+    """Lend a module of PEFT's (`wrapped`) its weights in fp32, let PEFT merge into them, and take them away again. PEFT
+    changes the tensors that `weight` gives. The merged tensors are returned by their names in the model without
+    adapters; half precision has become fp32."""
     lent = list(_base_of(name, module))
     for part, leaf, stored, parameter in lent:
         own = weight(stored, parameter)

@@ -65,11 +65,9 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor], layouts: Mappin
 
 
 def read_shards(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int]:
-    """Read what `write_shards` wrote, and put it together.
-
-    Return the tensors, which replicas of which differ (none, if `check`), and over how many ranks they lay.
-    `AdapterError`: a file is missing, damaged, or not what the layout says; or, if `check`, replicas differ.
-    """
+    """Read what `write_shards` wrote, and put it together. Return the tensors, which replicas of which differ (none, if
+    `check`), and over how many ranks they lay. `AdapterError`: a file is missing, damaged, or not what the layout says;
+    or, if `check`, replicas differ."""
     content = _read_layouts(directory / LAYOUTS)
     layouts, shapes = {}, {}
     for name, entry in content["tensors"].items():

@@ -77,11 +77,9 @@ def survey(model_type: str) -> Row:
 
 
 def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Row:
-    """Try a model that is on disk, with its own config, and see whether its weights stream as they are stored.
-
-    It is named by its directory, a `.safetensors` file in one, or the hub id of a model in the cache. `ConfigError` or
-    `WeightsError`: there is no such model, or it is none that can be tried.
-    """
+    """Try a model that is on disk, with its own config, and see whether its weights stream as they are stored. It is
+    named by its directory, a `.safetensors` file in one, or the hub id of a model in the cache. `ConfigError` or
+    `WeightsError`: there is no such model, or it is none that can be tried."""
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code, download=False)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     index = GlobalBinaryIndex(own_weights(name_or_path, directory))

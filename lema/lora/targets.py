@@ -146,11 +146,9 @@ def _ends(wanted: Collection[str], names: Collection[str]) -> list[str]:
 
 
 def _peft_adapts(model: PreTrainedModel, target: str) -> bool:
-    """Whether PEFT adapts the modules of that name, and as modules.
-
-    It refuses some, which kernels read without calling them. Of some models it takes names of linears for those of
-    experts that an earlier `transformers` kept one by one, and adapts the experts' weights in their place.
-    """
+    """Whether PEFT adapts the modules of that name, and as modules. It refuses some, which kernels read without calling
+    them. Of some models it takes names of linears for those of experts that an earlier `transformers` kept one by one,
+    and adapts the experts' weights in their place."""
     config = LoraConfig(target_modules=[target])
     try:
         LoraModel._check_target_module_compatiblity(None, config, model, target.rpartition(".")[2])  # type: ignore[arg-type] # self is not used

@@ -89,11 +89,9 @@ def discard(directory: Path) -> None:
 
 
 def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None:
-    """Remove what killed runs have left beside directories in `parent`, and put back what they had moved aside.
-
-    Those of checkpoints are always swept, and those of `name`. If `alone`, nothing else writes there, even where
-    directories cannot be locked.
-    """
+    """Remove what killed runs have left beside directories in `parent`, and put back what they had moved aside. Those
+    of checkpoints are always swept, and those of `name`. If `alone`, nothing else writes there, even where directories
+    cannot be locked."""
     with suppress(OSError):  # what cannot be listed is not ours to clear
         for left in sorted(parent.iterdir()):
             found = LEFT.fullmatch(left.name)

@@ -30,11 +30,8 @@ LOCK = ".lock"
 @contextmanager
 def run_lock(output_dir: Path) -> Iterator[bool]:
     """Have a directory to oneself, in a `with` block; it is given whether there is a lock. The directory is made if
-    need be.
-
-    Where the file system knows no locks, a warning says so, and the run goes on without. `ConfigError`: another run
-    writes there; says which process it is. `DiskError`: the lock's file cannot be written.
-    """
+    need be. Where the file system knows no locks, a warning says so, and the run goes on without. `ConfigError`:
+    another run writes there; says which process it is. `DiskError`: the lock's file cannot be written."""
     file, made = output_dir / LOCK, not output_dir.exists()
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -100,11 +97,9 @@ UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss
 
 @contextmanager
 def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) -> Iterator[None]:
-    """Have a run write alone to a directory, in a `with` block; of several processes the first has its lock.
-
-    All processes call this. The directories `below` hold checkpoints as well. Errors are those of `run_lock`, in every
-    process.
-    """
+    """Have a run write alone to a directory, in a `with` block; of several processes the first has its lock. All
+    processes call this. The directories `below` hold checkpoints as well. Errors are those of `run_lock`, in every
+    process."""
     with ExitStack() as stack:
 
         def enter() -> None:

@@ -186,10 +186,8 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def follow(move: Move, shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[int, Move]]:
     """Follow a move that reads an array back to where that array's elements, which fill `boxes` of it, had come from.
-
     Yield the number of a source, and the move from there. The array is contiguous, and `shape` is its own.
-    `ValueError`: the elements cannot be cut along the edges of the boxes.
-    """
+    `ValueError`: the elements cannot be cut along the edges of the boxes."""
     base, dims = _along_axes(move, shape)
     for box in boxes:
         if (found := _within(move.write, base, dims, box, shape)) is not None:

@@ -45,11 +45,9 @@ def as_bytes(memory: Tensor) -> memoryview:
 
 
 class OffloadFile:
-    """A file that lives as long as this object. Memory and offsets given to it are whole blocks.
-
-    It lies in `directory`, which is made if need be. Errors say `what` it holds, and `how` a user can mend a disk that
-    is full or fails. `DiskError`: no file can be made there.
-    """
+    """A file that lives as long as this object. Memory and offsets given to it are whole blocks. It lies in
+    `directory`, which is made if need be. Errors say `what` it holds, and `how` a user can mend a disk that is full or
+    fails. `DiskError`: no file can be made there."""
 
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
         self.where, self._what, self._how, self._trace = str(directory), what, how, trace
@@ -79,31 +77,25 @@ class OffloadFile:
         self.size = nbytes
 
     def mapped(self) -> Tensor:
-        """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes.
-
-        The space is taken until both this object and what lies in that memory are gone. A file that cannot be mapped
-        is a `DiskError`.
-        """
+        """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes. The
+        space is taken until both this object and what lies in that memory are gone. A file that cannot be mapped is a
+        `DiskError`."""
         try:
             return mapped(self._descriptor, self.size)
         except OSError as error:
             raise self._error(DiskError, "the file cannot be mapped", error) from error
 
     def write(self, memory: memoryview, offset: int, before: Callable[[], None] | None = None) -> Future[None]:
-        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned.
-
-        It must stay as it is from then on until the result is there, which raises DiskError where writing failed.
-        """
+        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned. It must stay as it
+        is from then on until the result is there, which raises DiskError where writing failed."""
         return self._pool.submit(self._move, "write", memory, offset, before, None)
 
     def read(
         self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None = None
     ) -> Future[None]:
-        """Start filling `memory` from `offset`, once `before`, called in another thread, has returned.
-
-        There `after` is called when it is filled. The result raises ReadError where reading failed, and what `before`
-        or `after` raised.
-        """
+        """Start filling `memory` from `offset`, once `before`, called in another thread, has returned. There `after` is
+        called when it is filled. The result raises ReadError where reading failed, and what `before` or `after`
+        raised."""
         return self._pool.submit(self._move, "read", memory, offset, before, after)
 
     def close(self) -> None:

@@ -273,11 +273,9 @@ def part_bytes(nbytes: int, size: int) -> int:
 
 
 def rank_share(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
-    """Return the share of a layer that process `rank` of `size` reads, as bytes in a slot of their own.
-
-    It has no tensors, because there are none before all shares are together. The bytes of the last shares that lie
-    beyond the layer's end are neither read nor looked at.
-    """
+    """Return the share of a layer that process `rank` of `size` reads, as bytes in a slot of their own. It has no
+    tensors, because there are none before all shares are together. The bytes of the last shares that lie beyond the
+    layer's end are neither read nor looked at."""
     nbytes = part_bytes(layer.nbytes, size)
     begin, end = rank * nbytes, (rank + 1) * nbytes
     return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes)

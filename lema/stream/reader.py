@@ -121,11 +121,9 @@ class LayerReader:
     def submit(
         self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
     ) -> Ticket:
-        """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned.
-
-        `before` is called in a reader thread ahead of the first byte; it blocks until the buffer may be overwritten.
-        `name` is what a trace calls the reads.
-        """
+        """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned. `before` is called in a
+        reader thread ahead of the first byte; it blocks until the buffer may be overwritten. `name` is what a trace
+        calls the reads."""
         memory = as_bytes(buffer)
         parts: list[Callable[[], None]] = []
         for runs in _requests(layer):

@@ -53,11 +53,9 @@ def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tu
 def fetched_per_step(
     num_layers: int, places: int, held: Collection[int] = (), lowest_trained: int = 0
 ) -> tuple[int, ...]:
-    """Return the layers that one training step after many others fetches; arguments as `fetched`.
-
-    A step that is announced less than a step ahead may fetch fewer if `lowest_trained > 0`: what has not been fetched
-    ahead has pushed nothing out. It never fetches more.
-    """
+    """Return the layers that one training step after many others fetches; arguments as `fetched`. A step that is
+    announced less than a step ahead may fetch fewer if `lowest_trained > 0`: what has not been fetched ahead has pushed
+    nothing out. It never fetches more."""
     order = training_order(num_layers, lowest_trained)
     return fetched(order * 2, places, held)[len(fetched(order, places, held)) :]
 
@@ -105,11 +103,9 @@ class Order:
 
 
 def place_to_refill(places: Sequence[int | None], order: Order, number: int, held: Collection[int]) -> int | None:
-    """Return the place to refill for lease `number`: an empty one, else the one whose layer is wanted last.
-
-    That is Belady's rule (1966), and the first of two by which prefetching does no harm (Cao et al. 1995): no layer is
-    given up for one that is wanted later. None: every place holds a layer on lease (`held`), or one wanted sooner.
-    """
+    """Return the place to refill for lease `number`: an empty one, else the one whose layer is wanted last. That is
+    Belady's rule (1966), and the first of two by which prefetching does no harm (Cao et al. 1995): no layer is given up
+    for one that is wanted later. None: every place holds a layer on lease (`held`), or one wanted sooner."""
     best, furthest = None, (float(number), math.inf)
     for place, layer in enumerate(places):
         if layer in held:

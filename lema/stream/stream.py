@@ -132,11 +132,9 @@ class LayerStream:
         return self._gathered is not None
 
     def announce(self, order: Iterable[int]) -> None:
-        """Say which layers will be leased next, after those announced before; reading starts at once.
-
-        The further ahead leases are known, the better the stream chooses which layers to keep, so leases after a turn
-        are best announced before it.
-        """
+        """Say which layers will be leased next, after those announced before; reading starts at once. The further ahead
+        leases are known, the better the stream chooses which layers to keep, so leases after a turn are best announced
+        before it."""
         wanted = order if self._gathered is None else self._gathered.announce(order)
         self._ring.announce(layer for layer in wanted if layer not in self.residents)
 
@@ -239,11 +237,9 @@ class LayerStream:
         self._ring.pump()
 
     def rewrite(self, layer: int, written: Callable[[], None]) -> None:
-        """Let what `stored` returns of a layer be written to, by another thread, until `settle`.
-
-        The layer is not on lease. A lease of it before then begins with `written`, which blocks until it has changed,
-        and raises why it could not.
-        """
+        """Let what `stored` returns of a layer be written to, by another thread, until `settle`. The layer is not on
+        lease. A lease of it before then begins with `written`, which blocks until it has changed, and raises why it
+        could not."""
         assert layer not in self._held, "a layer was written to while it was on lease"
         self._ring.forget(layer, written)
 
