@@ -82,11 +82,6 @@ class OffloadActivations:
         sync: on a lazy device, whose tensors have no storage, runs what was computed so far: it is called where layers'
             inputs leave and come back. There "hidden_states" is the only mode.
 
-    Attributes:
-        counters: what was seen, moved, brought back and left, and why.
-        mode: the mode.
-        offload: what does it.
-
     Raises:
         ConfigError: a setting is wrong, or `exclude_modules` match nothing. DiskError: there is no room for the file.
     """
@@ -133,7 +128,7 @@ class OffloadActivations:
 
     @property
     def counters(self) -> Counters:
-        """What was done so far."""
+        """What was seen, moved, brought back and left so far, and why."""
         return self.offload.counters
 
     @property

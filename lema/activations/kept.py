@@ -64,12 +64,7 @@ class KeptGraphs:
         self._at_once = at_once
         self._held: set[int] = set()  # storages that the graph now built may hold as they are
         self._offload: Offload | None = None
-        self._counters = Counters()  # once it is closed
-
-    @property
-    def counters(self) -> Counters:
-        """What was moved so far."""
-        return self._counters if self._offload is None else self._offload.counters
+        self.counters = Counters()  # what was moved so far
 
     @property
     def live_bytes(self) -> int:
@@ -82,7 +77,12 @@ class KeptGraphs:
             choice = everything(self._weights, {self._carrier.device.type}, held=self._held)
             ahead = 1 if self._at_once else STASH
             self._offload = Offload(
-                choice, self._store(), lambda _: self._carrier, stash=ahead, fetch=not self._at_once
+                choice,
+                self._store(),
+                lambda _: self._carrier,
+                stash=ahead,
+                fetch=not self._at_once,
+                counters=self.counters,
             )
         self._weights.refresh()
         return StepGraphs(self._offload, self._held)
@@ -90,7 +90,6 @@ class KeptGraphs:
     def close(self) -> None:
         """Give the memory back, or the disk space."""
         if self._offload is not None:
-            self._counters = self._offload.counters
             self._offload.close()
         self._offload = None
 

@@ -45,7 +45,6 @@ class ActivationOffloadingMixin(Below):
             `args.output_dir` if it is not there.
 
     Attributes:
-        activation_offloading: the mode.
         activation_offload_context: of the last training step; a null context before the first, and where nothing is
             offloaded. Its `counters` say what was moved; those of a run are there when `train()` has ended.
 

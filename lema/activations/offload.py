@@ -140,11 +140,12 @@ class Offload:
         stash: int = 5,
         fetch: bool = True,
         certify: bool = False,
+        counters: Counters | None = None,
     ) -> None:
         assert stash >= 1, f"{stash} pieces cannot leave at once"
         self._choice, self._store, self._carrier = choice, store, carrier
         self._stash_size, self._fetch, self._certify = stash, fetch, certify
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self._lock = threading.Lock()  # because a graph may be differentiated in one thread, and dropped in another
         self._lost: deque[tuple[Piece, int]] = deque()
         self._carriers: dict[torch.device, Carrier] = {}

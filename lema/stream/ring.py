@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lema.backend import Backend, DeviceSlots, Upload
 from lema.backend.trace import NoTrace
-from lema.stream.counters import StreamCounters
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import Order, place_to_refill
 from lema.stream.workers import Ticket
+
+if TYPE_CHECKING:
+    from lema.stream.stream import StreamCounters
 
 __all__ = ["DeviceSlot", "HostBuffer", "LayerRing"]
 
