@@ -78,12 +78,7 @@ def visit_order(model: PreTrainedModel) -> list[str]:
 
 
 def write_weights(
-    source: Source,
-    file: Path,
-    dtype: torch.dtype | None,
-    quantize: str | None,
-    trust: bool,
-    progress: Progress | None,
+    source: Source, file: Path, dtype: torch.dtype | None, quantize: str | None, trust: bool, progress: Progress | None
 ) -> Prepared:
     """Write every tensor of a model into one file; arguments and errors as of `prepare`."""
     with disk_errors(file.parent):

@@ -190,11 +190,7 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
 
 
 def save_adapter(
-    model: PeftModel,
-    directory: Path,
-    base: str,
-    revision: str | None = None,
-    whole: Mapping[str, Tensor] | None = None,
+    model: PeftModel, directory: Path, base: str, revision: str | None = None, whole: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write PEFT's files, each whole or not at all, with the permissions of other files in the directory.
 

@@ -188,11 +188,7 @@ def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dic
 
 
 def _begin(
-    model: nn.Module,
-    config: LoraConfig,
-    names: Mapping[str, str | None],
-    found: Mapping[str, Tensor],
-    adapter: str,
+    model: nn.Module, config: LoraConfig, names: Mapping[str, str | None], found: Mapping[str, Tensor], adapter: str
 ) -> None:
     for name, stored in names.items():
         if MAGNITUDE in name:

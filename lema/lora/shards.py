@@ -19,15 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lema.backend.layout import (
-    Difference,
-    Layout,
-    consolidate,
-    differences,
-    layout_from_dict,
-    replicated,
-    shard,
-)
+from lema.backend.layout import Difference, Layout, consolidate, differences, layout_from_dict, replicated, shard
 from lema.errors import AdapterError, ConfigError, DataError
 from lema.storage.atomic import flush
 

@@ -247,9 +247,7 @@ def view(buffer: Tensor, placed: Placed) -> Tensor:
     return buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype).view(placed.shape)
 
 
-def _consecutive(
-    tensors: Mapping[str, tuple[TensorRecord, torch.dtype]],
-) -> Iterable[list[tuple[str, TensorRecord]]]:
+def _consecutive(tensors: Mapping[str, tuple[TensorRecord, torch.dtype]]) -> Iterable[list[tuple[str, TensorRecord]]]:
     group: list[tuple[str, TensorRecord]] = []
     ordered = sorted(tensors.items(), key=lambda item: (str(item[1][0].file), item[1][0].offset))
     for name, (record, _) in ordered:

@@ -101,11 +101,7 @@ class LayerReader:
     THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
 
     def __init__(
-        self,
-        threads: int = THREADS,
-        direct: bool = True,
-        trace: NoTrace = NO_TRACE,
-        guard: BaseGuard | None = None,
+        self, threads: int = THREADS, direct: bool = True, trace: NoTrace = NO_TRACE, guard: BaseGuard | None = None
     ) -> None:
         self._trace, self.guard = trace, guard
         self._workers = Workers(threads, "lema-read")
