@@ -1,6 +1,6 @@
 """torch's streams and events as the queues of `lema.backend.queues`, for whichever accelerator torch has.
 
-A second carrier copies at once while everything waits; it is the reference that the streams are compared with.
+Queues whose work has ended when it is queued are the reference that the streams are compared with.
 """
 
 from __future__ import annotations
@@ -12,70 +12,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.backend.group import Downloaded
 from lema.backend.hostmemory import anonymous
-from lema.backend.protocols import Carrier, DeviceSlots, Download
+from lema.backend.protocols import DeviceSlots, Download
 from lema.backend.queues import Copies, CopyDown, Event, Slots
 
-__all__ = ["AtOnce", "Streams", "carrier_for"]
+__all__ = ["TorchCarrier", "carrier_for"]
 
 
-def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> Carrier:
+def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> TorchCarrier:
     """Return the carrier of bytes from and to any device that torch knows. Where the device allows it, copies run
     beside the compute if `use_streams`, and from and to page-locked host memory if `pin_memory`."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
-        return AtOnce(device)
+        return TorchCarrier(device, at_once=True)
     # Of the accelerators torch knows some have a single stream, and then their module offers no `Stream`.
-    if use_streams and hasattr(torch.get_device_module(device), "Stream"):
-        return Streams(device, pin_memory=pin_memory)
-    return AtOnce(device, pin_memory=pin_memory)
+    streams = use_streams and hasattr(torch.get_device_module(device), "Stream")
+    return TorchCarrier(device, at_once=not streams, pin_memory=pin_memory)
 
 
-class Streams:
-    """A `lema.backend.Carrier` whose copies run beside the compute; no thread waits for them.
+class TorchCarrier:
+    """A `lema.backend.Carrier` whose copies run beside the compute, in torch's streams; no thread waits for them.
 
-    The device is of the kind of torch's current accelerator; without a number, it is the one that is current now. With
+    If `at_once`, copies have ended when the call returns, on any device: the reference for the others. Otherwise the
+    device is of the kind of torch's current accelerator; without a number, it is the one that is current now. With
     `pin_memory` host buffers are page-locked: a device copies from and to others only while its host waits.
     """
 
-    def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        self.device = torch.device(device.type, index)
-        self._pin_memory = pin_memory
-        self._copies = Copies(_Queues(self.device))
+    def __init__(self, device: torch.device, *, at_once: bool, pin_memory: bool = False) -> None:
+        if not at_once:
+            index = torch.accelerator.current_device_index() if device.index is None else device.index
+            device = torch.device(device.type, index)
+        self.device, self.at_once, self._pin_memory = device, at_once, pin_memory
+        self._copies = Copies(_Done() if at_once else _Queues(device))
 
     def host_buffer(self, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` of host memory of its own."""
-        return _host_memory(nbytes, self._pin_memory)
+        if not self._pin_memory:
+            return anonymous(nbytes)
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if memory.data_ptr() % mmap.PAGESIZE:  # a driver that divides its pages between small requests
+            memory = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, pin_memory=True)
+            memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:nbytes]
+        return memory
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
         """Return a ring of `count` slots, in memory that belongs to the stream that computes now."""
-        return Slots(self._copies, _device_memory(self.device, nbytes, count))
+        memory = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
+        return Slots(self._copies, memory)
 
     def download(self, source: Tensor, target: Tensor) -> Download:
         """Start copying to a host buffer, after the compute queued so far."""
         return CopyDown(self._copies, source, target)
-
-
-class AtOnce:
-    """A `Carrier` whose copies have ended when the call returns: the reference for the others, on any device."""
-
-    def __init__(self, device: torch.device, *, pin_memory: bool = False) -> None:
-        self.device, self._pin_memory = device, pin_memory
-
-    def host_buffer(self, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` of host memory of its own."""
-        return _host_memory(nbytes, self._pin_memory)
-
-    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        """Return a ring of `count` slots in memory of torch's allocator."""
-        return Slots(Copies(_Done()), _device_memory(self.device, nbytes, count))
-
-    def download(self, source: Tensor, target: Tensor) -> Download:
-        """Copy to a host buffer."""
-        target.copy_(source.detach())
-        return Downloaded()
 
 
 class _Event:
@@ -148,17 +135,3 @@ class _Done:
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
-
-
-def _host_memory(nbytes: int, pin_memory: bool) -> Tensor:
-    if not pin_memory:
-        return anonymous(nbytes)
-    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if memory.data_ptr() % mmap.PAGESIZE:  # a driver that divides its pages between small requests
-        memory = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, pin_memory=True)
-        memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:nbytes]
-    return memory
-
-
-def _device_memory(device: torch.device, nbytes: int, count: int) -> list[Tensor]:
-    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]

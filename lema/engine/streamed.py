@@ -19,7 +19,7 @@ from lema.activations.boundaries import TierName
 from lema.activations.kept import BoundaryArena, KeptGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
-from lema.backend.torchstreams import AtOnce
+from lema.backend.torchstreams import TorchCarrier
 from lema.backend.watchdog import Watchdog
 from lema.engine.beside import Beside, beside_of_pass
 from lema.engine.frozen_prefix import PrefixCache
@@ -94,13 +94,13 @@ class StreamedModel:
             recompute, saved, saved_on = True, (), "device"
         self.recompute, self.saved = recompute, frozenset(saved)
         self.loss_chunk_tokens, self.padding = loss_chunk_tokens, padding or Padding()
-        carrier: Carrier = AtOnce(backend.device) if at_once else backend
+        carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
         self.graphs: KeptGraphs | None = None
         if saved_on != "device":
             # Because a slot is the host's buffer there, and tensors that come back would lie in it.
             if backend.memory().shared:
-                carrier = AtOnce(backend.device)
+                carrier = TorchCarrier(backend.device, at_once=True)
             self.graphs = KeptGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
         self._engine = Engine(split, stream, backend)
         self.retry = self._engine.retry

@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightConverter
 from lema.errors import is_out_of_memory
 from lema.model.copies import CopyTrace
 from lema.storage.header import TensorRecord
-from lema.storage.quantized.published import LIBRARY, PLAN, Plan, Step, cut
+from lema.storage.quantized.formats import LIBRARY, PLAN, Plan, Step, cut
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import Move, Piece, simplest
 from lema.storage.tensorfile import read_into

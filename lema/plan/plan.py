@@ -19,7 +19,7 @@ from lema.plan.simulator import Simulated
 from lema.plan.step import StepShape, of_rows
 from lema.plan.workload import MicroBatch
 from lema.storage.modelfiles import load_tokenizer
-from lema.storage.quantized.published import LIBRARY
+from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
 __all__ = ["Epoch", "Headroom", "Plan", "PlannedMemory", "make_plan", "plan_with", "step_curve"]

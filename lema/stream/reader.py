@@ -24,7 +24,7 @@ from lema.backend.hostmemory import anonymous
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ReadError
 from lema.storage.directio import open_direct, read_all
-from lema.storage.quantized.published import move_elements
+from lema.storage.quantized.formats import move_elements
 from lema.storage.slices import RowRange
 from lema.storage.spillfile import as_bytes
 from lema.stream.placement import DTYPES, PAGE, ByteRun, Cast, LayerBytes

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from lema.activations import ActivationOffloadingMixin
 from lema.activations import hooks as scope
-from lema.backend.torchstreams import AtOnce
+from lema.backend.torchstreams import TorchCarrier
 from lema.errors import ConfigError
 
 VOCABULARY, TOKENS, LAYERS, STEPS = 64, 16, 3, 3
@@ -191,8 +191,10 @@ class Watching(Offloading):
 @pytest.mark.slow
 def test_a2_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = []
-    allocate = AtOnce.host_buffer
-    monkeypatch.setattr(AtOnce, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes))
+    allocate = TorchCarrier.host_buffer
+    monkeypatch.setattr(
+        TorchCarrier, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes)
+    )
 
     seen = []
 
@@ -216,8 +218,10 @@ def test_a2_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monke
 
 def test_buffers_are_used_again_from_step_to_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, after_step = [], []
-    allocate = AtOnce.host_buffer
-    monkeypatch.setattr(AtOnce, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes))
+    allocate = TorchCarrier.host_buffer
+    monkeypatch.setattr(
+        TorchCarrier, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes)
+    )
 
     class Noting(Offloading):
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:

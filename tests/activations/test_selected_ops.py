@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -22,7 +23,7 @@ from lema.activations.layers import only_layer_inputs
 from lema.activations.offload import Offload
 from lema.activations.protocols import Kept
 from lema.activations.selected import DEFAULT_ATTENTION_OPS, offloaded_ops
-from lema.backend.torchstreams import AtOnce
+from lema.backend.torchstreams import TorchCarrier
 from lema.errors import ConfigError, LemaError
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -40,7 +41,7 @@ def nothing(tensor: Tensor) -> Kept:
 
 def offload(choice: Any = None, *, stash: int = 1) -> Offload:
     pool = HostPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    return Offload(choice or everything, HostStore(pool), AtOnce, stash=stash)
+    return Offload(choice or everything, HostStore(pool), partial(TorchCarrier, at_once=True), stash=stash)
 
 
 class Ran(TorchDispatchMode):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lema.backend import Backend, Carrier, DeviceSlots, Download
 from lema.backend import torchstreams as streams
 from lema.backend.queues import Copies, CopyDown, Slots
-from lema.backend.torchstreams import AtOnce, Streams, carrier_for
+from lema.backend.torchstreams import TorchCarrier, carrier_for
 from lema.testing.copies import CopyPromises
 from lema_cpu import CpuBackend
 
@@ -48,7 +48,7 @@ class Carried(CpuBackend):
 
 class TestAtOnce(CopyPromises):
     def backend(self) -> Backend:
-        return Carried(AtOnce(torch.device("cpu")))
+        return Carried(TorchCarrier(torch.device("cpu"), at_once=True))
 
 
 class TestStreamsAsLateAsCanBe(CopyPromises):
@@ -61,7 +61,7 @@ class TestStreamsAsLateAsCanBe(CopyPromises):
 
     def backend(self) -> Backend:
         self.torch.device = LateDevice(self.seed).queues
-        return Carried(Streams(torch.device("cpu"), pin_memory=False))
+        return Carried(TorchCarrier(torch.device("cpu"), at_once=False))
 
 
 class TestStreamsAtAnyMoment(TestStreamsAsLateAsCanBe):
@@ -76,7 +76,7 @@ class TestStreamsOfADevice(CopyPromises):
         return Carried(carrier_for(torch.device("cuda")))
 
     def test_they_are_streams(self) -> None:
-        assert isinstance(carrier_for(torch.device("cuda")), Streams)
+        assert not carrier_for(torch.device("cuda")).at_once
         assert carrier_for(torch.device("cuda")).host_buffer(100).is_pinned()
 
 
@@ -89,7 +89,7 @@ class TestAtOnceOnADevice(CopyPromises):
 
 
 def scenario(fake: FakeTorch, seed: int) -> Scenario:
-    """Return a random course on the queues that `Streams` makes."""
+    """Return a random course on the queues that `TorchCarrier` makes."""
 
     def copies(device: FakeDevice) -> Copies:
         fake.device = device
@@ -136,7 +136,7 @@ def test_a14_compute_is_the_stream_that_is_current_when_it_is_asked(monkeypatch:
     fake = FakeTorch(monkeypatch)
     fake.device = device = FakeDevice(Random(0), holds_tensors=True)
     device._eager = 0.0
-    carrier = Streams(DEVICE, pin_memory=False)
+    carrier = TorchCarrier(DEVICE, at_once=False)
     first, theirs = device.compute, device.queues[1]
     with theirs.current():
         download = carrier.download(torch.full((64,), 7, dtype=torch.uint8), carrier.host_buffer(64))
@@ -166,7 +166,7 @@ class Recorded(TorchFunctionMode):
 def test_host_buffers_are_page_locked_when_that_is_asked_for(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeTorch(monkeypatch)
     fake.device = FakeDevice(Random(0))
-    for carrier in (Streams(DEVICE, pin_memory=pinned), AtOnce(DEVICE, pin_memory=pinned)):
+    for carrier in (TorchCarrier(DEVICE, at_once=at_once, pin_memory=pinned) for at_once in (False, True)):
         with Recorded() as recorded:
             assert len(carrier.host_buffer(5000)) == 5000
         assert any(named.get("pin_memory") for _, named in recorded.asked) is pinned
@@ -180,27 +180,27 @@ def test_page_locked_memory_begins_at_a_page_though_torch_may_not_give_it_so() -
 
     for nbytes in (1, 4096, 5000):
         with Unaligned():
-            buffer = AtOnce(DEVICE, pin_memory=True).host_buffer(nbytes)
+            buffer = TorchCarrier(DEVICE, at_once=True, pin_memory=True).host_buffer(nbytes)
         assert tuple(buffer.shape) == (nbytes,) and buffer.data_ptr() % mmap.PAGESIZE == 0
 
 
 CHOICES = [
-    # The device, torch's accelerator, whether its module has streams, and what is asked: what carries, pages locked.
-    ("cpu", None, True, {}, AtOnce, False),
-    ("cpu", "cuda", True, {}, AtOnce, False),
-    ("cuda:0", "cuda", True, {}, Streams, True),
-    ("cuda:0", "cuda", True, {"pin_memory": False}, Streams, False),
-    ("cuda:0", "cuda", True, {"use_streams": False}, AtOnce, True),
-    ("cuda:0", "xpu", True, {}, AtOnce, False),
-    ("xpu:0", "xpu", True, {}, Streams, True),
-    ("mps:0", "mps", False, {}, AtOnce, True),
-    ("meta", None, False, {}, AtOnce, False),
+    # The device, torch's accelerator, whether its module has streams, and what is asked: copies at once, pages locked.
+    ("cpu", None, True, {}, True, False),
+    ("cpu", "cuda", True, {}, True, False),
+    ("cuda:0", "cuda", True, {}, False, True),
+    ("cuda:0", "cuda", True, {"pin_memory": False}, False, False),
+    ("cuda:0", "cuda", True, {"use_streams": False}, True, True),
+    ("cuda:0", "xpu", True, {}, True, False),
+    ("xpu:0", "xpu", True, {}, False, True),
+    ("mps:0", "mps", False, {}, True, True),
+    ("meta", None, False, {}, True, False),
 ]
 
 
-@pytest.mark.parametrize(("device", "accelerator", "has_streams", "asked", "expected", "pinned"), CHOICES)
+@pytest.mark.parametrize(("device", "accelerator", "has_streams", "asked", "at_once", "pinned"), CHOICES)
 def test_streams_are_taken_where_torch_has_them(
-    device: str, accelerator: str | None, has_streams: bool, asked: dict[str, bool], expected: type, pinned: bool,
+    device: str, accelerator: str | None, has_streams: bool, asked: dict[str, bool], at_once: bool, pinned: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     current = None if accelerator is None else torch.device(accelerator)
@@ -209,7 +209,7 @@ def test_streams_are_taken_where_torch_has_them(
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch, "Stream", lambda device: SimpleNamespace(device=device))
     carrier = carrier_for(torch.device(device), **asked)
-    assert type(carrier) is expected and carrier.device == torch.device(device)
+    assert carrier.at_once is at_once and carrier.device == torch.device(device)
     with Recorded() as recorded:
         carrier.host_buffer(64)
     assert any(named.get("pin_memory") for _, named in recorded.asked) is pinned

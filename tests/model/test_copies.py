@@ -13,7 +13,7 @@ from torch import Tensor
 from lema.errors import ConfigError
 from lema.model.copies import CopyTrace
 from lema.storage.header import TensorRecord, read_header
-from lema.storage.quantized.published import move_elements
+from lema.storage.quantized.formats import move_elements
 from lema.storage.slices import AssembledRecord, Move, Piece, simplest
 from lema.stream.placement import PAGE, place, rank_share, views
 from lema.stream.reader import LayerReader

@@ -21,7 +21,7 @@ from lema.model import meta_model, read_config
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex
 from lema.storage.quantized import records
-from lema.storage.quantized.published import PLAN
+from lema.storage.quantized.formats import PLAN
 from lema.storage.quantized.records import QuantizedRecord
 
 SIZES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lema.backend import DeviceSlots, Download, MemoryStats
 from lema.backend.hostmemory import anonymous
-from lema.backend.torchstreams import Streams
+from lema.backend.torchstreams import TorchCarrier
 
 __all__ = ["NativeDevice"]
 
@@ -34,7 +34,7 @@ class NativeDevice:
     def __init__(self, module: Any) -> None:
         self._module = module
         self.device = torch.device(KIND, module.current_device())
-        self._streams = Streams(self.device, pin_memory=False)
+        self._streams = TorchCarrier(self.device, at_once=False)
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
         """Return uint8 `[nbytes]` of ordinary memory at a page boundary."""

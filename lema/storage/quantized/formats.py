@@ -1,16 +1,26 @@
-"""The quantised formats, each with the library that quantises to it and expands it again."""
+"""The quantised formats: those of two libraries that quantise and expand, and those that models are published in.
+
+What a library stores it expands again. Of weights published otherwise `transformers` makes parameters from several
+stored tensors by arithmetic. The operations are those of its quantizers, run on the device at each lease. They make
+temporaries several times as large as what they are given, and are therefore run for one expert, or some rows of a
+matrix, after the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lema.storage.quantized import bitsandbytes, published, torchao
+from lema.storage.quantized import bitsandbytes, torchao
+from lema.storage.quantized.records import unit_pieces
+from lema.storage.slices import Move
 
-__all__ = ["KINDS", "LIBRARIES", "expand"]
+__all__ = ["KINDS", "LIBRARIES", "LIBRARY", "PLAN", "Plan", "Step", "cut", "expand", "move_elements"]
 
 # Each is a module with the same functions: `takes`, `specs`, `quantize`, `expand`, `part_name`, `metadata`, `settings`.
 LIBRARIES: Mapping[str, Any] = {"torchao": torchao, "bitsandbytes": bitsandbytes}
@@ -20,5 +30,99 @@ KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsand
 @torch.no_grad()
 def expand(library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
     """Fill `out` with the weight that the parts stand for, in its dtype: bitwise what the library dequantises."""
-    expander = published.expand if library == published.LIBRARY else LIBRARIES[library].expand
+    expander = _expand_planned if library == LIBRARY else LIBRARIES[library].expand
     expander(parts, about, out)
+
+
+LIBRARY = "transformers"
+PLAN = "plan"  # the key of `about` that a record's plan lies under
+
+
+Lists = Mapping[str, Sequence[Tensor]]  # tensors by what the operations call them
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is made of a few stored tensors at once."""
+
+    parts: Mapping[str, tuple[str, ...]]  # what the operations call each list of stored tensors -> the parts' names
+    constants: Lists  # small tensors of whole numbers, shapes for one: on the host, because their values are read there
+    # What the operations call a tensor that is padded with zeros first, and what is made of it cut again, because its
+    # blocks of scales reach beyond it -> the rows and columns with padding.
+    padded: Mapping[str, tuple[int, int]]
+    moves: tuple[tuple[str, Move], ...] = ()  # the operations' name of what is made, and its place
+    units: int = 1  # how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a parameter is made."""
+
+    run: Callable[[Lists], dict[str, Tensor]]  # the operations, from named lists of tensors to named tensors
+    steps: tuple[Step, ...]  # which fill every element of the parameter once
+    cast: bool  # stored tensors become the parameter's type first, as in `from_pretrained` of what is not quantised
+
+    def make(self, step: Step, parts: Lists, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Run the operations of one step, on any device."""
+        given = {name: [part.to(dtype) if self.cast else part for part in group] for name, group in parts.items()}
+        for name, (height, width) in step.padded.items():
+            # As bytes, because torch pads no floats of 8 bits.
+            given[name] = [
+                pad(part.view(torch.uint8), (0, width - part.shape[-1], 0, height - part.shape[-2])).view(part.dtype)
+                for part in given[name]
+            ]
+        made = self.run({**given, **step.constants})
+        for weight in step.padded:
+            rows, columns = parts[weight][0].shape[-2:]
+            name = weight if weight in made else next(iter(made))  # alone it already has the parameter's name
+            made[name] = made[name][..., :rows, :columns]
+        return made
+
+
+def _expand_planned(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
+    """Fill `out`, contiguous, with what the operations make of the parts."""
+    plan: Plan = about[PLAN]
+    for step in plan.steps:
+        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
+        if step.units > 1:
+            _expand_in_pieces(plan, step, given, out)
+            continue
+        made = plan.make(step, given, out.dtype)
+        for name, move in step.moves:
+            move_elements(made[name].contiguous(), move, out)
+
+
+def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
+    """Return a step for some of its units, and its parts for them."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        if tensor.numel() == 1:
+            return tensor  # one scale for all
+        each = tensor.shape[0] // step.units
+        return tensor[start * each : stop * each]
+
+    constants = {
+        name: [torch.tensor([int(one[0]) // step.units * (stop - start), *one[1:]]) for one in group]
+        for name, group in step.constants.items()
+    }
+    return replace(step, constants=constants), {name: [rows(one) for one in group] for name, group in parts.items()}
+
+
+def _expand_in_pieces(plan: Plan, step: Step, given: Lists, out: Tensor) -> None:
+    """Expand what one after the other fills a range of `out`."""
+    flat, places = out.view(-1), {name: move.write for name, move in step.moves}
+    elements = sum(move.count for _, move in step.moves)
+    for span in unit_pieces(out, step.units, elements):
+        made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
+        for name in places:
+            tensor = made[name]
+            flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
+            places[name] += tensor.numel()
+
+
+def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:
+    """Copy elements between two contiguous tensors, and return those that were written to, as a view."""
+    sizes = [size for size, _, _ in move.dims]
+    reads, writes = [read for _, read, _ in move.dims], [write for _, _, write in move.dims]
+    written = torch.as_strided(target, sizes, writes, target.storage_offset() + move.write)
+    return written.copy_(torch.as_strided(source, sizes, reads, source.storage_offset() + move.read))
