@@ -42,7 +42,6 @@ class KeptGraphs:
     """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay.
 
     Args:
-        tier: "host" or "disk".
         directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
         at_once: hold nothing on the device for a copy's sake, and begin no copy before it is wanted.
     """

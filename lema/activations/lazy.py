@@ -63,9 +63,7 @@ class ByValue:
         for value in list(self._values):
             value.back, value.reached = None, False
 
-    def close(self) -> None:
-        """Hold nothing on the device any more."""
-        self.let_go()
+    close = let_go
 
     def bring(self, value: _Value) -> Tensor:
         """Return a value on its device. Where it is wanted for the first time, what comes before it is run."""

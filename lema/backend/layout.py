@@ -23,25 +23,6 @@ from lema.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Difference",
-    "KvLayout",
-    "Layout",
-    "column",
-    "consolidate",
-    "differences",
-    "embedding",
-    "fused",
-    "kv",
-    "layout_from_dict",
-    "places",
-    "query",
-    "replicated",
-    "row",
-    "shard",
-    "usable",
-]
-
 Kind = Literal["replicated", "column", "row", "embedding", "query", "kv", "fused"]
 KvLayout = Literal["tile", "interleave"]
 SHOWN = 64  # degrees named in an error, at most up to this one

@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = [
-    "Backend",
-    "BackendOptions",
-    "Carrier",
-    "DeviceSlots",
-    "Download",
-    "Gathering",
-    "MemoryStats",
-    "Parallel",
-    "Replicas",
-    "Upload",
-]
-
 
 class Gathering(Protocol):
     """One layer on its way from the replicas that each hold a part of it."""

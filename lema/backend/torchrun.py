@@ -52,7 +52,6 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
     Args:
         carrier: what `torch.distributed` calls the library that carries tensors between the devices.
         parts: how many hold one copy; None: all.
-        patience: how long a process is waited for.
 
     Raises:
         BackendUnavailable: the variables that `torchrun` sets are there in part, or the others cannot be reached.

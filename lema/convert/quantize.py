@@ -97,12 +97,18 @@ class Quantizer:
     def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         """Return what is written instead of `specs`: parts for what is quantised; wide dtypes first in each layer. So
         every tensor lies at a multiple of its dtype's size, and is used where it is read to."""
+        library = LIBRARIES[KINDS[self.kind]]
         groups: dict[str, list[TensorSpec]] = {}
         for spec in specs:
             inner = spec[0].removeprefix(f"{self._layers_name}.")
             in_layers = inner != spec[0]
             group = f"{self._layers_name}.{inner.partition('.')[0]}" if in_layers else spec[0]
-            groups.setdefault(group, []).extend(self._parts(spec))
+            parts = self.chosen[spec[0]].specs.items() if spec[0] in self.chosen else ()
+            groups.setdefault(group, []).extend(
+                (library.part_name(spec[0], part), stored_name(spec[0], dtype), shape) for part, (dtype, shape) in parts
+            )
+            if spec[0] not in self.chosen:
+                groups[group].append(spec)
         for group in groups:
             if group.startswith(f"{self._layers_name}."):
                 groups[group].sort(key=lambda spec: -DTYPE_BITS[spec[1]])
@@ -137,16 +143,6 @@ class Quantizer:
             weights, outputs = zip(*errors, strict=True)
             found.append(Precision(module, len(errors), max(weights), median(weights), max(outputs), median(outputs)))
         return tuple(found)
-
-    def _parts(self, spec: TensorSpec) -> list[TensorSpec]:
-        name = spec[0]
-        if name not in self.chosen:
-            return [spec]
-        library = LIBRARIES[KINDS[self.kind]]
-        return [
-            (library.part_name(name, part), stored_name(name, dtype), shape)
-            for part, (dtype, shape) in self.chosen[name].specs.items()
-        ]
 
     def _measure(self, kind: str, weight: Tensor, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         expanded = torch.empty_like(weight)

@@ -163,9 +163,7 @@ def inject_lora_params(
     The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model.
 
     Args:
-        model: decoder layers on `meta`.
         config: the adapter's, which may be changed.
-        device: where the adapter's parameters are made.
         seed: of the initial values; the generator is left where it was. None: values are left unset, to be loaded.
         read: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with.
 

@@ -102,8 +102,6 @@ def shard_adapter(
     Every projection keeps its own A and B. The axis of the rank is never cut.
 
     Args:
-        out_dir: a new or empty directory.
-        tp: how many ranks.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         model: the base model, of which the config is read; None: the one the adapter names.
         trust_remote_code: run code that comes with the base model.

@@ -30,20 +30,6 @@ from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
 from lema.storage.verify import check_finite, check_written
 
-__all__ = [
-    "CONFIG",
-    "WEIGHTS",
-    "adapter_differences",
-    "check_same_adapter",
-    "load_weights",
-    "num_trained",
-    "read_lora_config",
-    "read_safetensors",
-    "read_settings",
-    "save_adapter",
-    "settings_of",
-]
-
 
 def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Return the tensors that PEFT writes, by their names in its file; `state`: a state dict to use for the model's."""

@@ -65,7 +65,6 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
     The tensors have their names in the model without adapters; those of modules that train whole are among them.
 
     Args:
-        model: with an adapter of PEFT's, its weights in memory.
         rounding: of the sum in fp32 to the type of the weights; see `lema.lora.merge`.
         seed: of stochastic rounding; the same one gives the same bits.
 

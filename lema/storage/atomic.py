@@ -204,7 +204,10 @@ def open_partial(file: Path) -> tuple[int, Path]:
     pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}\.partial")
     with suppress(FileNotFoundError):
         for left in filter(lambda other: pattern.fullmatch(other.name), sorted(file.parent.iterdir())):
-            _remove_if_abandoned(left)
+            # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
+            with suppress(OSError), _locked(left, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, wait=False) as held:
+                if held:
+                    left.unlink()
     while True:
         partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
         # 0o666 and not mkstemp's 0o600: the file gets the permissions the umask gives any other.
@@ -213,13 +216,6 @@ def open_partial(file: Path) -> tuple[int, Path]:
         if os.fstat(descriptor).st_nlink:
             return descriptor, partial
         os.close(descriptor)  # another run swept it between its making and its locking
-
-
-def _remove_if_abandoned(partial: Path) -> None:
-    # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
-    with suppress(OSError), _locked(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, wait=False) as held:
-        if held:
-            partial.unlink()
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:

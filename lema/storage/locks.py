@@ -63,7 +63,8 @@ def _taken(file: Path) -> int | None:
                 os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
                 return descriptor
         except OSError as error:
-            holder = _holder(descriptor)
+            pid, _, host = os.pread(descriptor, 256, 0).decode(errors="replace").strip().partition(" ")
+            holder = f"process {pid} on {host}" if pid and host else "it has not said which process it is"
             os.close(descriptor)
             if error.errno == errno.EWOULDBLOCK:
                 what = f"another run writes to this directory: {holder}"
@@ -83,12 +84,6 @@ def _is_still(descriptor: int, file: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), file.stat())
     return False
-
-
-def _holder(descriptor: int) -> str:
-    """Say who holds a lock, as its file does."""
-    pid, _, host = os.pread(descriptor, 256, 0).decode(errors="replace").strip().partition(" ")
-    return f"process {pid} on {host}" if pid and host else "it has not said which process it is"
 
 
 # What the save at a run's end, beside its checkpoints, is under until it is whole.

@@ -14,19 +14,6 @@ from pathlib import Path
 
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-__all__ = [
-    "AssembledRecord",
-    "Box",
-    "Move",
-    "Piece",
-    "RowRange",
-    "contiguous",
-    "follow",
-    "part_of",
-    "row_ranges",
-    "simplest",
-]
-
 LEAST_READ = 8  # bytes; shorter ranges, of which there are as many as elements, are read with what lies between them
 
 

@@ -115,7 +115,7 @@ class OffloadFile:
             before()
         try:
             with self._trace.span("boundaries", kind, nbytes=len(memory)):
-                self._transfer(write_all if kind == "write" else _fill, memory, offset)
+                self._transfer(kind, memory, offset)
                 if not self._direct and kind == "write":
                     os.fsync(self._descriptor)  # only what is on the disk can be dropped from the cache
                 if not self._direct and hasattr(os, "posix_fadvise"):  # macOS has none
@@ -127,15 +127,18 @@ class OffloadFile:
         if after is not None:
             after()
 
-    def _transfer(self, move: Callable[[int, memoryview, int], None], memory: memoryview, offset: int) -> None:
+    def _transfer(self, kind: Literal["read", "write"], memory: memoryview, offset: int) -> None:
         direct = self._direct  # now: another thread may be refused, and say so, while this one is
         try:
-            move(self._descriptor, memory, offset)
+            if kind == "write":
+                write_all(self._descriptor, memory, offset)
+            else:
+                read_all(self._descriptor, [memory], offset, len(memory))
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
             self._direct = _set_direct(self._descriptor, False)  # this file system refuses after all
-            move(self._descriptor, memory, offset)
+            self._transfer(kind, memory, offset)
 
     def _error(self, kind: type[DiskError], what: str, error: OSError) -> DiskError:
         return kind(f"{what} for {self._what}: {error.strerror or error}", where=self.where, how=self._how)
@@ -166,10 +169,6 @@ def _set_direct(descriptor: int, direct: bool) -> bool:
             raise
         return False
     return direct
-
-
-def _fill(descriptor: int, memory: memoryview, offset: int) -> None:
-    read_all(descriptor, [memory], offset, len(memory))
 
 
 class Extents:

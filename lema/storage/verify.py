@@ -86,15 +86,9 @@ def base_fingerprint(records: Mapping[str, TensorRecord]) -> str:
         record = records[name]
         about = json.dumps([name, record.dtype, list(record.shape)]).encode()
         whole.update(len(about).to_bytes(8, "little") + about)
-        for start in _starts(record.nbytes):
+        starts = (0, (record.nbytes - SAMPLE_BYTES) // 2, record.nbytes - SAMPLE_BYTES)
+        for start in starts if record.nbytes > 3 * SAMPLE_BYTES else range(0, record.nbytes, SAMPLE_BYTES):
             sample = bytearray(min(SAMPLE_BYTES, record.nbytes - start))
             read_into(record, memoryview(sample), start)
             whole.update(sample)
     return f"{VERSION}-{whole.hexdigest()}"
-
-
-def _starts(nbytes: int) -> list[int]:
-    """Where the samples of a tensor begin; one that is not longer than they are is read whole."""
-    if nbytes <= 3 * SAMPLE_BYTES:
-        return list(range(0, nbytes, SAMPLE_BYTES))
-    return [0, (nbytes - SAMPLE_BYTES) // 2, nbytes - SAMPLE_BYTES]

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -152,27 +153,18 @@ class LayerReader:
 
     def _gather(self, name: str, runs: Sequence[ByteRun], memory: memoryview) -> None:
         nbytes = sum(run.nbytes for run in runs)
-        with self._trace.span("read", name, nbytes=nbytes):
+        with self._reading(name, nbytes):
             for run in runs:
                 view = memory[run.slot_offset : run.slot_offset + run.nbytes]
-                try:
+                with _failing(run.file, run.offset, run.nbytes):
                     read_all(self._file(run.file).descriptor, [view], run.offset, run.nbytes)
-                except OSError as error:
-                    raise _failure(error, run.file, run.offset, run.nbytes) from error
-        with self._lock:
-            self.bytes_read += nbytes
 
     def _read(
         self, name: str, runs: Sequence[ByteRun], memory: memoryview, looks: Sequence[Callable[[], None]]
     ) -> None:
         nbytes = sum(run.nbytes for run in runs)
-        try:
-            with self._trace.span("read", name, nbytes=nbytes):
-                self._file(runs[0].file).read(memory, runs)
-        except OSError as error:
-            raise _failure(error, runs[0].file, runs[0].offset, nbytes) from error
-        with self._lock:
-            self.bytes_read += nbytes
+        with self._reading(name, nbytes), _failing(runs[0].file, runs[0].offset, nbytes):
+            self._file(runs[0].file).read(memory, runs)
         for look in looks:  # in the thread that read, because it mostly waits for the disk and training goes on
             look()
 
@@ -185,16 +177,11 @@ class LayerReader:
         first = move.write * placed.dtype.itemsize if move is not None and in_order else 0
         aside = place.view(torch.uint8)[first : first + nbytes] if in_order else torch.empty(nbytes, dtype=torch.uint8)
         memory, done, path = as_bytes(aside), 0, cast.record.file
-        try:
-            descriptor = self._file(path).descriptor
-            with self._trace.span("read", name, nbytes=nbytes):
-                for offset, size in ranges:
-                    read_all(descriptor, [memory[done : done + size]], offset, size)
-                    done += size
-        except OSError as error:
-            raise _failure(error, path, offset, nbytes) from error
-        with self._lock:
-            self.bytes_read += nbytes
+        with self._reading(name, nbytes):
+            for offset, size in ranges:
+                with _failing(path, offset, nbytes):
+                    read_all(self._file(path).descriptor, [memory[done : done + size]], offset, size)
+                done += size
         if in_order:
             target = aside.view(stored)
         elif move is None:
@@ -203,6 +190,13 @@ class LayerReader:
             target = move_elements(aside.view(stored), move, place)
         if look is not None:
             look(target)
+
+    @contextmanager
+    def _reading(self, name: str, nbytes: int) -> Iterator[None]:
+        with self._trace.span("read", name, nbytes=nbytes):
+            yield
+        with self._lock:
+            self.bytes_read += nbytes
 
     def _file(self, path: Path) -> _File:
         with self._lock:
@@ -273,12 +267,13 @@ class StoredRows:
         raise refusal(self._name, part.record, [int(ids[row]) - part.first + skipped, column], cast)
 
 
-def _failure(error: OSError, path: Path, offset: int, nbytes: int) -> ReadError:
-    return ReadError(
-        f"reading {nbytes:,} bytes at {offset:,} failed: {error.strerror or error}",
-        where=str(path),
-        how="check that the file is whole and the disk healthy",
-    )
+@contextmanager
+def _failing(path: Path, offset: int, nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"reading {nbytes:,} bytes at {offset:,} failed: {error.strerror or error}"
+        raise ReadError(what, where=str(path), how="check that the file is whole and the disk healthy") from error
 
 
 def _segments(layer: LayerBytes) -> Iterator[ByteRun]:

@@ -116,7 +116,6 @@ class LayerRing:
         num_slots: slots, and host buffers, at most.
         spans: the bytes of each layer that are uploaded.
         in_use: returns the layers that may not be overwritten now.
-        clock: seconds, for the counters.
     """
 
     def __init__(
