@@ -64,6 +64,7 @@ class LayerStream:
         host_cached: layers that are read once, at the start, and uploaded from host memory ever after; processes of one
             machine share that memory.
         sharded: of several processes, let each have its part of every layer; one layer is then on lease at a time.
+        reader: the threads that read; closed with the stream.
 
     Attributes:
         before_lease: called before a layer is leased that is not on lease already; what it raises, the lease does.
