@@ -15,7 +15,7 @@ from lema.config.problems import nearest
 from lema.data.batches import Batch, collate, share_of
 from lema.data.columns import IGNORED
 from lema.data.dataset import TokenDataset
-from lema.data.interleave import WINDOW, Fade, Interleaving, faded_rates
+from lema.data.interleave import WINDOW, Fade, Interleaving
 from lema.data.packed import PackedTokens
 from lema.data.permutation import shuffled_row
 from lema.data.sampling import Sampling, Start, Style, check_rates, rates_of
@@ -48,7 +48,6 @@ class Mixture:
     the mixture before fades, rates are between its own and those here: see `Interleaving` for how exactly they hold.
 
     Args:
-        samplings: the data sets and their rates.
         sources: their rows, by `Sampling.full_name`; others may be among them.
         seed: decides the order, with the stage and nothing else.
         block: tokens of a sample, padding counted.
@@ -106,22 +105,16 @@ class Mixture:
         """
         return [self.sample(index) for index in share_of(_span(start, count), rank, size, micro_batch_size)]
 
-    def batch(
-        self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
-    ) -> Batch | None:
-        """The tokens of `rows`, `[rows, block]`; None: this process has no row of the batch.
+    def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
+        """The tokens of what `rows` gave one of `size` processes, `[rows, block]`; None: it gave no row.
 
         Raises:
             DataError: a row is longer than a block, or holds a token that is not in the vocabulary.
         """
-        return self.collated(self.rows(start, count, rank, size, micro_batch_size), size)
-
-    def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
-        """The batch of what `rows` gave one of `size` processes."""
         return self._batch(draws, self._sources, size)
 
     def validation(self, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None) -> Batch | None:
-        """The first `count` samples of the rows held out, shared among processes as `batch` does.
+        """The first `count` samples of the rows held out, shared among processes as `rows` does.
 
         They are the same whatever the seed, the stage and a fade, so losses compare between runs. Where a data set
         holds fewer rows than its rate asks for, its rows come again.
@@ -137,10 +130,6 @@ class Mixture:
         for name, taken in map(self._own.slot, mine):  # not shuffled, so that a small batch has all rates too
             draws.append(Draw(name, *shuffled_row(len(self._held_out[name]), taken, "held out", name)))
         return self._batch(draws, self._held_out, size)
-
-    def rates(self, index: int) -> dict[str, float]:
-        """The rate of each data set at a sample: that of `samplings`, but for a fade."""
-        return faded_rates(self.samplings, self.fade, index)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
         """How many of `count` samples from `start` on each data set gives, in the order of `samplings`.

@@ -33,11 +33,9 @@ class PrefixCache:
     """Hidden states at the input of one layer, by micro-batch.
 
     Args:
-        backend: the device.
         layer: the lowest layer that gradients reach; the layers below it are spared.
         directory: of the file, which has no name and ends with this object.
         num_tokens: of all micro-batches that will be kept, padding included.
-        trace: records transfers.
 
     Raises:
         ConfigError: there is no layer to spare.

@@ -39,8 +39,6 @@ def make_optimizer(
     memory it is the plain one, whose bits do not depend on the processor.
 
     Args:
-        parameters: those that train.
-        config: of the run.
         model: in which they have names, by which biases and norms are known: as in `transformers.Trainer` their weights
             do not decay. None: all decay.
         names: of the parameters, in their order, where they stand for those of the model; None: they are its own.
@@ -214,11 +212,7 @@ def follow(
     A parameter group remembers the first learning rate it was ever scheduled with, and torch's schedules go by it. An
     optimizer that is carried into a phase would keep that of the phase before; so it is forgotten here.
 
-    Args:
-        optimizer: whose parameter groups all follow.
-        factor: of the step, counted from 0.
-        learning_rate: what the factor is of; None: what each group has.
-        step: the next one, counted likewise.
+    `factor`, of the step counted from 0, is of `learning_rate`; None: of what each group has.
     """
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)

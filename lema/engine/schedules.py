@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from lema.config.problems import nearest
 from lema.errors import ConfigError
@@ -24,20 +25,15 @@ TAIL = 0.1  # the factor of the second stable part of wsds
 
 @dataclass(frozen=True)
 class Spans:
-    """How many steps the parts of a schedule take.
+    """How many steps the parts of a schedule take."""
 
-    Args:
-        warmup: `w`, over which the factor rises to 1.
-        decay: `d`, over which it falls.
-        tail: `s`, at the end, over which it stays low.
-    """
-
-    warmup: int = 0
-    decay: int = 0
-    tail: int = 0
+    warmup: int = 0  # `w`, over which the factor rises to 1
+    decay: int = 0  # `d`, over which it falls
+    tail: int = 0  # `s`, at the end, over which it stays low
 
 
-Schedule = Callable[[int, int, Spans], float]
+Schedule = Callable[..., float]
+"""The factor of a step, given how many the schedule is made for and its spans."""
 
 
 def constant(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
@@ -134,8 +130,6 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     """Return how many steps each part of a schedule takes.
 
     Args:
-        name: of the schedule, one of `SCHEDULES`.
-        total: steps it is made for.
         lengths: `warmup`, `decay` and `tail`. A whole number is steps. A fraction is of `total`, rounded down; it is
             taken as written, so that 0.29 of 100 steps are 29. None is the schedule's own: warm-up is 0.01 for wsd,
             wsds and cosine_rewarm and 0 for the others, decay 0.1, and the tail 0.5.
@@ -171,9 +165,4 @@ def _steps(length: int | float, total: int) -> int:
 
 def factor_of(name: str, total: int, spans: Spans) -> Callable[[int], float]:
     """Return the schedule as a function of the step alone."""
-    schedule = SCHEDULES[name]
-
-    def factor(step: int) -> float:
-        return schedule(step, total, spans)
-
-    return factor
+    return partial(SCHEDULES[name], total=total, spans=spans)

@@ -43,17 +43,12 @@ LEARNING_TOKENS = 8
 
 @dataclass(frozen=True)
 class StackCall:
-    """One call of the module that holds the layers: its micro-batches before their first layer.
-
-    Attributes:
-        differentiated: whether its result is to have a graph.
-        inputs_differentiated: whether something that it was given has a graph.
-        trained: what trains in the layers as it is called, by `id`, and whether the model is in training mode.
-    """
+    """One call of the module that holds the layers: its micro-batches before their first layer."""
 
     preludes: tuple[Prelude, ...]
-    differentiated: bool
-    inputs_differentiated: bool
+    differentiated: bool  # whether its result is to have a graph
+    inputs_differentiated: bool  # whether something that it was given has a graph
+    # What trains in the layers as it is called, by `id`, and whether the model is in training mode.
     trained: tuple[bool, frozenset[int]]
 
     def joins(self, other: StackCall) -> bool:
@@ -63,17 +58,12 @@ class StackCall:
 
 @dataclass(eq=False)
 class _Step:
-    """A forward that waits for its backward.
-
-    Attributes:
-        backward: the leases of its backward.
-        done: whether that has begun.
-    """
+    """A forward that waits for its backward."""
 
     number: int
-    backward: tuple[int, ...]
+    backward: tuple[int, ...]  # the leases of its backward
     trained: tuple[bool, frozenset[int]]
-    done: bool = False
+    done: bool = False  # whether that has begun
 
 
 class LayerStack:
@@ -220,16 +210,10 @@ class LayerStack:
         if lowest <= top:
             step = _Step(next(self._numbers), tuple(range(top, lowest - 1, -1)), calls[0].trained)
         self._announce_forward(step, lowest)
-        again = [one for one in range(lowest, top + 1) if streamed.recompute and one not in streamed.saved]
-        graphs = None if streamed.graphs is None or step is None else streamed.graphs.step()
         hidden = split.enter(hidden)
-        with streamed.retry.at("for the inputs of layers that wait for the backward"):
-            boundaries = streamed.arena.step(hidden, again) if again else None
+        boundaries, graphs = streamed.waiting_places(hidden, lowest, top + 1)
         for layer in range(top + 1):
-            differentiate = step is not None and layer >= lowest
-            hidden = streamed.visit_layer(
-                layer, per_layer[layer], hidden, boundaries, graphs, differentiate=differentiate
-            )
+            hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden)
         if graphs is not None:
             graphs.turn()
             graphs.expect(top)

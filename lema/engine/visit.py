@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,10 @@ from lema.stream import LayerStream, Lease
 
 __all__ = ["Engine", "visit", "visit_frozen", "visit_top"]
 
+Way: TypeAlias = Literal["forward", "backward"]
+Turn: TypeAlias = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""Makes of a micro-batch's number and the top layer's output its share of the loss, and the gradient of the output."""
+
 
 class Engine:
     """The objects that every visit works with: the model in its parts, the stream of weights, the device.
@@ -52,7 +57,7 @@ class Engine:
         self.retry = OomRetry(stream, backend)
         self.trained = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
-        self.look: Callable[[int, Sequence[Tensor | None]], None] = _ignore
+        self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
@@ -64,6 +69,13 @@ class Engine:
         if self._state is None or not torch.equal(state, self._state):
             self._state = state
         return self._state
+
+    @contextmanager
+    def leased(self, layer: int, way: Way) -> Iterator[Lease]:
+        """Lease a layer for its visit, which is traced; an error of memory in it says where it was."""
+        span = self.stream.trace.span(way, f"layer {layer}")
+        with self.retry.at(f"in the {way} of layer {layer}"), self.stream.lease(layer) as lease, span:
+            yield lease
 
     def trains(self, layer: int) -> bool:
         """Whether anything in a layer trains."""
@@ -112,18 +124,16 @@ def visit_frozen(
 
     Hidden states come from where they wait and go to the device `wait`; None: they are on the right one.
     """
-    outputs, retry, place = [], engine.retry, f"in the forward of layer {layer}"
-    with (
-        retry.at(place),
-        engine.stream.lease(layer) as lease,
-        engine.stream.trace.span("forward", f"layer {layer}"),
-    ):
+    outputs, place = [], f"in the forward of layer {layer}"
+    with engine.leased(layer, "forward") as lease:
+
+        def run(call: LayerCall, state: Tensor) -> Tensor:
+            made = engine.split.run_layer(layer, lease.weights, call, state.to(engine.backend.device))
+            return made if wait is None else made.to(wait, non_blocking=True)
+
         for call, state in zip(calls, hidden, strict=True):
             engine.stop.poll()
-            for attempt in retry.forwards(engine.generator_state()):
-                with attempt, retry.at(place):
-                    made = engine.split.run_layer(layer, lease.weights, call, state.to(engine.backend.device))
-                    outputs.append(made if wait is None else made.to(wait, non_blocking=True))
+            outputs.append(engine.retry.forward(place, partial(run, call, state), engine.generator_state()))
         if beside is not None:
             beside.through(layer, lease, hidden)
     return tuple(outputs)
@@ -165,21 +175,15 @@ class _LayerVisit:
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
-        engine, layer, retry, outputs = self._engine, self._layer, self._engine.retry, []
-        place = f"in the forward of layer {layer}"
-        with (
-            retry.at(place),
-            engine.stream.lease(layer) as lease,
-            engine.stream.trace.span("forward", f"layer {layer}"),
-        ):
+        engine, layer, outputs = self._engine, self._layer, []
+        with engine.leased(layer, "forward") as lease:
             self._leaves = engine.trained.leaves(layer, lease)
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
                 engine.stop.poll()
                 given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
                 drawn = engine.generator_state()
-                for attempt in retry.forwards(drawn):
-                    with attempt, retry.at(place):
-                        outputs.append(self._run(lease, index, given, needs=needs, state=drawn))
+                run = partial(self._run, lease, index, given, needs=needs, state=drawn)
+                outputs.append(engine.retry.forward(f"in the forward of layer {layer}", run, drawn))
             if self._beside is not None:
                 self._beside.through(layer, lease, hidden)
         self._beside = None
@@ -211,11 +215,7 @@ class _LayerVisit:
         engine = self._engine
         after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
         engine.trained.begin(self._layer, self._leaves)
-        with (
-            engine.retry.at(f"in the backward of layer {self._layer}"),
-            engine.stream.lease(self._layer) as lease,
-            engine.stream.trace.span("backward", f"layer {self._layer}"),
-        ):
+        with engine.leased(self._layer, "backward") as lease:
             for index, gradient in enumerate(gradients):
                 engine.stop.poll()
                 graph, edge = self._graphs[index]
@@ -306,7 +306,7 @@ class _TopVisit(torch.autograd.Function):
             ctx.leaves = engine.trained.leaves(top, lease)
             # Begun in the forward, because the top layer is differentiated here, while it is on lease.
             engine.trained.begin(top, ctx.leaves)
-            turn: Callable[[int, Tensor], tuple[Tensor, Tensor]] = embed_head.turn
+            turn: Turn = embed_head.turn
             states, after = None, None
             if beside is not None:
                 total, known, states = settled(engine, lease, ctx.leaves, calls, hidden, embed_head, beside)
@@ -316,11 +316,8 @@ class _TopVisit(torch.autograd.Function):
                 needs = ctx.needs_input_grad[5 + index]
                 if states is not None:  # because what dropout drew when the loss was formed is drawn again
                     engine.backend.set_rng_state(states[index])
-                for attempt in retry.forwards(engine.generator_state(), embed_head.sums):
-                    with attempt, retry.at(place):
-                        value, given, others = _top_layer(
-                            engine, lease, ctx.leaves, call, turn, index, state, needs=needs
-                        )
+                run = partial(_top_layer, engine, lease, ctx.leaves, call, turn, index, state, needs=needs)
+                value, given, others = retry.forward(place, run, engine.generator_state(), embed_head.sums)
                 total = total + value
                 ctx.inputs.append(given)
                 ctx.gradients.append(others)
@@ -350,7 +347,7 @@ def _top_layer(
     lease: Lease,
     leaves: Leaves,
     call: LayerCall,
-    turn: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    turn: Turn,
     index: int,
     state: Tensor,
     *,
@@ -381,7 +378,7 @@ def _top_layer(
     return value, found[0] if needs else None, others[: len(others) - len(leaves)]
 
 
-def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
+def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Turn:
     """Return what stands for the head where the loss is formed already, and how it changes is `known` but for a factor.
 
     An attempt that fails is made again, so nothing is let go before the pass has gone on to the next micro-batch.
@@ -394,7 +391,3 @@ def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Callable[[int, Te
         return torch.zeros((), device=output.device), loss.scaled(index, known[index])
 
     return turn
-
-
-def _ignore(layer: int, gradients: Sequence[Tensor | None]) -> None:
-    """Look at no gradient: the default of `Engine.look`."""

@@ -43,16 +43,11 @@ class Misfit(ValueError):
 
 @dataclass
 class Conversion:
-    """Tensors on disk which only together give tensors of the model.
+    """Tensors on disk which only together give tensors of the model."""
 
-    Attributes:
-        first: the in-memory name `transformers` files the conversion under.
-        converter: its own, which is not changed.
-        sources: the tensors on disk with the pattern of the converter each matched, in the converter's order.
-    """
-
-    first: str
-    converter: WeightConverter
+    first: str  # the in-memory name `transformers` files the conversion under
+    converter: WeightConverter  # its own, which is not changed
+    # The tensors on disk with the pattern of the converter each matched, in the converter's order.
     sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
     # What operations make of tensors without bytes, by converter and shapes: many layers and experts are alike.
     tried: dict[Any, list[tuple[str, torch.Size, torch.dtype]]] = field(default_factory=dict, repr=False)
@@ -65,10 +60,6 @@ class Conversion:
 
     def records(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored]:
         """Return how each tensor that comes out is stored, by its name in the model.
-
-        Args:
-            model: without adapters; its parameters may be on `meta`.
-            dtype: of the tensors that come out.
 
         Raises:
             Misfit: the sources do not make what the converter makes.
@@ -200,9 +191,6 @@ class _Operations:
     """Operations of a converter, to be run whenever a parameter is leased.
 
     Args:
-        conversion: whose they are.
-        operations: the operations.
-        model: which they may look at.
         single: they are run for one of several experts, and return what they make in a row of one.
     """
 

@@ -40,19 +40,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the model's own between two layers, with `Made` for what comes out of the layers.
-
-    Attributes:
-        differentiable: whether autograd follows it, which it does not within a `torch.autograd.Function`.
-        autocast: whether it is done under autocast where its layer is, which the model's own code may switch off.
-    """
+    """One operation of the model's own between two layers, with `Made` for what comes out of the layers."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: Any
-    differentiable: bool
-    autocast: bool
+    differentiable: bool  # whether autograd follows it, which it does not within a `torch.autograd.Function`
+    autocast: bool  # whether it is done under autocast where its layer is, which the model's own code may switch off
 
     @property
     def uses(self) -> set[int]:
@@ -71,26 +66,17 @@ class Step:
 
 @dataclass
 class LayerCall:
-    """The arguments one layer was called with, but for the hidden state, and what is done with what it returns.
-
-    Attributes:
-        hidden: the number of the hidden state.
-        returns: the numbers of what the layer returns.
-        after: what the model does with that before the next layer is called.
-        received: of the layer below; None: the hidden state alone.
-        left: for the layer above; None: what the layer returns first, untouched.
-        autocast: the dtype that products had where the model was called; None: the layer's own.
-    """
+    """The arguments one layer was called with, but for the hidden state, and what is done with what it returns."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hidden_is_keyword: bool
-    hidden: int = 0
-    returns: tuple[int, ...] = ()
-    after: list[Step] = field(default_factory=list)
-    received: Between | None = None
-    left: Between | None = None
-    autocast: torch.dtype | None = None
+    hidden: int = 0  # the number of the hidden state
+    returns: tuple[int, ...] = ()  # the numbers of what the layer returns
+    after: list[Step] = field(default_factory=list)  # what the model does with that before the next layer is called
+    received: Between | None = None  # of the layer below; None: the hidden state alone
+    left: Between | None = None  # for the layer above; None: what the layer returns first, untouched
+    autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
 
     @property
     def own(self) -> tuple[Any, ...]:
@@ -114,7 +100,9 @@ class LayerCall:
             values, written = self.received.unpacked(hidden)
         shared = {} if self.received is None else {id(one): one for one in self.received.shared}
         shared |= {} if self.left is None else {id(one): one for one in self.left.shared}
-        given = {key: _with(one, written.get(key, {})) for key, one in shared.items()}
+        given = {key: copy.copy(one) for key, one in shared.items()}
+        for key, one in given.items():
+            one.update(written.get(key, {}))
         args, kwargs = (_filled(part, values, given) for part in (self.args, self.kwargs))
         if self.hidden_is_keyword:
             kwargs = {"hidden_states": values[self.hidden], **kwargs}
@@ -128,7 +116,12 @@ class LayerCall:
         values.update(zip(self.returns, items, strict=False))
         for step in self.after:
             step.run(values)
-        return self.left.packed(values, {key: _beside(given[key], one) for key, one in shared.items()})
+        # What has been written into the copies of the mappings.
+        new = {
+            key: {name: value for name, value in given[key].items() if name not in one or one[name] is not value}
+            for key, one in shared.items()
+        }
+        return self.left.packed(values, new)
 
 
 @dataclass(frozen=True)
@@ -315,15 +308,3 @@ def _filled(value: Any, values: Mapping[int, Any], given: Mapping[int, Any] | No
             return dict(zip(value, filled, strict=True))
         return type(value)(filled) if type(value) in (list, tuple) else type(value)(*filled)
     return value
-
-
-def _with(shared: Shared, written: Mapping[Any, Any]) -> Shared:
-    """Return a copy of a mapping with what was written into it besides."""
-    copied = copy.copy(shared)
-    copied.update(written)
-    return copied
-
-
-def _beside(copied: Shared, shared: Shared) -> dict[Any, Any]:
-    """Return what has been written into the copy of a mapping."""
-    return {key: value for key, value in copied.items() if key not in shared or shared[key] is not value}

@@ -34,14 +34,10 @@ class Attribute:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which layers are alike.
+    """Which layers are alike."""
 
-    Attributes:
-        of: for each layer the number of its kind, in the order in which kinds come: `(0, 0, 1, 0, ...)`.
-        labels: the attributes in which layers of one kind may differ, since they say which layer it is.
-    """
-
-    of: tuple[int, ...]
+    of: tuple[int, ...]  # for each layer the number of its kind, in the order in which kinds come: `(0, 0, 1, 0, ...)`
+    # The attributes in which layers of one kind may differ, since they say which layer it is.
     labels: tuple[Attribute, ...]
 
     @property
@@ -51,12 +47,7 @@ class LayerKinds:
 
 
 def compare_layers(layers: Sequence[nn.Module], name: str) -> LayerKinds:
-    """Compare layers with each other.
-
-    Args:
-        layers: a stack of them.
-        name: of the stack in the model, so that `<name>.3` is a layer's.
-    """
+    """Compare the layers of a stack with each other, whose `name` in the model says that `<name>.3` is a layer's."""
     numbers = frozenset(_numbers(layers))
     labels = set(numbers)
     firsts: list[int] = []

@@ -45,8 +45,6 @@ class StoredTensors:
     Args:
         records: where each is, by its name in the model without adapters.
         dtypes: what the model wants each in.
-        backend: the device.
-        reader: reads them.
     """
 
     def __init__(
@@ -131,12 +129,8 @@ def place_outside(
 def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:
     """Put the first parameter of the model, and of each model around its layers, on the device where it is not read.
 
-    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element.
-
-    Args:
-        model: with all that is read in its place.
-        device: the device.
-        on_meta: the layers first, and what else is to stay as it is.
+    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element. Of
+    `on_meta`, what is to stay as it is, the layers are the first.
     """
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and is_in(on_meta[0], [name]):

@@ -10,7 +10,7 @@ and its projections by their sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,19 +42,8 @@ from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, part_of
 
 __all__ = [
-    "held_adapter",
-    "held_layouts",
-    "held_record",
-    "held_records",
-    "held_tensor",
-    "layout_at",
-    "layout_of",
-    "layouts_of",
-    "layouts_of_model",
-    "open_backend",
-    "planned_parallel",
-    "whole_adapter",
-    "whole_tensor",
+    *("held_adapter", "held_records", "held_tensor", "layout_at", "layout_of", "layouts_of", "layouts_of_model"),
+    *("open_backend", "planned_parallel", "whole_adapter", "whole_tensor"),
 ]
 
 
@@ -64,20 +53,21 @@ def layout_of(parameter: Tensor) -> Layout | None:
     return layout
 
 
-def held_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Return how each parameter that is divided lies, by its name in the model without adapters."""
-    named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
-    return {name: layout for name, layout in named if layout is not None}
-
-
-def held_record(record: Stored, layout: Layout | None, rank: int) -> Stored:
-    """Return what of a stored tensor one process reads.
+def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
+    """Return what one process reads of each stored tensor of a model whose layers have been divided.
 
     Raises:
-        ConfigError: it is stored quantised or in pieces, and such a tensor is not divided.
+        ConfigError: a tensor that is divided is stored quantised or in pieces.
     """
-    if layout is None or layout.kind == "replicated":
-        return record
+    named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
+    layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
+    return {
+        name: _held_record(record, layouts[name], parallel.rank) if name in layouts else record
+        for name, record in records.items()
+    }
+
+
+def _held_record(record: Stored, layout: Layout, rank: int) -> Stored:
     if isinstance(record, QuantizedRecord):
         raise ConfigError(
             f"{record.name} is stored quantised, and would have to be divided among processes",
@@ -94,16 +84,6 @@ def held_record(record: Stored, layout: Layout | None, rank: int) -> Stored:
     ranges = [(start, start + length) for start, length in places(layout, size, rank)]
     assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
     return part_of(record, layout.dim, ranges)
-
-
-def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
-    """Return what one process reads of each stored tensor of a model whose layers have been divided.
-
-    Raises:
-        ConfigError: as `held_record`.
-    """
-    layouts = held_layouts(model)
-    return {name: held_record(record, layouts.get(name), parallel.rank) for name, record in records.items()}
 
 
 def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:
@@ -148,9 +128,6 @@ def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tenso
     return {name: held_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()}
 
 
-Make = Callable[[nn.Linear, int], Layout]
-
-
 def layouts_of(
     config: PreTrainedConfig,
     tp: int,
@@ -159,18 +136,12 @@ def layouts_of(
     *,
     trust_remote_code: bool = False,
 ) -> dict[str, Layout]:
-    """Return the layout of the weight of every linear module and embedding that the model's plan covers.
+    """Return the layout over `tp` ranks of the weight of every linear module and embedding that the model's plan
+    covers, by the module's name, `*` standing for every number where the layers are alike; `layout_at` looks one up.
 
     Args:
-        config: the model's.
-        tp: how many ranks.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         kv_multiplier: how many replicas there are; None: as few as can be.
-        trust_remote_code: as in `lema.model.meta_model`.
-
-    Returns:
-        Names of modules in the causal language model, `*` standing for every number where the layers are alike. Look
-        one up with `layout_at`.
 
     Raises:
         ModelError: the model has no plan.
@@ -206,7 +177,10 @@ def layouts_of_model(
                 found[name] = layout
         except ConfigError as error:
             raise ConfigError(f"{name}: {error.what}", where=error.where or "tp", how=error.how) from error
-    return _by_pattern(found)
+    alike: dict[str, set[Layout]] = {}
+    for name, layout in found.items():
+        alike.setdefault(_pattern(name), set()).add(layout)
+    return {_pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout for name, layout in found.items()}
 
 
 def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
@@ -229,13 +203,6 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _by_pattern(found: Mapping[str, Layout]) -> dict[str, Layout]:
-    alike: dict[str, set[Layout]] = {}
-    for name, layout in found.items():
-        alike.setdefault(_pattern(name), set()).add(layout)
-    return {_pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout for name, layout in found.items()}
-
-
 def _of_embedding(module: nn.Embedding, style: str, tp: int) -> Layout | None:
     if style == "embedding_rowwise":
         return embedding(tp, module.num_embeddings)
@@ -253,8 +220,7 @@ def _of_linear(
     kv_multiplier: int | None,
 ) -> Layout | None:
     if style not in ("colwise", "rowwise") or heads is None:
-        make = _STYLES.get(style)
-        return None if make is None else make(module, tp)
+        return _of_style(module, style, tp)
     dim = 0 if style == "colwise" else 1
     size, (queries, keys, width) = (module.out_features if dim == 0 else module.in_features), heads
     options: Any = {"kv_layout": kv_layout, "kv_multiplier": kv_multiplier, "dim": dim}
@@ -286,40 +252,23 @@ def _attention(model: nn.Module, name: str, styles: Mapping[str, str]) -> tuple[
     return heads, heads // int(getattr(parent, "num_key_value_groups", None) or 1), width
 
 
-def _padded_column(module: nn.Linear, tp: int) -> Layout:
-    return column(tp, module.out_features if module.out_features % tp else None)
-
-
-def _packed_column(module: nn.Linear, tp: int) -> Layout:
-    return fused([(module.out_features // 2, column(tp))] * 2)
-
-
-def _packed_row(module: nn.Linear, tp: int) -> Layout:
-    return fused([(module.in_features // 2, replace(column(tp), dim=1))] * 2)
-
-
-def _row(_: nn.Linear, tp: int) -> Layout:
-    return row(tp)
-
-
-def _whole(_: nn.Linear, tp: int) -> Layout:
-    return replicated(tp)
-
-
 _WIDTHS = ("v_head_dim", "head_dim", "head_size")  # what modules of attention call the width of a head
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
-_STYLES: Mapping[str, Make] = {
-    "colwise": lambda _, tp: column(tp),
-    "colwise_gather_output": _padded_column,
-    "colwise_rep": _padded_column,
-    "packed_colwise": _packed_column,
-    "rowwise": _row,
-    "rowwise_split_input": _row,
-    "rowwise_rep": _row,
-    "packed_rowwise": _packed_row,
-    **dict.fromkeys(_WHOLE, _whole),
-}
+
+def _of_style(module: nn.Linear, style: str, tp: int) -> Layout | None:
+    match style:
+        case "colwise":
+            return column(tp)
+        case "colwise_gather_output" | "colwise_rep":
+            return column(tp, module.out_features if module.out_features % tp else None)
+        case "packed_colwise":
+            return fused([(module.out_features // 2, column(tp))] * 2)
+        case "rowwise" | "rowwise_split_input" | "rowwise_rep":
+            return row(tp)
+        case "packed_rowwise":
+            return fused([(module.in_features // 2, replace(column(tp), dim=1))] * 2)
+    return replicated(tp) if style in _WHOLE else None
 
 
 def open_backend(config: LemaConfig) -> Backend:

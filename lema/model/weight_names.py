@@ -43,19 +43,9 @@ from lema.storage.slices import AssembledRecord
 from lema.stream.placement import DTYPES
 
 __all__ = [
-    "LayerNames",
-    "NameMap",
-    "checkpoint_dtype",
-    "grouped",
-    "is_rearranged",
-    "map_names",
-    "match_names",
-    "open_quantizer",
-    "stored_name",
-    "target_dtypes",
-    "warn_of_unused",
+    *("LayerNames", "NameMap", "checkpoint_dtype", "grouped", "is_rearranged", "map_names", "match_names"),
+    *("stored_name", "target_dtypes", "warn_of_unused"),
 ]
-
 
 HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
@@ -63,22 +53,17 @@ SHOWN = 8  # kinds of names in one line
 
 @dataclass
 class NameMap:
-    """How every tensor of a model is filled from a checkpoint.
+    """How every tensor of a model is filled from a checkpoint."""
 
-    Attributes:
-        stored: in-memory name -> where it is on disk, as it is, assembled from several tensors, or quantised.
-        rearranged: in-memory names of what is not stored as it is in memory.
-        tied: in-memory name that is not stored -> the stored in-memory name it shares its weights with.
-        kept: buffers that the checkpoint need not store; the model's own values stand.
-        ignored: tensors on disk that `transformers` says no model needs.
-        unused: further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
-    """
-
+    # In-memory name -> where it is on disk, as it is, assembled from several tensors, or quantised.
     stored: dict[str, Stored] = field(default_factory=dict)
-    rearranged: list[str] = field(default_factory=list)
+    rearranged: list[str] = field(default_factory=list)  # in-memory names of what is not stored as it is in memory
+    # In-memory name that is not stored -> the stored in-memory name it shares its weights with.
     tied: dict[str, str] = field(default_factory=dict)
+    # Buffers that the checkpoint need not store; the model's own values stand.
     kept: list[str] = field(default_factory=list)
-    ignored: list[Stored] = field(default_factory=list)
+    ignored: list[Stored] = field(default_factory=list)  # tensors on disk that `transformers` says no model needs
+    # Further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
     unused: list[Stored] = field(default_factory=list)
 
     @property
@@ -92,9 +77,6 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
 
     Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
     disk that the model has no place for are named in a warning.
-
-    Args:
-        model: as `from_config` builds it, without adapters; its parameters may be on `meta`.
 
     Raises:
         ModelError, WeightsError: as `map_names`.
@@ -128,7 +110,7 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
     parts = (model.config, model.config.get_text_config(decoder=True))  # some say it of the part that reads text
     settings = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
-    quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
+    quantizer = None if ours or settings is None else _open_quantizer(settings, index.path)
     state: dict[str, Tensor] = model.state_dict()
     names, conversions, twice = _assign(model, index, stored, state, quantizer)
     misshapen = []
@@ -161,10 +143,8 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
 def warn_of_unused(names: NameMap, stacklevel: int) -> None:
     """Warn of tensors on disk that the model has no place for; `stacklevel` as in `warnings.warn`."""
     if unused := [record.name for record in names.unused]:
-        warnings.warn(
-            f"{len(unused)} tensors on disk are not used, for the model has no place for them: {grouped(unused)}",
-            stacklevel=stacklevel,
-        )
+        said = f"{len(unused)} tensors on disk are not used, for the model has no place for them: {grouped(unused)}"
+        warnings.warn(said, stacklevel=stacklevel)
 
 
 def grouped(names: Sequence[str]) -> str:
@@ -195,18 +175,16 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
 
 
-def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
+def _open_quantizer(settings: Any, path: Path) -> HfQuantizer:
     """Return the quantizer of `transformers` whose operations expand what is stored.
-
-    Args:
-        settings: the config's `quantization_config`.
-        path: where the model is, for messages.
 
     Raises:
         ModelError: `transformers` cannot expand weights of this method.
         ConfigError: the method's library is not installed.
     """
-    method = _method(settings)
+    chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
+    found = chosen.get("quant_method")
+    method = str(getattr(found, "value", found))
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method)
     # Asked of the class, because some quantizers cannot be made without libraries and devices of their own.
     if kind is None or "dequantize" not in kind.get_load_operations(kind.__new__(kind)):
@@ -215,7 +193,6 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
             where=f"{path}: quantization_config",
             how="use the unquantised model; `lema prepare --quantize` makes of it what streams",
         )
-    chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
     try:
         config = AutoQuantizationConfig.from_dict(chosen)
         config.dequantize = True
@@ -234,11 +211,6 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
             how="check the config, or download it again",
         ) from error
     return quantizer
-
-
-def _method(settings: Any) -> str:
-    found = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return str(getattr(found, "value", found))
 
 
 def _assign(
@@ -340,10 +312,9 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     patterns = model._keys_to_ignore_on_load_missing
     ignorable = re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    names.kept = [
-        name for name in missing if name not in names.tied and name in buffers and ignorable and ignorable.search(name)
-    ]
-    missing = [name for name in missing if name not in names.tied and name not in names.kept]
+    missing = [name for name in missing if name not in names.tied]
+    names.kept = [name for name in missing if name in buffers and ignorable and ignorable.search(name)]
+    missing = [name for name in missing if name not in names.kept]
     towers = find_towers(model) if missing else []
     return [name for name in missing if not is_in(name, towers)]
 

@@ -120,25 +120,24 @@ def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
     """
     if not isinstance(calls, (list, tuple)):
         raise row.broken(f"'tool_calls' should be a list, not {type(calls).__name__}", at=at)
-    return [_tool_call(row, call, at) for call in calls]
-
-
-def _tool_call(row: Row, call: Any, at: str) -> dict[str, Any]:
-    how = 'write {"function": {"name": "...", "arguments": {...}}}'
-    function = call.get("function") or call if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise row.broken("a tool call names no function", at=at, how=how)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
-    if not isinstance(arguments if arguments is not None else {}, Mapping):
-        raise row.broken("the arguments of a tool call are no object", at=at, how=how)
-    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
-    named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
-    return {"type": "function"} | {key: value for key, value in rest.items() if value is not None} | {"function": named}
+    made, how = [], 'write {"function": {"name": "...", "arguments": {...}}}'
+    for call in calls:
+        function = call.get("function") or call if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise row.broken("a tool call names no function", at=at, how=how)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
+        if not isinstance(arguments if arguments is not None else {}, Mapping):
+            raise row.broken("the arguments of a tool call are no object", at=at, how=how)
+        named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
+        left = call.keys() - {"function", "name", "arguments"}
+        rest = {key: value for key, value in call.items() if key in left and value is not None}
+        made.append({"type": "function", **rest, "function": named})
+    return made
 
 
 def read_conversations(row: Row, fields: Mapping[str, str]) -> Chat:

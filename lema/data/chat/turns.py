@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lema.data.chat.marks import FIRST, TAG, Marked, Piece, has_marks, last_mark, mark_messages, without_marks
 from lema.data.chat.template import Template, forms_of_messages, literals_of
 from lema.data.files import Row
+from lema.data.values import num_alike
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -74,7 +75,10 @@ class Rendered:
             DataError: the answer, or a tool call in it, is not there, or is not where the template puts it alone.
         """
         shown = self._shown(number)
-        start, end = self._found(number, shown) if self.said is None else self._said(number, shown)
+        if self.said is None:
+            start, end = self._start(number, shown), self._end(number)
+        else:
+            start, end = self._said(number, shown)
         first, last = self._ends(shown)
         others = (places[0] for mark, places in self.places.items() if self._piece(mark).message != number)
         if not start <= first <= last <= end or any(start < place < end for place in others):
@@ -155,9 +159,6 @@ class Rendered:
             what = "the chat template marks the assistant's words, and not these"
             raise self.row.broken(what, at=f"message {number + 1}", how="mend the {% generation %} of the template")
         return min(one[0] for one in spans), max(one[1] for one in spans)
-
-    def _found(self, number: int, shown: list[int]) -> Span:
-        return self._start(number, shown), self._end(number)
 
     def _start(self, number: int, shown: list[int]) -> int:
         """Where the generation prompt ends, as far as a finished turn has it: its rest, such as an opened block of
@@ -248,9 +249,7 @@ class Rendered:
 
 def _common(one: str, other: str) -> int:
     """How many characters two texts begin with in common, counted in whole tags."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
+    length = num_alike(one, other)
     cut = next((tag.start() for tag in TAG.finditer(other) if tag.start() < length < tag.end()), length)
     return min(length, cut)
 

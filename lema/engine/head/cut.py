@@ -9,8 +9,7 @@ on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
 from typing import Any, Literal
 
@@ -27,10 +26,10 @@ from lema.config.units import human_bytes
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError
 from lema.model import Split
-from lema.model.capture import past_layers
+from lema.model.capture import past_layers, replaced
 from lema.model.outer_weights import StoredTensors
 from lema.model.row_tables import RowTables
-from lema.model.skeleton import find_layers
+from lema.model.skeleton import ends_of, find_layers
 from lema.storage.header import TensorRecord
 from lema.storage.slices import part_of
 from lema.stream.placement import PAGE, LayerBytes, place
@@ -55,8 +54,6 @@ class HeadCut:
         model: without adapters, its weights on `meta`.
         stored: where these are.
         where: the setting. "auto": it may be cut where a limit of device memory asks for it, if it is large.
-        limited: whether there is such a limit.
-        parallel: the processes that hold the model together.
         planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
 
     Attributes:
@@ -232,11 +229,8 @@ def open_ends(
 
 def _head_of(model: PreTrainedModel) -> nn.Linear | None:
     """Return what the model calls its head, if it is a plain linear module."""
-    with suppress(NotImplementedError):  # of a model whose code does not say
-        found = model.get_output_embeddings()
-        if isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward:
-            return found
-    return None
+    found = ends_of(model)[1]
+    return found if isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward else None
 
 
 def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
@@ -262,7 +256,7 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
             def product(given: Tensor, size: int = size, follow: _Follow = follow) -> Tensor:
                 return follow.begin(given.new_empty(*given.shape[:-1], size))
 
-            with _replaced({module: product, **dict.fromkeys(tables, no_rows)}), follow:
+            with replaced({module: product, **dict.fromkeys(tables, no_rows)}), follow:
                 logits = run().logits
             found += follow.said if follow.is_made_of(logits) else [follow.said[0] if follow.said else ELSEWHERE]
         return found
@@ -275,18 +269,6 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
     if any(one is None for one in found):
         return "the model does not run on part of its vocabulary"
     return next((what for one in found for what in one or ()), None)
-
-
-@contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Replace the `forward` of modules for the length of a `with` block."""
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for module in forwards:
-            del module.forward
 
 
 ELSEWHERE = "the model's logits are not what its head returns"

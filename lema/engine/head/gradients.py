@@ -34,12 +34,10 @@ class EmbedHead:
     """The embeddings and the head in one step, with the gradients of their parameters.
 
     Args:
-        backend: for the generator state.
         loss: the head and the loss; None: they are somebody else's, and only the embeddings are looked after.
         hidden: each micro-batch's hidden state before the layers, with its graph where something there trains.
         calls: of each layer, the call of each micro-batch. An argument with a graph is cut off from it: layers add its
             gradient to `.grad`, from where it goes on at the end.
-        trained: the parameters outside the layers that train.
 
     Attributes:
         reach_below: whether gradients go on below the layers.

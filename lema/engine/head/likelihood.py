@@ -36,10 +36,8 @@ def likelihoods(
     """Return how likely each row's targets are, in one pass over the layers.
 
     Args:
-        model: the streamed model.
         micro_batches: padded on the right. Other than in training, a label is the token *after* its position, because
             the last one is no input; -100 is not asked about.
-        on_host: hidden states wait in host memory between layers.
 
     Raises:
         ConfigError: the head is streamed in pieces.

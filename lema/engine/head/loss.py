@@ -142,12 +142,10 @@ class LossChunks:
 
     def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
         """Yield `scale` times each block's share of the loss, to be differentiated by the parameters of the head."""
-        for rows, columns in self._blocks(index):
-            if not self._skipped(index, rows, columns):
-                target = self._targets[index][rows, columns]
-                with torch.enable_grad():
-                    value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
-                yield value
+        for rows, columns, target in self.blocks_to_form(index):
+            with torch.enable_grad():
+                value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
+            yield value
 
     def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Return a block's share of the loss, and the leaf that it depends on unless nothing is trained."""

@@ -13,7 +13,7 @@ for rounding, because sums over the vocabulary are added in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 from lema.backend import Backend
 from lema.engine.head.loss import IGNORED
 from lema.model import Split
+from lema.model.capture import replaced
 from lema.stream import Lease
 
 if TYPE_CHECKING:
@@ -66,8 +67,6 @@ class PiecedHead:
     """The model's own head, of whose weight there is one piece at a time.
 
     Args:
-        split: the model in its parts.
-        backend: for the generator state.
         module: the head, its weight on `meta`.
         spans: the rows of each piece, `(first, end)`; they are leased after the layers, by the numbers that follow.
     """
@@ -83,16 +82,10 @@ class PiecedHead:
         """How many logits a token has."""
         return self.spans[-1][1]
 
-    @contextmanager
-    def standing_in(self, product: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
+    def standing_in(self, product: Callable[[Tensor], Tensor] | None = None) -> AbstractContextManager[None]:
         """Have the head return what `product` makes of its input in a `with` block; None: a few logits by a weight that
         is made up, which tell the parts of the model from each other."""
-        # On the instance, because the class is the library's.
-        self._module.forward = product or _made_up  # type: ignore[assignment,method-assign]
-        try:
-            yield
-        finally:
-            del self._module.forward
+        return replaced({self._module: product or _made_up})
 
     def inputs(self, hidden: Tensor) -> Tensor:
         """Return what the product is given, `[rows, tokens, width]`, of the last layer's output; differentiable."""
@@ -143,27 +136,16 @@ def _made_up(given: Tensor) -> Tensor:
 
 @dataclass
 class _Block:
-    """Some tokens of a micro-batch, and what the passes have found of them so far.
+    """Some tokens of a micro-batch, and what the passes have found of them so far."""
 
-    Attributes:
-        index: of the micro-batch.
-        place: rows and columns in it.
-        given: what the product is given, `[rows, tokens, width]`.
-        targets: int64 `[tokens]`.
-        most: the largest logit of each token, fp32 as the others.
-        total: the sum of the exponentials of its logits less that.
-        hit: its target's logit.
-        gradient: of `given`, in fp32; None: it is not wanted.
-    """
-
-    index: int
-    place: tuple[slice, slice]
-    given: Tensor
-    targets: Tensor
-    most: Tensor
-    total: Tensor
-    hit: Tensor
-    gradient: Tensor | None = None
+    index: int  # of the micro-batch
+    place: tuple[slice, slice]  # rows and columns in it
+    given: Tensor  # what the product is given, `[rows, tokens, width]`
+    targets: Tensor  # int64 `[tokens]`
+    most: Tensor  # the largest logit of each token, fp32 as the others
+    total: Tensor  # the sum of the exponentials of its logits less that
+    hit: Tensor  # its target's logit
+    gradient: Tensor | None = None  # of `given`, in fp32; None: it is not wanted
 
     def see(self, logits: Tensor, first: int) -> None:
         """Take note of a piece's logits `[rows, tokens, words]`, of the words from `first` on."""
@@ -204,14 +186,9 @@ def piece_passes(
     differentiate: bool,
     poll: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Take every micro-batch through the pieces, and back where it is differentiated.
+    """Take every micro-batch's last output of the layers through the pieces, and back where it is differentiated.
 
-    Args:
-        head: the head.
-        stream: leases its pieces.
-        chunks: the loss of the step.
-        hidden: the last layer's outputs.
-        poll: called before each micro-batch in each piece; what it raises ends the passes.
+    `poll` is called before each micro-batch in each piece; what it raises ends the passes.
 
     Returns:
         Each micro-batch's share of the loss, fp32, and the gradients of `hidden`, of `chunks.scale` times the loss.

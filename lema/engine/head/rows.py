@@ -51,7 +51,6 @@ class RowLoss:
 
     Args:
         head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
-        objective: of the run.
         batches: the micro-batches, in host memory.
         targets: of each, what `row_targets` returns, on the device.
         chunk_tokens: logits exist for at most this many tokens.
@@ -128,15 +127,12 @@ class RowLoss:
         sums: dict[nn.Parameter, Tensor],  # noqa: ARG002 - they are formed once the loss is known
     ) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s log-probabilities, and the gradient of each by its place in `hidden`."""
-        targets = self.targets[index]
-        logps = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
+        logps = torch.zeros(self.targets[index].shape, dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden)
-        for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
-            if not (self._known[index][rows, columns] != IGNORED).any():
-                continue
+        for rows, columns, target in self._blocks_to_form(index):
             leaf = hidden[rows, columns].detach().requires_grad_()
             with torch.enable_grad():
-                found = self._logps(leaf, targets[rows, columns])
+                found = self._logps(leaf, target)
                 choose(leaves([found]))
                 (gradient[rows, columns],) = torch.autograd.grad(found.sum(), leaf)
             logps[rows, columns] = found.detach()
@@ -146,17 +142,16 @@ class RowLoss:
         self,
         logps: Sequence[Tensor],
         reference: Sequence[Tensor] | None = None,
-        mismatched: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        mismatched: Sequence[Sequence[Tensor]] = (),
         *,
         differentiate: bool = True,
     ) -> Tensor:
-        """Return this process's share of the loss of the pass, an fp32 scalar.
+        """Return this process's share of the loss of the pass, an fp32 scalar; its gradients are formed as well.
 
         Args:
             logps: of each micro-batch.
             reference: likewise, of the model without adapters.
-            mismatched: of each micro-batch's mismatched rows, by the model and by the reference.
-            differentiate: form the gradients.
+            mismatched: of each micro-batch's mismatched rows, by the model and by the reference; none: not asked for.
         """
         given = [one.detach().requires_grad_(differentiate) for one in logps]
         with torch.set_grad_enabled(differentiate):
@@ -179,13 +174,18 @@ class RowLoss:
 
     def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
         """Yield what, differentiated by the parameters of the head, gives the gradients of `scale` times the loss."""
+        for rows, columns, target in self._blocks_to_form(index):
+            with torch.enable_grad():
+                logps = self._logps(hidden[rows, columns].detach(), target)
+                value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
+            yield value
+
+    def _blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
         targets = self.targets[index]
         for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
             if (self._known[index][rows, columns] != IGNORED).any():
-                with torch.enable_grad():
-                    logps = self._logps(hidden[rows, columns].detach(), targets[rows, columns])
-                    value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
-                yield value
+                yield rows, columns, targets[rows, columns]
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self._head(hidden)
@@ -198,7 +198,7 @@ class RowLoss:
         number: int,
         logps: Tensor,
         reference: Sequence[Tensor] | None,
-        mismatched: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
+        mismatched: Sequence[Sequence[Tensor]],
     ) -> tuple[Scored, float]:
         """Return the rows of one batch of the pass, and the share of its loss in that of the pass."""
         device, about = logps.device, self._about
@@ -211,10 +211,7 @@ class RowLoss:
         labels = _side_by_side([targets_of(batch["labels"]) for batch in self._batches], IGNORED)
         old = [targets_like(batch[OLD_LOGPS]) for batch in self._batches if OLD_LOGPS in batch]
         advantages = [batch[ADVANTAGES] for batch in self._batches if ADVANTAGES in batch]
-        sums = None
-        if mismatched is not None:
-            policy, other = (torch.cat([one.sum(dim=1) for one in each])[at] for each in mismatched)
-            sums = policy, other
+        sums = [torch.cat([one.sum(dim=1) for one in each])[at] for each in mismatched]
         scored = Scored(
             logps[at],
             (labels != IGNORED).to(device)[at],
@@ -223,7 +220,7 @@ class RowLoss:
             num_examples=int(own[0, Of.EXAMPLES]),
             num_tokens=int(own[0, Of.WHOLE if self._objective.prompts else Of.TOKENS]),
             reference=None if reference is None else _side_by_side(reference)[at],
-            mismatched=sums,
+            mismatched=(sums[0], sums[1]) if sums else None,
             advantages=_rows(advantages).to(device)[at] if advantages else None,
             old_logps=_side_by_side(old).to(device)[at] if old else None,
         )
