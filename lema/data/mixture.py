@@ -9,11 +9,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from lema.config.problems import nearest
 from lema.data.batches import Batch, collate, share_of
-from lema.data.columns import IGNORED
 from lema.data.dataset import TokenDataset
 from lema.data.interleave import WINDOW, Fade, Interleaving
 from lema.data.packed import PackedTokens
@@ -159,7 +156,7 @@ class Mixture:
         for draw, row in zip(draws, rows, strict=True):
             if len(row["input_ids"]) > self.block:
                 raise _too_long(draw.source, f"row {draw.row}", len(row["input_ids"]), self.block)
-        return _padded(collate(rows, self.pad_token_id, untrained=size > 1), self.block, self.pad_token_id)
+        return collate(rows, self.pad_token_id, untrained=size > 1, length=self.block)
 
 
 def _span(start: int, count: int) -> range:
@@ -204,20 +201,3 @@ def _check(sampling: Sampling, source: Source, block: int) -> None:
 def _too_long(name: str, where: str, length: int, block: int) -> DataError:
     what = f"a row of {name!r} has {length:,} tokens, more than a block of {block:,}"
     return DataError(what, where=where, how="use longer blocks, or prepare the data with max_length as long as a block")
-
-
-def _padded(batch: Batch, block: int, pad_token_id: int) -> Batch:
-    """The batch, its rows padded to a block: the padding is neither seen nor learnt."""
-    more = block - batch["input_ids"].shape[1]
-    if not more:
-        return batch
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-
-    def wider(tensor: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, more), value=value)
-
-    return Batch(
-        input_ids=wider(batch["input_ids"], pad_token_id),
-        labels=wider(batch["labels"], IGNORED),
-        attention_mask=wider(mask, 0),
-    )

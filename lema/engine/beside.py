@@ -63,37 +63,31 @@ class Group:
     source: Group | None = None  # what these rows are the same as up to there; None: the rows that train
 
 
+@dataclass(eq=False)
 class Beside:
-    """The rows that go beside those of one pass.
+    """The rows that go beside those of one pass."""
 
-    Args:
-        reference: the rows that train, without adapters; None: they are not asked for.
-        mismatched: of KTO's KL term, with adapters and without; none: they are not asked for.
-        forks: the lowest layer at which a model without adapters makes something else; -1: before the layers.
-        outside: whether something outside the layers trains.
-    """
-
-    def __init__(
-        self, engine: Engine, reference: Group | None, mismatched: Sequence[Group], forks: int, *, outside: bool
-    ) -> None:
-        self._engine, self._reference, self._mismatched = engine, reference, mismatched
-        self._groups = [*filter(None, [reference]), *mismatched]
-        self._forks, self._outside = forks, outside
+    engine: Engine  # what visits work with
+    reference: Group | None  # the rows that train, without adapters; None: they are not asked for
+    mismatched: Sequence[Group]  # of KTO's KL term, with adapters and without; none: they are not asked for
+    forks: int  # the lowest layer at which a model without adapters makes something else; -1: before the layers
+    outside: bool  # whether something outside the layers trains
 
     @torch.no_grad()
     def through(self, layer: int, lease: Lease, hidden: Sequence[Tensor]) -> None:
         """Take the rows through a layer that is on lease; `hidden` is what the rows that train were given there."""
-        if layer == self._forks:
-            for group in self._groups:
+        groups = [*([] if self.reference is None else [self.reference]), *self.mismatched]
+        if layer == self.forks:
+            for group in groups:
                 if group.hidden is None:
                     group.hidden = list(hidden if group.source is None else group.source.hidden or ())
-        engine = self._engine
+        engine = self.engine
 
         def run(group: Group, call: LayerCall, given: Tensor) -> Tensor:
             # Not compiled without adapters, because that would be another graph of each layer.
             return engine.split.run_layer(layer, lease.weights, call, given.detach(), compiled=group.adapters)
 
-        for group in self._groups:
+        for group in groups:
             if group.hidden is None:
                 continue
             with nullcontext() if group.adapters else adapters_off([engine.split.layers[layer]]):
@@ -106,21 +100,21 @@ class Beside:
     @torch.no_grad()
     def evaluated(self, loss: RowLoss, hidden: Sequence[Tensor]) -> Tensor:
         """Return the loss of a pass of which no gradient is wanted; `hidden` are the last layer's outputs."""
-        with self._engine.retry.at("in the head and the loss"):
+        with self.engine.retry.at("in the head and the loss"):
             logps = [loss.forward(state, target) for state, target in zip(hidden, loss.targets, strict=True)]
         return self.settle(loss, logps, differentiate=False)
 
     def settle(self, loss: RowLoss, logps: Sequence[Tensor], *, differentiate: bool = True) -> Tensor:
         """Return the loss of a pass, of whose rows that train these are the log-probabilities; the layers are done."""
-        reference = None if self._reference is None else self._logps(loss, self._reference)
-        mismatched = [self._logps(loss, one) for one in self._mismatched]
+        reference = None if self.reference is None else self._logps(loss, self.reference)
+        mismatched = [self._logps(loss, one) for one in self.mismatched]
         return loss.settle(logps, reference, mismatched, differentiate=differentiate)
 
     def _logps(self, loss: RowLoss, group: Group) -> list[Tensor]:
         hidden, group.hidden = group.hidden or [], None
         # Looked for only where something outside the layers trains, because else the head has no adapters.
-        adapted = [] if group.adapters or not self._outside else [self._engine.split.model]
-        with adapters_off(adapted), self._engine.retry.at("in the head and the loss"):
+        adapted = [] if group.adapters or not self.outside else [self.engine.split.model]
+        with adapters_off(adapted), self.engine.retry.at("in the head and the loss"):
             return [loss.forward(state, target) for state, target in zip(hidden, group.targets, strict=True)]
 
 
@@ -156,11 +150,11 @@ def beside_of_pass(
     others, wanted = model.inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], split.tables)
     reference = without(placed, loss.targets, calls) if objective.reference else None
     if not objective.mismatched:
-        return Beside(model.engine, reference, (), forks, outside=outside)
+        return Beside(model.engine, reference, (), forks, outside)
     hidden, own = model.prelude(others, first)
     policy = Group(own, wanted, adapters=True, hidden=list(split.enter(hidden)))
     mismatched = policy, without(others, wanted, own, policy)
-    return Beside(model.engine, reference, mismatched, forks, outside=outside)
+    return Beside(model.engine, reference, mismatched, forks, outside)
 
 
 def settled(

@@ -229,15 +229,17 @@ class OomRetry:
         )
 
 
+@dataclass(eq=False)
 class PassAttempt:
     """One attempt to take `micro_batches` through the model, made in its `with` block.
 
     If memory runs out there, the block ends without an error, `failed` is true, and there is room for the next attempt.
     """
 
-    def __init__(self, retry: OomRetry, micro_batches: list[Mapping[str, Tensor]], purpose: Purpose) -> None:
-        self._retry, self._purpose = retry, purpose
-        self.micro_batches, self.failed = micro_batches, False
+    _retry: OomRetry
+    micro_batches: list[Mapping[str, Tensor]]
+    _purpose: Purpose
+    failed: bool = False
 
     def __enter__(self) -> None:
         self._retry._passes += 1

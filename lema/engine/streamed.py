@@ -239,10 +239,9 @@ class StreamedModel:
                 hidden = through(0, calls[0], hidden)
         for layer in range(max(start, 1), top + 1):
             if prefix is not None and layer == prefix.layer > start:
-                prefix.reach(lowest)
                 drawn = not torch.equal(before, self.backend.rng_state())
                 handed_on = any(call.received is not None and call.received.more for call in calls[layer])
-                prefix.keep(inputs, hidden, drawn=drawn, handed_on=handed_on)
+                prefix.keep(inputs, hidden, lowest=lowest, drawn=drawn, handed_on=handed_on)
             if layer < last:
                 # Not by a variable, which would hold this layer's inputs until the next layer is done.
                 hidden = through(layer, calls[layer], hidden)
@@ -316,8 +315,7 @@ class StreamedModel:
 
         Between layers they `wait` on this device; None: on the model's.
         """
-        batches = [self.padding.of(batch) for batch in self.retry.cut(micro_batches)]
-        return self._forward(self.inputs.place(batches), wait=wait)
+        return self._forward(self.inputs.place(list(map(self.padding.of, self.retry.cut(micro_batches)))), wait=wait)
 
     def _forward(
         self,
@@ -347,7 +345,7 @@ class StreamedModel:
         self, micro_batches: MicroBatches, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
-        batches, objective = [self.padding.of(batch) for batch in micro_batches], self.objective
+        batches, objective = list(map(self.padding.of, micro_batches)), self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
             options |= {"known": targets, "dft": self.dft}

@@ -8,9 +8,10 @@ layer, the head and the loss are one visit: the graph is formed, used and freed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
 from lema.engine.beside import Beside, settled
-from lema.engine.head.gradients import EmbedHead
+from lema.engine.head.gradients import EmbedHead, apart
 from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
@@ -101,13 +102,9 @@ def visit(
     the layer is recomputed there; None: its activations are kept, in `graphs` or, without them, on the device. The rows
     `beside` those that train go through the layer in the same lease.
     """
-    # An autograd function, because autograd then calls the layer's backward when the gradients of its outputs are
-    # there, and knows nothing of the graph inside, whose weights are on lease only during the two visits.
-    visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
-        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside),
-        engine.anchor,
-        *hidden,
-    )
+    # Apart, because the graph inside has weights that are on lease only during the two visits.
+    visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside)
+    visited: tuple[Tensor, ...] = apart(visit.forward, visit.backward, engine.anchor, hidden)
     return visited
 
 
@@ -147,7 +144,8 @@ def visit_top(
     beside: Beside | None = None,
 ) -> Tensor:
     """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
-    loss: Tensor = _TopVisit.apply(engine, calls, embed_head, beside, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
+    visit = _TopVisit(engine, calls, embed_head, beside)
+    loss: Tensor = apart(visit.forward, visit.backward, engine.anchor, hidden)
     return loss
 
 
@@ -221,7 +219,10 @@ class _LayerVisit:
                 graph, edge = self._graphs[index]
                 if self._away is not None:
                     self._away.expect_after(self._layer, index)
-                with graph.differentiated(lease), self._fetched(index):
+                with graph.differentiated(lease), ExitStack() as stack:
+                    if self._boundaries is not None:
+                        self._boundary.append(stack.enter_context(self._boundaries.kept(self._layer, index)))
+                        stack.callback(self._boundary.clear)
                     graph.backward(edge, gradient)
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
@@ -231,19 +232,6 @@ class _LayerVisit:
         self._leaves = {}
         self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
         return found
-
-    @contextmanager
-    def _fetched(self, index: int) -> Iterator[None]:
-        """Have the boundary of micro-batch `index` on the device in the `with` block."""
-        if self._boundaries is None:
-            yield
-            return
-        with self._boundaries.kept(self._layer, index) as boundary:
-            self._boundary.append(boundary)
-            try:
-                yield
-            finally:
-                self._boundary.clear()
 
     def _runner(
         self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
@@ -271,75 +259,66 @@ class _LayerVisit:
         return run
 
 
-class _Visit(torch.autograd.Function):
-    """`_LayerVisit` as autograd sees it. `anchor` requires grad, so that the visit is differentiated even when the
-    lowest hidden state does not."""
-
-    @staticmethod
-    def forward(ctx: Any, visit: _LayerVisit, anchor: Tensor, *hidden: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd does
-        ctx.visit = visit
-        return visit.forward(hidden, ctx.needs_input_grad[2:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.visit.backward(gradients)
-
-
-class _TopVisit(torch.autograd.Function):
+@dataclass(eq=False)
+class _TopVisit:
     """The top layer, the head and the loss: gradients are formed in the forward, handed on in the backward."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        engine: Engine,
-        calls: Sequence[LayerCall],
-        embed_head: EmbedHead,
-        beside: Beside | None,
-        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
-        *hidden: Tensor,
-    ) -> Tensor:
+    _engine: Engine
+    _calls: Sequence[LayerCall]
+    _embed_head: EmbedHead
+    _beside: Beside | None
+    _inputs: list[Tensor | None] = field(default_factory=list)  # gradients of the inputs
+    _others: list[list[tuple[Tensor, Tensor | None]]] = field(default_factory=list)  # what else has one, with that
+    _leaves: Leaves = field(default_factory=dict)  # for the weights that train
+
+    def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
+        """Return the loss of all micro-batches."""
+        engine, embed_head = self._engine, self._embed_head
         top, retry = engine.split.num_layers - 1, engine.retry
         place = f"in the forward of layer {top}"
-        ctx.embed_head, ctx.inputs, ctx.gradients, ctx.engine = embed_head, [], [], engine
         with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
-            ctx.leaves = engine.trained.leaves(top, lease)
+            self._leaves = engine.trained.leaves(top, lease)
             # Begun in the forward, because the top layer is differentiated here, while it is on lease.
-            engine.trained.begin(top, ctx.leaves)
+            engine.trained.begin(top, self._leaves)
             turn: Turn = embed_head.turn
             states, after = None, None
-            if beside is not None:
-                total, known, states = settled(engine, lease, ctx.leaves, calls, hidden, embed_head, beside)
+            if self._beside is not None:
+                total, known, states = settled(
+                    engine, lease, self._leaves, self._calls, hidden, embed_head, self._beside
+                )
                 turn, after = _known_turn(embed_head, known), engine.backend.rng_state()
-            for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
+            for index, (call, state) in enumerate(zip(self._calls, hidden, strict=True)):
                 engine.stop.poll()
-                needs = ctx.needs_input_grad[5 + index]
                 if states is not None:  # because what dropout drew when the loss was formed is drawn again
                     engine.backend.set_rng_state(states[index])
-                run = partial(_top_layer, engine, lease, ctx.leaves, call, turn, index, state, needs=needs)
+                needs = needs_grad[index]
+                run = partial(_top_layer, engine, lease, self._leaves, call, turn, index, state, needs=needs)
                 value, given, others = retry.forward(place, run, engine.generator_state(), embed_head.sums)
                 total = total + value
-                ctx.inputs.append(given)
-                ctx.gradients.append(others)
+                self._inputs.append(given)
+                self._others.append(others)
             if after is not None:
                 engine.backend.set_rng_state(after)
+        self._calls, self._beside = (), None
         return total
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        factor = gradients[0] / ctx.embed_head.loss.scale
-        ctx.embed_head.head_backward(factor)
-        for found in ctx.gradients:
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Turn the gradient of the loss into those of the inputs; those of all else are added to `.grad`."""
+        factor = gradients[0] / self._embed_head.loss.scale
+        self._embed_head.head_backward(factor)
+        for found in self._others:
             pairs = [(leaf, gradient * factor) for leaf, gradient in found if gradient is not None]
             if pairs:
                 torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])  # adds to .grad, in order
-        for leaf in ctx.leaves.values():
+        for leaf in self._leaves.values():
             if leaf.grad is not None:
                 leaf.grad *= factor  # 1, but where the loss was changed after it was formed
-        ctx.engine.trained.end(ctx.engine.split.num_layers - 1, ctx.leaves)
-        scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
-        ctx.gradients = ctx.inputs = ctx.embed_head = ctx.leaves = None
-        return None, None, None, None, None, *scaled
+        self._engine.trained.end(self._engine.split.num_layers - 1, self._leaves)
+        scaled = [None if state is None else state * factor.to(state.dtype) for state in self._inputs]
+        self._inputs, self._others, self._leaves = [], [], {}
+        del self._embed_head
+        return scaled
 
 
 def _top_layer(

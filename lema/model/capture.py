@@ -29,8 +29,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
 __all__ = [
-    *("PASSED_THROUGH_THE_MODEL", "Between", "Shared", "alike", "as_leaf", "depends_on", "has_values", "leaves"),
-    *("past_layers", "replaced", "replaced_tensors", "tensors_in", "values_unread", "with_bytes", "without_casts"),
+    *("PASSED_THROUGH_THE_MODEL", "Between", "Shared", "alike", "as_leaf", "changed", "depends_on", "has_values"),
+    *(
+        "leaves",
+        "past_layers",
+        "replaced",
+        "replaced_tensors",
+        "tensors_in",
+        "values_unread",
+        "with_bytes",
+        "without_casts",
+    ),
     *("without_dropout", "without_values"),
 ]
 
@@ -159,6 +168,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with what `change` makes of it or else, in nested tuples, lists and dictionaries, of their items.
+
+    What nothing is changed in is returned itself, because the model may know it again.
+    """
+    if (other := change(value)) is not value or not isinstance(value, dict | list | tuple):
+        return other
+    items = list(value.values() if isinstance(value, dict) else value)
+    made = [changed(item, change) for item in items]
+    if all(one is item for one, item in zip(made, items, strict=True)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, made, strict=True))
+    return type(value)(made) if type(value) in (list, tuple) else type(value)(*made)
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
@@ -290,13 +315,6 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
             yield
     finally:
         tracer.level = level
-
-
-def with_bytes(value: object, device: torch.device) -> object:
-    """Return a tensor without values as zeros on `device`, which it need not compute; any other value as it is."""
-    if not isinstance(value, Tensor) or has_values(value):
-        return value
-    return torch.zeros(value.shape, dtype=value.dtype).to(device)
 
 
 def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callable[..., Any]], T | None]) -> T | None:

@@ -56,8 +56,8 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         self._layers, self._name, self._backend = layers, name, backend
-        kinds = compare_layers(layers, name)
-        self.kinds, self._firsts = kinds.of, kinds.firsts
+        self.kinds, labels = compare_layers(layers, name)
+        self._firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
         self.compilations = 0
         self._runs = 0  # of compiled graphs
         self._templates = [layers[first] for first in self._firsts]
@@ -66,7 +66,7 @@ class CompiledLayers:
         self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
         self._own = [list(_own_tensors(layer)) for layer in layers]
         self._labels = [
-            list(_labels(layer, layers[self._firsts[kind]], kinds.labels))
+            list(_labels(layer, layers[self._firsts[kind]], labels))
             for layer, kind in zip(layers, self.kinds, strict=True)
         ]
         self._tried: dict[int, set[Any]] = {kind: set() for kind in range(len(self._templates))}
@@ -206,9 +206,9 @@ def _labels(
     if layer is template:
         return
     parts, others = dict(layer.named_modules()), dict(template.named_modules())
-    for label in labels:
-        if label.module in parts and label.name in vars(parts[label.module]):
-            yield others[label.module], parts[label.module], label.name
+    for module, name in labels:
+        if module in parts and name in vars(parts[module]):
+            yield others[module], parts[module], name
 
 
 @contextmanager

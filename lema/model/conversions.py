@@ -187,20 +187,18 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+@dataclass(eq=False)
 class _Operations:
-    """Operations of a converter, to be run whenever a parameter is leased.
+    """Operations of a converter, to be run whenever a parameter is leased."""
 
-    Args:
-        single: they are run for one of several experts, and return what they make in a row of one.
-    """
-
-    def __init__(self, conversion: Conversion, operations: Sequence[Any], model: nn.Module, *, single: bool) -> None:
-        self._conversion, self._operations, self._model = conversion, operations, model
-        self._single = single
+    conversion: Conversion
+    operations: Sequence[Any]
+    model: nn.Module  # which they may look at
+    single: bool  # they are run for one of several experts, and return what they make in a row of one
 
     def __call__(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        made = self._conversion.run(self._operations, given, self._model)
-        return {name: one[0] if self._single or isinstance(one, list) else one for name, one in made.items()}
+        made = self.conversion.run(self.operations, given, self.model)
+        return {name: one[0] if self.single or isinstance(one, list) else one for name, one in made.items()}
 
     def tried(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return what is made of tensors without bytes; small constants beside them have theirs."""
@@ -208,8 +206,8 @@ class _Operations:
             (name, *((one.shape, one.dtype) if one.is_meta else tuple(one.tolist()) for one in group))
             for name, group in sorted(given.items())
         )
-        own, known = self._conversion.first, self._conversion.tried
-        key = (id(self._conversion.converter), shapes)
+        own, known = self.conversion.first, self.conversion.tried
+        key = (id(self.conversion.converter), shapes)
         if key not in known:
             made = self(given)
             known[key] = [("" if name == own else name, one.shape, one.dtype) for name, one in made.items()]
@@ -219,7 +217,7 @@ class _Operations:
         """Keep of the model only what the operations may ask for, because adapters will change its modules' names."""
         kept: Any = nn.Module()
         kept.config = model.config
-        for name in {*names, self._conversion.first}:
+        for name in {*names, self.conversion.first}:
             *owners, leaf = name.split(".")
             owner = kept
             for part in owners:
@@ -227,7 +225,7 @@ class _Operations:
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(model.get_parameter_or_buffer(name).detach(), False))
-        self._model = kept
+        self.model = kept
 
 
 def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> Step:

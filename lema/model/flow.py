@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lema.model.capture import Between, Shared, tensors_in
+from lema.model.capture import Between, Shared, changed, tensors_in
 
 __all__ = ["LayerCall", "Prelude", "Tape"]
 
@@ -259,17 +259,12 @@ class Tape(TorchFunctionMode):
 
     def _noted(self, value: Any) -> Any:
         """Return a value with `Made` for every tensor that has a number; the same object where there is none."""
-        if isinstance(value, Tensor):
-            number = self.number(value)
-            return value if number is None else Made(number)
-        if not any(self.number(tensor) is not None for tensor in tensors_in(value)):
-            return value
-        if isinstance(value, dict):
-            return {key: self._noted(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            items = [self._noted(item) for item in value]
-            return type(value)(items) if type(value) in (list, tuple) else type(value)(*items)
-        return value
+
+        def note(one: Any) -> Any:
+            number = self.number(one) if isinstance(one, Tensor) else None
+            return one if number is None else Made(number)
+
+        return changed(value, note)
 
 
 def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:
@@ -295,16 +290,8 @@ def _numbered(noted: Any, values: Any) -> Iterator[tuple[int, Any]]:
 
 def _filled(value: Any, values: Mapping[int, Any], given: Mapping[int, Any] | None = None) -> Any:
     """Return a value with what every `Made` in it stands for, and with `given` by `id`; where there is none, itself."""
-    if given and id(value) in given:
-        return given[id(value)]
-    if isinstance(value, Made):
-        return values[value.number]
-    if isinstance(value, dict | list | tuple):
-        items = value.values() if isinstance(value, dict) else value
-        filled = [_filled(item, values, given) for item in items]
-        if all(one is other for one, other in zip(filled, items, strict=True)):
-            return value
-        if isinstance(value, dict):
-            return dict(zip(value, filled, strict=True))
-        return type(value)(filled) if type(value) in (list, tuple) else type(value)(*filled)
-    return value
+
+    def fill(one: Any) -> Any:
+        return values[one.number] if isinstance(one, Made) else (given or {}).get(id(one), one)
+
+    return changed(value, fill)

@@ -6,6 +6,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +40,14 @@ def layer_bytes(
     return [place(layer) for layer in layers]
 
 
+@dataclass(frozen=True, eq=False)
 class StoredTensors:
-    """A model's tensors where they are stored, to be read by name; quantised ones are expanded.
+    """A model's tensors where they are stored, to be read by name; quantised ones are expanded."""
 
-    Args:
-        records: where each is, by its name in the model without adapters.
-        dtypes: what the model wants each in.
-    """
-
-    def __init__(
-        self,
-        records: Mapping[str, Stored],
-        dtypes: Mapping[str, torch.dtype],
-        backend: Backend,
-        reader: LayerReader,
-    ) -> None:
-        self.records, self.dtypes, self.backend = records, dtypes, backend
-        self._reader = reader
+    records: Mapping[str, Stored]  # where each is, by its name in the model without adapters
+    dtypes: Mapping[str, torch.dtype]  # what the model wants each in
+    backend: Backend
+    reader: LayerReader
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return those of `names` that are stored, on the device: views of memory that is the caller's."""
@@ -68,33 +60,39 @@ class StoredTensors:
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""
         placed = self.place([name])
-        buffer = self.backend.host_buffer(placed.nbytes)
-        self._reader.submit(placed, buffer).wait()
-        expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8) if placed.expansions else None
-        if expanded is not None:
-            expand_into(expanded, buffer, placed)
-        return weights_in(buffer, placed, expanded)[name]
+        return _weights(self._buffer(placed), placed)[name]
 
     def rows(self, name: str) -> StoredRows | None:
         """Return the rows of a stored table, which stays on disk; None: they cannot be read one by one."""
         record = self.records[name]
         ranges = None if isinstance(record, QuantizedRecord) else row_ranges(record)
-        return None if ranges is None else StoredRows(self._reader, name, ranges, record.shape, self.dtypes[name])
+        return None if ranges is None else StoredRows(self.reader, name, ranges, record.shape, self.dtypes[name])
 
     def load(self, placed: LayerBytes) -> dict[str, Tensor]:
         """Return on the device what `place` laid out."""
-        buffer = self.backend.host_buffer(placed.nbytes)
-        self._reader.submit(placed, buffer).wait()
+        buffer = self._buffer(placed)
         if not placed.expansions and not has_addresses(self.backend.device):
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
             return {name: one.to(self.backend.device) for name, one in weights_in(buffer, placed, None).items()}
         on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
-        expanded = None
-        if placed.expansions:
-            expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=self.backend.device)
-            expand_into(expanded, on_device, placed)
+        found = _weights(on_device, placed)
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
-        return weights_in(on_device, placed, expanded)
+        return found
+
+    def _buffer(self, placed: LayerBytes) -> Tensor:
+        """Return host memory with what is stored of these tensors."""
+        buffer = self.backend.host_buffer(placed.nbytes)
+        self.reader.submit(placed, buffer).wait()
+        return buffer
+
+
+def _weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
+    """Return the tensors in memory that was read, quantised ones expanded on the same device."""
+    expanded = None
+    if placed.expansions:
+        expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=memory.device)
+        expand_into(expanded, memory, placed)
+    return weights_in(memory, placed, expanded)
 
 
 def load_outside(

@@ -16,7 +16,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lema.backend import Backend, BackendOptions, Parallel, SingleProcess, load
 from lema.backend.layout import (
@@ -36,14 +36,13 @@ from lema.backend.layout import (
 from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
-from lema.model.skeleton import meta_model
 from lema.model.weight_names import WRAPPED
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, part_of
 
 __all__ = [
-    *("held_adapter", "held_records", "held_tensor", "layout_at", "layout_of", "layouts_of", "layouts_of_model"),
-    *("open_backend", "planned_parallel", "whole_adapter", "whole_tensor"),
+    *("held_adapter", "held_records", "held_tensor", "layout_at", "layout_of", "layouts_of", "open_backend"),
+    *("planned_parallel", "whole_adapter", "whole_tensor"),
 ]
 
 
@@ -129,17 +128,13 @@ def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tenso
 
 
 def layouts_of(
-    config: PreTrainedConfig,
-    tp: int,
-    kv_layout: KvLayout = "tile",
-    kv_multiplier: int | None = None,
-    *,
-    trust_remote_code: bool = False,
+    model: PreTrainedModel, tp: int, kv_layout: KvLayout = "tile", kv_multiplier: int | None = None
 ) -> dict[str, Layout]:
     """Return the layout over `tp` ranks of the weight of every linear module and embedding that the model's plan
     covers, by the module's name, `*` standing for every number where the layers are alike; `layout_at` looks one up.
 
     Args:
+        model: its parameters may be on `meta`.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         kv_multiplier: how many replicas there are; None: as few as can be.
 
@@ -147,13 +142,6 @@ def layouts_of(
         ModelError: the model has no plan.
         ConfigError: a module cannot be divided among so many ranks; it says which, and what would do.
     """
-    return layouts_of_model(meta_model(config, trust_remote_code=trust_remote_code), tp, kv_layout, kv_multiplier)
-
-
-def layouts_of_model(
-    model: PreTrainedModel, tp: int, kv_layout: KvLayout = "tile", kv_multiplier: int | None = None
-) -> dict[str, Layout]:
-    """Return what `layouts_of` does for a model, whose parameters may be on `meta`; raises what that raises."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         raise ModelError(

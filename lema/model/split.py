@@ -164,7 +164,13 @@ class Split:
             self._rest, self._mark_absent = None, marked
             return False
         if self._rest is not None:
-            self._rest = tuple(capture.with_bytes(one, device) for one in self._rest)
+            # Zeros that the device need not compute stand for tensors that were made there without values.
+            self._rest = tuple(
+                torch.zeros(one.shape, dtype=one.dtype).to(device)
+                if isinstance(one, Tensor) and not capture.has_values(one)
+                else one
+                for one in self._rest
+            )
         return True
 
     def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,23 +10,25 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
 from lema.config import timelimit
 from lema.data.files import Row
+from lema.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_SECONDS", "Template", "forms_of_messages", "guarded", "literals_of", "open_template"]
+__all__ = ["MAX_SECONDS", "Template", "guarded", "in_forms", "literals_of", "open_template"]
 
 MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Messages = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=16)
@@ -93,23 +95,37 @@ class Template:
         return str(texts[0]), [(int(start), int(end)) for start, end in places[0] if start < end]
 
 
-def forms_of_messages(messages: Messages) -> Iterator[Messages]:
-    """The forms in which templates take messages, the usual one first.
+def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
+    """Yield what `render` makes of messages, in one after the other of the forms in which templates take them.
 
     Tool calls have their arguments as objects, which is what templates are told to expect. Some join them to text as
     they are: those take JSON, and a text, perhaps an empty one, beside each call. Models that see images take blocks of
     text.
+
+    Raises:
+        DataError: the template takes none of the forms; it is what is said of the first.
     """
-    yield messages
+    forms, refused, taken = [messages], list[DataError](), 0
     if any(message.get("tool_calls") for message in messages):
-        yield [_written(message) for message in messages]
+        forms.append([_written(message) for message in messages])
     if any(isinstance(message["content"], str) for message in messages):
-        yield [
-            {**message, "content": [{"type": "text", "text": message["content"] or ""}]}
-            if not isinstance(message["content"], list)
-            else message
-            for message in messages
-        ]
+        forms.append([_in_blocks(message) for message in messages])
+    for form in forms:
+        try:
+            made = render(form)
+        except DataError as error:
+            refused.append(error)
+            continue
+        taken += 1
+        yield made
+    if not taken:
+        raise refused[0]
+
+
+def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(message["content"], list):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"] or ""}]}
 
 
 def _written(message: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lema.data.chat.marks import FIRST, TAG, Marked, Piece, has_marks, last_mark, mark_messages, without_marks
-from lema.data.chat.template import Template, forms_of_messages, literals_of
+from lema.data.chat.marks import FIRST, TAG, Marked, Piece, last_mark, mark_messages, without_marks
+from lema.data.chat.template import Template, in_forms, literals_of
 from lema.data.files import Row
 from lema.data.values import num_alike
 from lema.errors import DataError
@@ -260,20 +260,12 @@ def render_chat(template: Template, known: Known, messages: list[dict[str, Any]]
     Raises:
         DataError: the template refuses the chat, or writes another one where words are marked.
     """
-    refused, partly = None, None
-    for form in forms_of_messages(messages):
-        try:
-            rendered = _render(template, known, form, row)
-        except DataError as error:
-            refused = refused or error
-            continue
+    found = list[Rendered]()
+    for rendered in in_forms(messages, lambda form: _render(template, known, form, row)):
         if rendered.is_whole():
             return rendered
-        partly = partly or rendered
-    if partly is not None:
-        return partly
-    assert refused is not None
-    raise refused
+        found.append(rendered)
+    return found[0]
 
 
 def _render(template: Template, known: Known, messages: list[dict[str, Any]], row: Row) -> Rendered:
@@ -282,7 +274,7 @@ def _render(template: Template, known: Known, messages: list[dict[str, Any]], ro
         text, said = template.render_marked(messages, row)
     else:
         text = template.render(messages, row)
-    if has_marks(text):
+    if without_marks(text)[1]:
         what = "a message holds characters of the last private plane of Unicode, which mark words here"
         raise row.broken(what, how=f"remove the characters from U+{FIRST:X} on")
     try:

@@ -95,10 +95,7 @@ class HeadCut:
     @property
     def weight(self) -> nn.Parameter | None:
         """The weight that is not loaded; None: it is."""
-        if self.module is None:
-            return None
-        assert isinstance(self.module.weight, nn.Parameter)
-        return self.module.weight
+        return None if self.module is None else self.module._parameters["weight"]
 
     @property
     def names(self) -> frozenset[str]:

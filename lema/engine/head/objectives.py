@@ -193,8 +193,7 @@ def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesira
 
 def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
     """ORPO (arXiv:2403.07691): the odds of completions, beside the cross-entropy of chosen rows with their prompts."""
-    averages = [one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)]
-    chosen, rejected = averages
+    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     ratio = logsigmoid(odds)
     nll = -rows.logps[rows.chosen].sum() / rows.num_tokens
@@ -208,8 +207,7 @@ def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
 
 def simpo(rows: Scored, *, beta: float, gamma: float, cpo_alpha: float, smoothing: float) -> tuple[Tensor, Measured]:
     """SimPO (arXiv:2405.14734), with `cpo_alpha` times the cross-entropy of chosen completions beside it."""
-    averages = [one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)]
-    chosen, rejected = averages
+    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
     delta = (chosen - rejected) - gamma / beta
     losses = -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
     loss = losses.sum() / rows.num_examples

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lema.backend import Backend
+from lema.engine.head.gradients import apart
 from lema.engine.head.loss import IGNORED
 from lema.model import Split
 from lema.model.capture import replaced
@@ -268,35 +269,24 @@ def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_B
 
 
 def visit_head(engine: Engine, head: PiecedHead, chunks: Chunks, hidden: Sequence[Tensor]) -> Tensor:
-    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
-    loss: Tensor = _HeadVisit.apply(engine, head, chunks, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
-    return loss
+    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar.
 
+    Gradients are formed in the forward, and handed on in the backward.
+    """
+    formed = list[Tensor]()
 
-class _HeadVisit(torch.autograd.Function):
-    """Head and loss as autograd sees them: gradients are formed in the forward, handed on in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        engine: Engine,
-        head: PiecedHead,
-        chunks: Chunks,
-        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
-        *hidden: Tensor,
-    ) -> Tensor:
-        place = "in the head and the loss"
-        with engine.retry.at(place), engine.stream.trace.span("forward", "head and loss"):
-            values, ctx.gradients = piece_passes(
-                head, engine.stream, chunks, hidden, differentiate=True, poll=engine.stop.poll
-            )
-        ctx.scale = chunks.scale
-        engine.look(engine.split.num_layers, ctx.gradients)
+    def forward(hidden: Sequence[Tensor], _: Sequence[bool]) -> Tensor:
+        with engine.retry.at("in the head and the loss"), engine.stream.trace.span("forward", "head and loss"):
+            poll = engine.stop.poll
+            values, formed[:] = piece_passes(head, engine.stream, chunks, hidden, differentiate=True, poll=poll)
+        engine.look(engine.split.num_layers, formed)
         return torch.stack(values).sum()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        factor = gradients[0] / ctx.scale
-        scaled = [state * factor.to(state.dtype) for state in ctx.gradients]
-        ctx.gradients = None
-        return None, None, None, None, *scaled
+    def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+        factor = gradients[0] / chunks.scale
+        scaled = [state * factor.to(state.dtype) for state in formed]
+        formed.clear()
+        return scaled
+
+    loss: Tensor = apart(forward, backward, engine.anchor, hidden)
+    return loss
