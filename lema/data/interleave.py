@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import TypeAlias
 
 from lema.data.permutation import Permutation
@@ -41,13 +40,11 @@ def _sigmoid(x: float) -> float:
     return (bent(x) - bent(1.0)) / (bent(0.0) - bent(1.0))
 
 
-SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
-    {
-        "linear": lambda x: 1.0 - x,
-        "cosine": lambda x: (1.0 + math.cos(math.pi * x)) / 2.0,
-        "sigmoid": _sigmoid,
-    }
-)
+SHAPES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: (1.0 + math.cos(math.pi * x)) / 2.0,
+    "sigmoid": _sigmoid,
+}
 """The weight of the mixture before, as a function of how much of the fade is over."""
 
 

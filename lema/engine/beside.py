@@ -95,7 +95,7 @@ class Beside:
                     engine.stop.poll()
                     made = partial(run, group, call, group.hidden[index])
                     place, state = f"in the forward of layer {layer}", engine.generator_state()
-                    group.hidden[index] = engine.retry.forward(place, made, state)
+                    group.hidden[index] = engine.retry.run_forward(place, made, state)
 
     @torch.no_grad()
     def evaluated(self, loss: RowLoss, hidden: Sequence[Tensor]) -> Tensor:
@@ -186,7 +186,7 @@ def settled(
             engine.stop.poll()
             states.append(engine.generator_state())
             run = partial(score, index, state)
-            one, gradient = retry.forward(f"in the forward of layer {top}", run, states[-1])
+            one, gradient = retry.run_forward(f"in the forward of layer {top}", run, states[-1])
             logps.append(one)
             gradients.append(gradient)
         beside.through(top, lease, hidden)

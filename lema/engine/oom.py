@@ -1,4 +1,4 @@
-"""Retries after the device's memory ran out: a loop of attempts, each with less to hold at once.
+"""Retries after the device's memory ran out: attempts, each with less to hold at once.
 
 The forward of one micro-batch through one layer depends on its input and the generator alone, so it is attempted again
 on the spot, with one slot for weights fewer. A pass adds to gradients as it goes, so it is begun again from its start,
@@ -6,9 +6,7 @@ with fewer slots or with micro-batches of half the rows. Every micro-batch's los
 the whole step, so smaller micro-batches give the mathematics of larger ones. What a run gave up it does not take back,
 and it says in a warning what that was.
 
-    for attempt in retry.passes(micro_batches, parameters=adapters):
-        with attempt:
-            loss = forward_and_backward(attempt.micro_batches)
+    loss = retry.run_pass(forward_and_backward, micro_batches, parameters=adapters)
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
@@ -84,18 +81,19 @@ class OomRetry:
             return list(micro_batches)
         return [part for one in micro_batches for part in (split_batch(one, rows) if _rows_of(one) > rows else [one])]
 
-    def passes(
+    def run_pass(
         self,
+        run: Callable[[MicroBatches], T],
         micro_batches: MicroBatches,
         *,
         parameters: Sequence[nn.Parameter] = (),
         made: list[Any] | None = None,
         purpose: Purpose = "training",
-    ) -> Iterator[PassAttempt]:
-        """Yield attempts at one pass until one succeeds. Each finds gradients, generator and `made` as the first did.
+    ) -> T:
+        """Return what `run` makes in one pass. Each attempt finds gradients, generator and `made` as the first did.
 
-        An attempt has in `micro_batches` those of the pass, smaller where they did not fit; how many rows fit is
-        remembered for each `purpose`. The pass adds to the gradients of `parameters`, and appends to the list `made`.
+        It is given the micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
+        `purpose`. The pass adds to the gradients of `parameters`, and appends to the list `made`.
 
         Raises:
             MemoryLimitError: one row does not fit beside one slot.
@@ -104,10 +102,18 @@ class OomRetry:
         with self.once("before the pass"):
             before = [None if one.grad is None else one.grad.clone() for one in parameters if self._alone]
         while True:
-            attempt = PassAttempt(self, self.cut(micro_batches, purpose), purpose)
-            yield attempt
-            if not attempt.failed:
+            parts = self.cut(micro_batches, purpose)
+            self._passes += 1
+            try:
+                result = run(parts)
                 break
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._stream.cancel()
+                self._make_room(error, parts, purpose)
+            finally:
+                self._passes -= 1
             # Here and not where the error was caught, because until that ends the error holds the tensors of the
             # functions that it interrupted; where it is part of a cycle of references, the collector must find it.
             _put_back(parameters, before)
@@ -116,8 +122,9 @@ class OomRetry:
             gc.collect()
             self._backend.set_rng_state(state)
         self._say()
+        return result
 
-    def forward(self, place: str, run: Callable[[], T], state: Tensor, sums: Sized = ()) -> T:
+    def run_forward(self, place: str, run: Callable[[], T], state: Tensor, sums: Sized = ()) -> T:
         """Return what `run` makes: the forward of one micro-batch through one leased layer, at a `place` of the pass.
 
         Each attempt begins from the generator's `state`, and one that fails must leave none of its tensors in a
@@ -132,7 +139,7 @@ class OomRetry:
             except RuntimeError as error:
                 if sums or not is_out_of_memory(error) or not self._shrink(error, 1):
                     raise
-            gc.collect()  # what the error interrupted may be held by a cycle of references, as in `passes`
+            gc.collect()  # what the error interrupted may be held by a cycle of references, as in `run_pass`
             self._backend.set_rng_state(state)
         if not self._passes:
             self._say()
@@ -206,9 +213,9 @@ class OomRetry:
 
     def _say(self) -> None:
         """Warn of what was given up since this was last called, if anything was."""
-        given_up, place = self._given_up, self._short_at
-        if not given_up:
+        if not self._given_up:
             return
+        given_up, place = self._given_up, self._short_at
         self._given_up, self._short_at = {}, ""
         settings, now = [], []
         if "slots" in given_up:
@@ -227,30 +234,6 @@ class OomRetry:
             "there is, and what is kept on the device is chosen to fit it, as `lema plan` shows",
             stacklevel=3,
         )
-
-
-@dataclass(eq=False)
-class PassAttempt:
-    """One attempt to take `micro_batches` through the model, made in its `with` block.
-
-    If memory runs out there, the block ends without an error, `failed` is true, and there is room for the next attempt.
-    """
-
-    _retry: OomRetry
-    micro_batches: list[Mapping[str, Tensor]]
-    _purpose: Purpose
-    failed: bool = False
-
-    def __enter__(self) -> None:
-        self._retry._passes += 1
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
-        self._retry._passes -= 1
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
-            self._retry._stream.cancel()
-            self._retry._make_room(error, self.micro_batches, self._purpose)
-            self.failed = True
-        return self.failed
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:

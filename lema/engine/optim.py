@@ -22,7 +22,6 @@ from lema.errors import ConfigError
 
 __all__ = ["check_optimizer", "follow", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
 
-
 Place: TypeAlias = tuple[torch.device, torch.dtype]
 
 
@@ -58,7 +57,8 @@ def make_optimizer(
         return optimizer
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
     if model is not None:
-        exempt, own = _without_decay(model), list(names) if names is not None else _names_of(model, trained)
+        exempt, known = _without_decay(model), {id(one): name for name, one in model.named_parameters()}
+        own = [known[id(one)] for one in trained] if names is None else list(names)
         kept = [one for one, name in zip(trained, own, strict=True) if name not in exempt]
         others = [one for one, name in zip(trained, own, strict=True) if name in exempt]
         groups[0]["params"] = kept
@@ -76,11 +76,6 @@ def _without_decay(model: nn.Module) -> set[str]:
 
     decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))  # of its own it needs nothing
     return {name for name, _ in model.named_parameters()} - decayed
-
-
-def _names_of(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for parameter in parameters]
 
 
 def _mark(optimizer: Optimizer, config: LemaConfig) -> None:

@@ -18,7 +18,6 @@ from lema.errors import ConfigError
 
 __all__ = ["SCHEDULES", "Spans", "factor_of", "spans_of", "takes"]
 
-
 LOW = 0.01  # where warm-up begins and decay ends, for those of the schedules that do not go to 0
 TAIL = 0.1  # the factor of the second stable part of wsds
 
@@ -36,13 +35,8 @@ Schedule = Callable[..., float]
 """The factor of a step, given how many the schedule is made for and its spans."""
 
 
-def constant(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
-    """Return 1: `transformers`' constant."""
-    return 1.0
-
-
 def constant_with_warmup(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
-    """Return `t / w` for t < w, else 1: `transformers`' constant_with_warmup."""
+    """Return `t / w` for t < w, else 1: `transformers`' constant_with_warmup, and constant, which has no w."""
     return step / spans.warmup if step < spans.warmup else 1.0
 
 
@@ -106,7 +100,8 @@ def _cosine(step: int, total: int, begins: int) -> float:
 
 
 SCHEDULES: Mapping[str, Schedule] = {
-    one.__name__: one for one in (constant, constant_with_warmup, linear, cosine, wsd, wsds, cosine_rewarm)
+    "constant": constant_with_warmup,
+    **{one.__name__: one for one in (constant_with_warmup, linear, cosine, wsd, wsds, cosine_rewarm)},
 }
 
 # The parts a schedule has, each with its length where none is given: a fraction of all steps.
@@ -150,11 +145,9 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     steps = {part: _steps(parts[part] if length is None else length, total) for part, length in given.items()}
     if sum(steps.values()) > total:
         said = " and ".join(f"{part} ({count})" for part, count in steps.items())
-        raise ConfigError(
-            f"{said} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps",
-            where=max(steps, key=lambda part: steps[part]),
-            how=f"make {' or '.join(steps)} shorter, or train on more tokens",
-        )
+        what = f"{said} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps"
+        how = f"make {' or '.join(steps)} shorter, or train on more tokens"
+        raise ConfigError(what, where=max(steps, key=lambda part: steps[part]), how=how)
     return Spans(**steps)
 
 

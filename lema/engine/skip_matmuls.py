@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -28,25 +29,20 @@ from lema.model.capture import replaced
 
 __all__ = ["AdaptedLinears", "LastLinear"]
 
-
 PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
 
 
+@dataclass(eq=False)
 class LastLinear:
-    """The adapted linear that one forward of a layer called last.
+    """The adapted linear that one forward of a layer called last."""
 
-    Attributes:
-        linear: it; None: none was called.
-        begun: how many tensors had been saved when it was called.
-        ended: how many had been saved when it returned, or when a dropout of what it returned did.
-        made: what it or the dropout returned, `[..., features]`, while somebody else holds that.
-    """
-
-    def __init__(self) -> None:
-        self.linear: Linear | None = None
-        self.begun = self.ended = self.features = 0
-        self.dtype = torch.float32
-        self.made: Callable[[], Tensor | None] = lambda: None
+    linear: Linear | None = None  # None: none was called
+    begun: int = 0  # how many tensors had been saved when it was called
+    ended: int = 0  # how many had been saved when it returned, or when a dropout of what it returned did
+    features: int = 0
+    dtype: torch.dtype = torch.float32
+    # What it or the dropout returned, `[..., features]`, while somebody else holds that.
+    made: Callable[[], Tensor | None] = lambda: None
 
     def skipped(self, total: int, saved: Callable[[], int]) -> AbstractContextManager[None]:
         """Skip its frozen product in the `with` block, if a recomputation can do without: of the `total` tensors that

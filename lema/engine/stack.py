@@ -35,7 +35,6 @@ from lema.stream.schedule import fetched_per_step, forward_order
 
 __all__ = ["LayerStack", "StackCall"]
 
-
 # What a model collects of its layers by hooks, which see them run more than once, or not at all.
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 LEARNING_TOKENS = 8
@@ -117,18 +116,14 @@ class LayerStack:
                 return self._forward(**given)
         if given.get("past_key_values") is not None:
             what = "a cache of keys and values is given to a forward that is to be differentiated"
-            raise ConfigError(
-                what, where="past_key_values", how="leave it out, or call the model under torch.no_grad()"
-            )
-        if "use_cache" in self._signature.parameters or self._takes_more:
+            how = "leave it out, or call the model under torch.no_grad()"
+            raise ConfigError(what, where="past_key_values", how=how)
+        takes_more = any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
+        if takes_more or "use_cache" in self._signature.parameters:
             given["use_cache"] = False
         call = self._noted(given, differentiated=differentiated)
         hidden = self.supply(call)
         return split.finish(hidden, partial(self._forward, **given))
-
-    @property
-    def _takes_more(self) -> bool:
-        return any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
@@ -209,7 +204,11 @@ class LayerStack:
         step = None
         if lowest <= top:
             step = _Step(next(self._numbers), tuple(range(top, lowest - 1, -1)), calls[0].trained)
-        self._announce_forward(step, lowest)
+        if step is not None:
+            self._say_what_accumulation_costs(lowest)
+            self._steps.add(step)
+        up = forward_order(top + 1)
+        self._announce(up, self._awaited() or up)
         hidden = split.enter(hidden)
         boundaries, graphs = streamed.waiting_places(hidden, lowest, top + 1)
         for layer in range(top + 1):
@@ -224,14 +223,6 @@ class LayerStack:
             if step is not None:
                 joined[-1].register_hook(lambda _: self._begin_backward(step))
         return joined
-
-    def _announce_forward(self, step: _Step | None, lowest: int) -> None:
-        """Say what is leased in a forward, and what will be after it."""
-        up = forward_order(self.streamed.split.num_layers)
-        if step is not None:
-            self._say_what_accumulation_costs(lowest)
-            self._steps.add(step)
-        self._announce(up, self._awaited() or up)
 
     def _begin_backward(self, step: _Step) -> None:
         """Make sure that a backward is that of its forward, and say what is leased in it, and after it."""

@@ -288,13 +288,10 @@ class StreamedModel:
 
         With an `objective`: its loss of the batch, and the number of examples that it is the mean of.
         """
-        for attempt in self.retry.passes(micro_batches, made=logits, purpose="evaluation"):
-            with attempt:
-                found = self._evaluate(attempt.micro_batches, logits)
-        return found
+        run = partial(self._evaluate, logits)
+        return self.retry.run_pass(run, micro_batches, made=logits, purpose="evaluation")
 
-    def _evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None) -> tuple[Tensor, int]:
-        # A function of its own, because an attempt that fails must leave no tensor in a variable of its caller.
+    def _evaluate(self, logits: list[Tensor] | None, micro_batches: MicroBatches) -> tuple[Tensor, int]:
         placed, chunks = self._placed(micro_batches, logits=logits)
         joined: list[Beside] = []
         *_, hidden = self._forward(placed, partial(beside_of_pass, self, chunks, micro_batches, placed), joined)

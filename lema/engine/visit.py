@@ -130,7 +130,7 @@ def visit_frozen(
 
         for call, state in zip(calls, hidden, strict=True):
             engine.stop.poll()
-            outputs.append(engine.retry.forward(place, partial(run, call, state), engine.generator_state()))
+            outputs.append(engine.retry.run_forward(place, partial(run, call, state), engine.generator_state()))
         if beside is not None:
             beside.through(layer, lease, hidden)
     return tuple(outputs)
@@ -149,27 +149,26 @@ def visit_top(
     return loss
 
 
+@dataclass(eq=False)
 class _LayerVisit:
     """One layer, forward and backward, over all micro-batches of a step."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        layer: int,
-        calls: Sequence[LayerCall],
-        boundaries: StepBoundaries | None,
-        graphs: StepGraphs | None,
-        beside: Beside | None,
-    ) -> None:
-        self._engine, self._layer, self._calls, self._beside = engine, layer, calls, beside
-        self._boundaries, self._away = boundaries, graphs
-        self._graphs: list[tuple[Graph, GradientEdge]] = []
-        self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
-        self._found: dict[int, Tensor] = {}  # gradients of the inputs
-        self._leaves: Leaves = {}  # for the weights that train
+    _engine: Engine
+    _layer: int
+    _calls: Sequence[LayerCall]
+    _boundaries: StepBoundaries | None
+    _away: StepGraphs | None
+    _beside: Beside | None
+    _graphs: list[tuple[Graph, GradientEdge]] = field(default_factory=list)
+    _boundary: list[Tensor] = field(default_factory=list)  # of the micro-batch whose backward runs
+    _found: dict[int, Tensor] = field(default_factory=dict)  # gradients of the inputs
+    _leaves: Leaves = field(default_factory=dict)  # for the weights that train
+
+    def __post_init__(self) -> None:
         # No product is skipped where weights are cast for it, because it saves what they were cast to.
-        cast = any(call.autocast not in (None, engine.split.dtype) for call in calls)
-        self._linears = None if boundaries is None or cast else AdaptedLinears(engine.split.layers[layer])
+        cast = any(call.autocast not in (None, self._engine.split.dtype) for call in self._calls)
+        layer = self._engine.split.layers[self._layer]
+        self._linears = None if self._boundaries is None or cast else AdaptedLinears(layer)
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
@@ -181,7 +180,7 @@ class _LayerVisit:
                 given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
                 drawn = engine.generator_state()
                 run = partial(self._run, lease, index, given, needs=needs, state=drawn)
-                outputs.append(engine.retry.forward(f"in the forward of layer {layer}", run, drawn))
+                outputs.append(engine.retry.run_forward(f"in the forward of layer {layer}", run, drawn))
             if self._beside is not None:
                 self._beside.through(layer, lease, hidden)
         self._beside = None
@@ -294,7 +293,7 @@ class _TopVisit:
                     engine.backend.set_rng_state(states[index])
                 needs = needs_grad[index]
                 run = partial(_top_layer, engine, lease, self._leaves, call, turn, index, state, needs=needs)
-                value, given, others = retry.forward(place, run, engine.generator_state(), embed_head.sums)
+                value, given, others = retry.run_forward(place, run, engine.generator_state(), embed_head.sums)
                 total = total + value
                 self._inputs.append(given)
                 self._others.append(others)

@@ -43,7 +43,6 @@ __all__ = [
     *("without_dropout", "without_values"),
 ]
 
-
 # What a model's own forward may raise.
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes

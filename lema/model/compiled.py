@@ -26,8 +26,7 @@ from lema.errors import LemaError
 from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
 
-__all__ = ["CompiledLayers", "differentiable"]
-
+__all__ = ["CompiledLayers"]
 
 COMPILER = "inductor"  # torch's own name of it
 LONGEST_REASON = 300  # characters
@@ -81,7 +80,8 @@ class CompiledLayers:
         return why is None
 
     def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
-        """Call a layer compiled, with leased weights by their names in the layer and `differentiable` arguments.
+        """Call a layer compiled, with leased weights by their names in the layer and a hidden state that is
+        differentiated where there is a graph.
 
         Returns what the layer returns; `NotImplemented` where it does not compile, which has been said in a warning.
         """
@@ -172,12 +172,6 @@ class CompiledLayers:
             return compiled(*given)
 
         return run
-
-
-def differentiable(hidden: Tensor) -> Tensor:
-    """Return a hidden state that asks for a gradient where there is a graph, so that one graph serves all layers: the
-    lowest's need none."""
-    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()
 
 
 def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

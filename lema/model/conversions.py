@@ -31,7 +31,6 @@ from lema.stream.placement import DTYPES
 
 __all__ = ["Conversion", "Misfit"]
 
-
 CONSTANTS = ("I64", "I32")  # whole numbers, such as the shape that a packed weight has
 MOST_CONSTANT = 64  # bytes of such a tensor
 Groups = dict[str, list[TensorRecord]]  # by the pattern of the converter that they matched

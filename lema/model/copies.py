@@ -17,7 +17,6 @@ from lema.storage.slices import Box, Move, contiguous, follow
 
 __all__ = ["CopyTrace"]
 
-
 _aten = torch.ops.aten
 MAKE_ONE = (_aten.clone.default, _aten._to_copy.default)
 

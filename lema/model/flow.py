@@ -27,7 +27,6 @@ from lema.model.capture import Between, Shared, changed, tensors_in
 
 __all__ = ["LayerCall", "Prelude", "Tape"]
 
-
 LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
 
 
@@ -61,7 +60,8 @@ class Step:
         with nullcontext() if self.autocast else torch.autocast(device, enabled=False):
             made = self.function(*args, **kwargs)
         if made is not None:  # as of one that writes into its first argument
-            values.update(_numbered(self.makes, made))
+            pairs = zip(tree_leaves(self.makes), tree_leaves(made), strict=True)
+            values.update((one.number, value) for one, value in pairs if isinstance(one, Made))
 
 
 @dataclass
@@ -280,12 +280,6 @@ def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None
 
 def _numbers(tree: Any) -> set[int]:
     return {leaf.number for leaf in tree_leaves(tree) if isinstance(leaf, Made)}
-
-
-def _numbered(noted: Any, values: Any) -> Iterator[tuple[int, Any]]:
-    for one, value in zip(tree_leaves(noted), tree_leaves(values), strict=True):
-        if isinstance(one, Made):
-            yield one.number, value
 
 
 def _filled(value: Any, values: Mapping[int, Any], given: Mapping[int, Any] | None = None) -> Any:

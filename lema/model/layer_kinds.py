@@ -21,7 +21,6 @@ KEPT_BY_TORCH = frozenset(vars(nn.Module()))
 REPLACED = "forward"  # of a layer; while a part of the model runs, another may stand in its place
 DEEPEST = 6  # objects in objects
 
-
 Attribute: TypeAlias = tuple[str, str]
 """One attribute of a layer or of a module in it: the module's name in the layer, and its own."""
 
@@ -38,14 +37,14 @@ def compare_layers(layers: Sequence[nn.Module], name: str) -> tuple[tuple[int, .
     firsts: list[int] = []
     found: list[int] = []
     for index in range(len(layers)):
-        alike = None  # compared with the first of each kind only, because what equals one equals all of its kind
+        # Compared with the first of each kind only, because what equals one equals all of its kind.
         for kind, first in enumerate(firsts):
             if (named := _difference(layers, name, index, first, numbers)) is not None:
-                alike = kind
+                found.append(kind)
                 labels |= named
                 break
-        found.append(len(firsts) if alike is None else alike)
-        if alike is None:
+        else:
+            found.append(len(firsts))
             firsts.append(index)
     return tuple(found), tuple(sorted(labels))
 

@@ -19,20 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, BackendOptions, Parallel, SingleProcess, load
-from lema.backend.layout import (
-    KvLayout,
-    Layout,
-    column,
-    consolidate,
-    embedding,
-    fused,
-    kv,
-    places,
-    query,
-    replicated,
-    row,
-    shard,
-)
+from lema.backend import layout as kinds
+from lema.backend.layout import KvLayout, Layout, places
 from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
@@ -68,17 +56,13 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
 
 def _held_record(record: Stored, layout: Layout, rank: int) -> Stored:
     if isinstance(record, QuantizedRecord):
-        raise ConfigError(
-            f"{record.name} is stored quantised, and would have to be divided among processes",
-            where="tensor_parallel_size",
-            how="open the model as it was before it was quantised, or give each process the whole of it",
-        )
+        what = f"{record.name} is stored quantised, and would have to be divided among processes"
+        how = "open the model as it was before it was quantised, or give each process the whole of it"
+        raise ConfigError(what, where="tensor_parallel_size", how=how)
     if isinstance(record, AssembledRecord):
-        raise ConfigError(
-            f"{record.name} is put together when it is read, and would have to be divided among processes",
-            where="tensor_parallel_size",
-            how="convert the model once with `lema prepare MODEL OUT` and use OUT",
-        )
+        what = f"{record.name} is put together when it is read, and would have to be divided among processes"
+        how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
+        raise ConfigError(what, where="tensor_parallel_size", how=how)
     size = record.shape[layout.dim]
     ranges = [(start, start + length) for start, length in places(layout, size, rank)]
     assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
@@ -89,7 +73,7 @@ def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Ten
     """Return this process's part of a tensor."""
     if layout is None or parallel.size == 1:
         return whole
-    return shard(whole, layout, parallel.rank)
+    return kinds.shard(whole, layout, parallel.rank)
 
 
 def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Tensor:
@@ -101,7 +85,7 @@ def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Ten
     if parallel.size == 1:
         return part.detach().cpu()
     parts = [one.detach().cpu() for one in parallel.gather(part.detach())]
-    return consolidate(parts, layout or Layout("replicated", parallel.size))
+    return kinds.consolidate(parts, layout or Layout("replicated", parallel.size))
 
 
 def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | None:
@@ -144,11 +128,9 @@ def layouts_of(
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
-        raise ModelError(
-            "the model has no tensor-parallel plan",
-            where=f"model_type {model.config.model_type!r}: base_model_tp_plan",
-            how="train it on one device of each process, without tensor parallelism",
-        )
+        what = "the model has no tensor-parallel plan"
+        how = "train it on one device of each process, without tensor parallelism"
+        raise ModelError(what, where=f"model_type {model.config.model_type!r}: base_model_tp_plan", how=how)
     styles = {name: plan[_pattern(name)] for name, _ in model.named_modules() if _pattern(name) in plan}
     found: dict[str, Layout] = {}
     for name, style in styles.items():
@@ -179,11 +161,9 @@ def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
     """
     found = layouts.get(name) or layouts.get(_pattern(name))
     if found is None:
-        raise ModelError(
-            f"the model's tensor-parallel plan does not say how {name} lies over ranks",
-            where=name,
-            how="adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism",
-        )
+        what = f"the model's tensor-parallel plan does not say how {name} lies over ranks"
+        how = "adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism"
+        raise ModelError(what, where=name, how=how)
     return found
 
 
@@ -193,10 +173,10 @@ def _pattern(name: str) -> str:
 
 def _of_embedding(module: nn.Embedding, style: str, tp: int) -> Layout | None:
     if style == "embedding_rowwise":
-        return embedding(tp, module.num_embeddings)
+        return kinds.embedding(tp, module.num_embeddings)
     if style == "embedding_colwise":
-        return embedding(tp, module.embedding_dim, dim=1)
-    return replicated(tp) if style in _WHOLE else None
+        return kinds.embedding(tp, module.embedding_dim, dim=1)
+    return kinds.replicated(tp) if style in _WHOLE else None
 
 
 def _of_linear(
@@ -213,12 +193,12 @@ def _of_linear(
     size, (queries, keys, width) = (module.out_features if dim == 0 else module.in_features), heads
     options: Any = {"kv_layout": kv_layout, "kv_multiplier": kv_multiplier, "dim": dim}
     if keys < queries and size == keys * width:
-        layout = kv(tp, queries, keys, **options)
+        layout = kinds.kv(tp, queries, keys, **options)
         if dim == 0 or layout.kv_multiplier == 1:
             return layout
         what = f"it takes {keys} heads of keys, which would be counted {layout.kv_multiplier} times"
     elif size % queries == 0:
-        return query(tp, queries, keys, **options)
+        return kinds.query(tp, queries, keys, **options)
     else:
         what = f"its {size} {'outputs' if dim == 0 else 'inputs'} are neither {queries} heads nor {keys}"
     raise ConfigError(f"this module of an attention cannot be divided: {what}", how="train without tensor parallelism")
@@ -247,16 +227,16 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 def _of_style(module: nn.Linear, style: str, tp: int) -> Layout | None:
     match style:
         case "colwise":
-            return column(tp)
+            return kinds.column(tp)
         case "colwise_gather_output" | "colwise_rep":
-            return column(tp, module.out_features if module.out_features % tp else None)
+            return kinds.column(tp, module.out_features if module.out_features % tp else None)
         case "packed_colwise":
-            return fused([(module.out_features // 2, column(tp))] * 2)
+            return kinds.fused([(module.out_features // 2, kinds.column(tp))] * 2)
         case "rowwise" | "rowwise_split_input" | "rowwise_rep":
-            return row(tp)
+            return kinds.row(tp)
         case "packed_rowwise":
-            return fused([(module.in_features // 2, replace(column(tp), dim=1))] * 2)
-    return replicated(tp) if style in _WHOLE else None
+            return kinds.fused([(module.in_features // 2, replace(kinds.column(tp), dim=1))] * 2)
+    return kinds.replicated(tp) if style in _WHOLE else None
 
 
 def open_backend(config: LemaConfig) -> Backend:

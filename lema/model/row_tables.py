@@ -31,7 +31,6 @@ from lema.model.weight_names import grouped
 
 __all__ = ["RowTables"]
 
-
 SETTING = "embeddings"
 LEAST_BYTES = 16 << 20  # of a table that is looked up row by row unasked: smaller ones are worth no reads
 Place = Literal["auto", "device", "host", "disk"]

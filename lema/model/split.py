@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +27,13 @@ from lema.backend.registry import has_addresses
 from lema.errors import ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
-from lema.model.compiled import CompiledLayers, differentiable
+from lema.model.compiled import CompiledLayers
 from lema.model.flow import LayerCall, Prelude, Tape
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import LayerNames, stored_name
 
 __all__ = ["Run", "Split"]
-
 
 Run = Callable[[], Any]
 """A forward of the model's own, or of the part of it that holds the layers, on inputs that it knows."""
@@ -108,19 +108,14 @@ class Split:
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
         tape = Tape(self._cut[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
-            self._followed(tape, run or self._whole(batch), Tensor.detach)
+            self._followed(tape, run or partial(self._logits, batch), Tensor.detach)
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(tape.hidden, tape.tied())
 
-    def _whole(self, batch: Mapping[str, Tensor]) -> Run:
-        """Return the forward of the whole model, which returns the logits."""
-
-        def run() -> Tensor:
-            with self.autocast():
-                logits: Tensor = self.model(**batch, use_cache=False).logits
-            return logits
-
-        return run
+    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with self.autocast():
+            logits: Tensor = self.model(**batch, use_cache=False).logits
+        return logits
 
     def _followed(self, tape: Tape, run: Run, make: Callable[[Tensor], Tensor]) -> Any:
         """Run the model's own forward with its layers replaced: each returns what `make` makes of the hidden state that
@@ -220,7 +215,9 @@ class Split:
             return out
 
         with self.autocast(call.autocast):
-            output = call.run(hidden if graphs is None else differentiable(hidden), layer)
+            if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden = hidden.detach().requires_grad_()  # so that one graph serves all layers: the lowest needs none
+            output = call.run(hidden, layer)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
 
     def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -247,7 +244,7 @@ class Split:
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
-        logits: Tensor = self.finish(hidden, self._whole(batch), cut, looked_at=looked_at)
+        logits: Tensor = self.finish(hidden, partial(self._logits, batch), cut, looked_at=looked_at)
         return logits
 
     def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
@@ -309,7 +306,7 @@ class Split:
         """
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
-            logits = self._followed(tape, self._whole(few), capture.as_leaf)
+            logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)
         if len(tape.calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
         made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]

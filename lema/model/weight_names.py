@@ -22,14 +22,8 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
@@ -43,8 +37,8 @@ from lema.storage.slices import AssembledRecord
 from lema.stream.placement import DTYPES
 
 __all__ = [
-    *("LayerNames", "NameMap", "checkpoint_dtype", "grouped", "is_rearranged", "map_names", "match_names"),
-    *("stored_name", "target_dtypes", "warn_of_unused"),
+    *("LayerNames", "NameMap", "checkpoint_dtype", "grouped", "map_names", "match_names", "stored_name"),
+    *("target_dtypes", "warn_of_unused"),
 ]
 
 HALVES = ("F16", "BF16")
@@ -86,15 +80,6 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
     return names.stored | {name: names.stored[source] for name, source in names.tied.items()}
 
 
-def is_rearranged(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
-    """Whether tensors are rearranged whenever they are read, which `lema prepare` would do once.
-
-    Raises:
-        ModelError, WeightsError: as `map_names`.
-    """
-    return bool(map_names(model, index).rearranged)
-
-
 def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes.
 
@@ -132,11 +117,9 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
             _complaint("of another shape", misshapen),
             _complaint("of a type the model cannot be loaded from", mistyped),
         ]
-        raise WeightsError(
-            "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)]),
-            where=str(index.path),
-            how="check that config.json and the weights are of the same model",
-        )
+        what = "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)])
+        how = "check that config.json and the weights are of the same model"
+        raise WeightsError(what, where=str(index.path), how=how)
     return names
 
 
@@ -169,7 +152,7 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     state: dict[str, Tensor] = model.state_dict()
     if not plan:
         return {name: tensor.dtype for name, tensor in state.items()}
-    search = build_glob_alternation(list(plan))[0].search
+    search = loading.build_glob_alternation(list(plan))[0].search
     # One width for the whole plan: transformers only ever widens to float32.
     (wide,) = set(plan.values())
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
@@ -188,28 +171,22 @@ def _open_quantizer(settings: Any, path: Path) -> HfQuantizer:
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method)
     # Asked of the class, because some quantizers cannot be made without libraries and devices of their own.
     if kind is None or "dequantize" not in kind.get_load_operations(kind.__new__(kind)):
-        raise ModelError(
-            f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand",
-            where=f"{path}: quantization_config",
-            how="use the unquantised model; `lema prepare --quantize` makes of it what streams",
-        )
+        what = f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand"
+        how = "use the unquantised model; `lema prepare --quantize` makes of it what streams"
+        raise ModelError(what, where=f"{path}: quantization_config", how=how)
     try:
         config = AutoQuantizationConfig.from_dict(chosen)
         config.dequantize = True
         quantizer: HfQuantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
         quantizer.validate_environment()  # some find out only then how they shall expand
     except ImportError as error:
-        raise ConfigError(
-            f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}",
-            where=f"{path}: quantization_config",
-            how='pip install "lema[quantize]"',
-        ) from error
+        what = f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}"
+        how = 'pip install "lema[quantize]"'
+        raise ConfigError(what, where=f"{path}: quantization_config", how=how) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(
-            f"transformers cannot read how the checkpoint is quantised: {error}",
-            where=f"{path}: quantization_config",
-            how="check the config, or download it again",
-        ) from error
+        what = f"transformers cannot read how the checkpoint is quantised: {error}"
+        how = "check the config, or download it again"
+        raise ModelError(what, where=f"{path}: quantization_config", how=how) from error
     return quantizer
 
 
@@ -225,18 +202,19 @@ def _assign(
     Returns the map, the conversions that fill the rest, and the names that two tensors claim.
     """
     transforms = [] if index.in_memory_names else get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignorable = _ignorable_unexpected(model)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
     tried: dict[Any, Any] = {}
-    for name in sorted(stored, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
+    # In the order of transformers, because some renamings depend on it.
+    for name in sorted(stored, key=loading.dot_natural_key):
         record, prefix = stored[name], model.base_model_prefix
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
+            target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state:
             ignore = ignorable is not None and ignorable.search(target)
             (names.ignored if ignore else names.unused).append(record)
@@ -246,11 +224,9 @@ def _assign(
         elif pattern is None:
             names.stored[target] = record
         elif not isinstance(record, TensorRecord):
-            raise ModelError(
-                f"{name} is quantised, and must be rearranged with others into {target}",
-                where=str(record.file),
-                how="prepare the unquantised model with --quantize",
-            )
+            what = f"{name} is quantised, and must be rearranged with others into {target}"
+            how = "prepare the unquantised model with --quantize"
+            raise ModelError(what, where=str(record.file), how=how)
         else:
             new = Conversion(target, by_pattern[pattern], tried=tried)
             conversions.setdefault(target, new).sources.append((pattern, record))

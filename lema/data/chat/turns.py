@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lema.data.chat.marks import FIRST, TAG, Marked, Piece, last_mark, mark_messages, without_marks
@@ -66,7 +67,6 @@ class Rendered:
     places: dict[int, list[int]]  # of the marks that are there
     tail: tuple[int | None, int, str]  # the last mark, how often it is there, and what follows it
     said: list[Span] | None  # what the template itself says is the assistant's; None: it does not say
-    _signature: list[Any] = field(default_factory=list)
 
     def span(self, number: int) -> Span:
         """The answer that is message `number`, from the end of its generation prompt to the end of its turn.
@@ -94,7 +94,7 @@ class Rendered:
         """The special token that would follow the last message if another did; empty: there is none."""
         last = self.messages[-1]
         following = {"role": "tool" if last.get("tool_calls") else "user", "content": "."}
-        key = ("next", self.template.text, following["role"], *self._signatures(len(self.messages)))
+        key = ("next", self.template.text, following["role"], *self._signatures)
         if key not in self.known.tails:
             try:
                 tail = last_mark(self.template.render([*self.marked.messages, following], self.row))[2]
@@ -222,7 +222,7 @@ class Rendered:
         own = self.marked.of[count - 1]
         end, key = 2 * own[-1] + 1 if own else -1, None
         if end in self.places and self._piece(end).part == "content":
-            key = (self.template.text, self.template.tools is None, self._piece(end).after, *self._signatures(count))
+            key = (self.template.text, self.template.tools is None, self._piece(end).after, *self._signatures[:count])
             if (known := self.known.tails.get(key)) is not None and known[0] <= len(self.places[end]):
                 return end, self.places[end][known[0] - 1], *known[1:]
         messages = self.marked.messages[:count]
@@ -235,16 +235,16 @@ class Rendered:
             self.known.keep(key, (times, closed, prompted))
         return mark, 0 if mark is None else self.places[mark][times - 1], closed, prompted
 
-    def _signatures(self, count: int) -> list[Any]:
+    @cached_property
+    def _signatures(self) -> list[Any]:
         """What of each message a template can go by: its shape, and which of the template's own texts are in it."""
-        if not self._signature:
-            literals = literals_of(self.template.text)
-            for message in self.messages:
-                shape = [(key, type(value), bool(value)) for key, value in message.items()]
-                content = str(message.get("content"))
-                held = [number for number, one in enumerate(literals) if one in content]
-                self._signature.append((message["role"], *shape, *held))
-        return self._signature[:count]
+        found, literals = [], literals_of(self.template.text)
+        for message in self.messages:
+            shape = [(key, type(value), bool(value)) for key, value in message.items()]
+            content = str(message.get("content"))
+            held = [number for number, one in enumerate(literals) if one in content]
+            found.append((message["role"], *shape, *held))
+        return found
 
 
 def _common(one: str, other: str) -> int:

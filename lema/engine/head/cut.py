@@ -9,14 +9,13 @@ on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel
@@ -26,7 +25,7 @@ from lema.config.units import human_bytes
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError
 from lema.model import Split
-from lema.model.capture import past_layers, replaced
+from lema.model.capture import past_layers, replaced, tensors_in
 from lema.model.outer_weights import StoredTensors
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import ends_of, find_layers
@@ -35,7 +34,6 @@ from lema.storage.slices import part_of
 from lema.stream.placement import PAGE, LayerBytes, place
 
 __all__ = ["HeadCut", "open_ends"]
-
 
 SETTING = "head"
 LEAST_BYTES = 16 << 20  # of a head that is cut unasked: a smaller one is worth no second reading
@@ -58,6 +56,7 @@ class HeadCut:
 
     Attributes:
         module: the head; None: it is whole on the device.
+        asked: whether the settings ask for it to be cut, whatever there is room for.
         why: why it is, in words; empty: it need not be, or nobody asked.
 
     Raises:
@@ -74,7 +73,7 @@ class HeadCut:
         parallel: Parallel,
         planned_for: Backend | str | None = None,
     ) -> None:
-        self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
+        self._model, self._stored, self._planned, self.asked = model, stored, planned_for is not None, where == "stream"
         self.module: nn.Linear | None = None
         self.name, self.why = "", ""
         self._others: tuple[str, ...] = ()  # names of the same weight, which are tables' looked up row by row
@@ -89,7 +88,7 @@ class HeadCut:
             self._refuse("the model's head is no plain linear module")
         elif (why := self._why_whole(found)) is not None:
             self._refuse(why)
-        elif where == "stream" or self.nbytes >= LEAST_BYTES:
+        elif self.asked or self.nbytes >= LEAST_BYTES:
             self.module = found
 
     @property
@@ -106,11 +105,6 @@ class HeadCut:
     def nbytes(self) -> int:
         """Bytes of the weight on the device, where it is whole there."""
         return self._stored.place([self.name]).nbytes if self.name else 0
-
-    @property
-    def asked(self) -> bool:
-        """Whether the settings ask for it to be cut, whatever there is room for."""
-        return self._where == "stream"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -184,7 +178,7 @@ class HeadCut:
         return placed.nbytes
 
     def _refuse(self, why: str) -> None:
-        if self._where == "stream":
+        if self.asked:
             raise ConfigError(f"the head cannot pass through in pieces: {why}", where=SETTING, how="set it to auto")
         self.why = why
 
@@ -296,10 +290,10 @@ class _Follow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         mine = [one for one in given if any(one is known for known in self._made)]
         if mine and func is not torch.ops.prim.device.default:
-            results = list(_tensors(made))
+            results = list(tensors_in(made))
             shape = self._made[0].shape
             alone = torch.Tag.pointwise in func.tags or func in COPIES or func is aten.slice.Tensor
             # Others of one element alone: one for each token would be made of the hidden state, which is not there
@@ -309,7 +303,3 @@ class _Follow(TorchDispatchMode):
                 self.said.append(f"the model does {func.overloadpacket.__name__} to all logits of a token together")
             self._made += results
         return made
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (one for one in tree_leaves(values) if isinstance(one, Tensor))

@@ -106,11 +106,9 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
     """
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
     if model.objective is not None and model.objective.mismatched and model.backend.replicas.size > 1:
-        raise ConfigError(
-            "kto estimates its KL term from a whole batch, and each process has a share of it",
-            where="objective",
-            how="start one process, or set loss_type: apo_zero_unpaired",
-        )
+        what = "kto estimates its KL term from a whole batch, and each process has a share of it"
+        how = "start one process, or set loss_type: apo_zero_unpaired"
+        raise ConfigError(what, where="objective", how=how)
     if model.objective is not None:
         for module in model.split.model.modules():
             if isinstance(module, nn.Dropout):

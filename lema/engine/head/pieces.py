@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from lema.engine.visit import Engine
 
 __all__ = ["PiecedHead", "piece_passes", "visit_head"]
-
 
 LOWEST = torch.finfo(torch.float32).min
 MADE_UP = 3  # rows of a weight that stands for the head's while the model is taken apart
@@ -143,10 +142,15 @@ class _Block:
     place: tuple[slice, slice]  # rows and columns in it
     given: Tensor  # what the product is given, `[rows, tokens, width]`
     targets: Tensor  # int64 `[tokens]`
-    most: Tensor  # the largest logit of each token, fp32 as the others
-    total: Tensor  # the sum of the exponentials of its logits less that
-    hit: Tensor  # its target's logit
-    gradient: Tensor | None = None  # of `given`, in fp32; None: it is not wanted
+    differentiate: InitVar[bool]
+
+    def __post_init__(self, differentiate: bool) -> None:
+        nothing = torch.zeros(self.targets.shape, dtype=torch.float32, device=self.given.device)
+        self.most = nothing + LOWEST  # the largest logit of each token
+        self.total = nothing  # the sum of the exponentials of its logits less that
+        self.hit = nothing  # its target's logit
+        wanted = torch.zeros(self.given.shape, dtype=torch.float32, device=self.given.device) if differentiate else None
+        self.gradient = wanted  # of `given`; None: it is not wanted
 
     def see(self, logits: Tensor, first: int) -> None:
         """Take note of a piece's logits `[rows, tokens, words]`, of the words from `first` on."""
@@ -196,7 +200,7 @@ def piece_passes(
     """
     began = head.backend.rng_state()
     blocks = [
-        _begun(head, index, state, rows, columns, targets, differentiate=differentiate)
+        _Block(index, (rows, columns), head.inputs(state[rows, columns]), targets.reshape(-1), differentiate)
         for index, state in enumerate(hidden)
         for rows, columns, targets in chunks.blocks_to_form(index)
     ]
@@ -226,22 +230,6 @@ def piece_passes(
     gradients = [_by_hidden(head, index, state, blocks) for index, state in enumerate(hidden)]
     head.backend.set_rng_state(after)
     return values, gradients
-
-
-def _begun(
-    head: PiecedHead,
-    index: int,
-    hidden: Tensor,
-    rows: slice,
-    columns: slice,
-    targets: Tensor,
-    *,
-    differentiate: bool,
-) -> _Block:
-    given, targets = head.inputs(hidden[rows, columns]), targets.reshape(-1)
-    nothing = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
-    gradient = torch.zeros(given.shape, dtype=torch.float32, device=hidden.device) if differentiate else None
-    return _Block(index, (rows, columns), given, targets, nothing + LOWEST, nothing, nothing, gradient)
 
 
 def _back(head: PiecedHead, block: _Block, weight: Tensor, span: tuple[int, int], scale: float | Tensor) -> None:

@@ -47,14 +47,11 @@ def mismatched_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class RowLoss:
-    """The loss of one pass as an objective makes it of its rows.
+    """The loss of one pass as an objective makes it of its rows; `head`, `chunk_tokens` and `scale` as of `LossChunks`.
 
     Args:
-        head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
         batches: the micro-batches, in host memory.
         targets: of each, what `row_targets` returns, on the device.
-        chunk_tokens: logits exist for at most this many tokens.
-        scale: gradients are those of `scale` times the loss.
 
     Attributes:
         targets: as given.
@@ -83,10 +80,9 @@ class RowLoss:
         self._chunk_tokens, self.scale = chunk_tokens, scale
         self._known = [row_targets(batch, objective).cpu().numpy() for batch in batches]
         if not any((one != IGNORED).any() for one in self._known):
-            raise DataError(
-                "no token of this step is trained: every label is -100",
-                how="check the labels, or max_length if truncation cut the trained part off",
-            )
+            what = "no token of this step is trained: every label is -100"
+            how = "check the labels, or max_length if truncation cut the trained part off"
+            raise DataError(what, how=how)
         wanted = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(wanted in batch for batch in batches):
             how = "read the data with the run's objective, or give what `lema.data.preference` says of rows"
