@@ -1,8 +1,7 @@
 """Examples for preference objectives: pairs of a chosen and a rejected row, or rows with a label, and their batches.
 
 Rows are tokenised as TRL does: prompt and completion together, as the model meets them, and the completion begins where
-these tokens part from those of the prompt alone. A pair without a prompt has one all the same: what the beginnings of
-its two sides have in common.
+these tokens part from those of the prompt alone. A pair without a prompt has one: what its sides begin with alike.
 """
 
 from __future__ import annotations

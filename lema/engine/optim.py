@@ -162,8 +162,7 @@ def _check_precision(parameters: Sequence[nn.Parameter]) -> None:
 def training_bytes(model: nn.Module, layers_name: str) -> int:
     """Return the device memory that what trains takes: value, gradient and two moments of each parameter, in its type.
 
-    A gradient is formed before it is added to what is there. Outside the layers one can be as large as the embeddings,
-    and counts.
+    A gradient is formed before it is added to what is there. Outside the layers one can be as large as embeddings.
     """
     trained = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.requires_grad}
     outside = [nbytes for name, nbytes in trained.items() if not name.startswith(f"{layers_name}.")]

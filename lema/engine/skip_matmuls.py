@@ -73,8 +73,7 @@ class AdaptedLinears:
 
     @contextmanager
     def watched(self, saved: Callable[[], int]) -> Iterator[LastLinear]:
-        """Note which linear is called last in the `with` block, a forward of the layer that has `saved()` tensors so
-        far."""
+        """Note which linear is called last in the `with` block, a forward that has saved `saved()` tensors so far."""
         last, watched = LastLinear(), dict[nn.Module, Callable[..., Any] | None]()
         for linear in filter(_only_adds, self._linears):
             watched[linear] = partial(_linear, last, saved, linear, linear.forward)

@@ -391,8 +391,7 @@ class StreamedModel:
         calls: Sequence[LayerCall],
         hidden: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """Run every micro-batch through a layer, which gradients reach from `lowest` on; `visit` and `visit_frozen` say
-        how."""
+        """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
         if lowest <= layer:
             kept = None if layer in self.saved else boundaries
             return visit(self.engine, layer, calls, hidden, kept, graphs, beside)

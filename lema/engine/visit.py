@@ -26,7 +26,7 @@ from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
-from lema.engine.trained_weights import Leaves, TrainedWeights, add
+from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall
@@ -351,7 +351,8 @@ def _top_layer(
     pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, found, strict=True)
     others = list(pairs)[needs:]
     for weight, formed in others[len(others) - len(leaves) :]:
-        add(weight, formed)
+        if formed is not None:  # added as autograd does: the first one is taken as it is
+            weight.grad = formed if weight.grad is None else weight.grad.add_(formed)
     engine.look(top, found[:needs])
     return value, found[0] if needs else None, others[: len(others) - len(leaves)]
 

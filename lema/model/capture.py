@@ -135,8 +135,7 @@ class Between:
         self._strides[index] = gradient.stride()
 
     def _differentiated(self, index: int, tensor: Tensor) -> Tensor:
-        """Return a tensor whose gradient gets the strides that it had when the layer above made it, because sums over
-        other strides round otherwise."""
+        """Return a tensor whose gradient gets the strides it had above, because sums over others round otherwise."""
         if not tensor.requires_grad:
             return tensor
         same = tensor.view_as(tensor)
@@ -256,8 +255,7 @@ def _hands_on(part: Linear) -> bool:
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits are those expected, but for the rounding of their dtype; without bytes, whether they have their
-    shape."""
+    """Whether logits are those expected but for the rounding of their dtype; without bytes, whether of their shape."""
     if found.shape != expected.shape:
         return False
     if found.is_meta or isinstance(found, FakeTensor):

@@ -54,8 +54,7 @@ class Inputs:
     def place_step(
         self, micro_batches: Sequence[MicroBatch], targets: Sequence[Tensor], tables: RowTables | None = None
     ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        """Return what the model is given of micro-batches, and their targets, on the device; `tables` remembers which
-        tokens these are."""
+        """Return what the model is given, and the targets, on the device; `tables` remembers which tokens these are."""
         pairs = zip(micro_batches, targets, strict=True)
         placed = self.place([{**model_inputs(batch), TARGETS: target} for batch, target in pairs])
         there = [batch.pop(TARGETS) for batch in placed]

@@ -151,8 +151,7 @@ class RowTables:
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
-        """Let the embeddings be as the model made them for the length of a `with` block, in which they are wrapped or
-        copied."""
+        """Let embeddings be as the model made them in a `with` block, in which they are wrapped or copied."""
         for table in self._tables.values():
             table.take_out()
         try:

@@ -142,8 +142,7 @@ class Split:
     def known(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes.
 
-        A model whose forward looks at values is learnt as it is on other devices, which finds out as well what is wrong
-        with one that cannot be split.
+        A model whose forward looks at values is learnt as on other devices, which finds out what cannot be split, too.
         """
         if not self.lazy or self.model.training in self._cut:
             return self.model.training in self._cut
@@ -268,8 +267,7 @@ class Split:
         return returned
 
     def _learn(self, few: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> None:
-        """Run layer 0 for real, once, on a batch of a few tokens, to see what layers return; then see whether the model
-        can be split at all."""
+        """Run layer 0 for real on a few tokens, to see what layers return; then see whether the model can be split."""
         state = self._backend.rng_state()
 
         def run(*args: Any, **kwargs: Any) -> Any:

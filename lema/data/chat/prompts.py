@@ -55,8 +55,7 @@ def _piped(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def written(row: Row) -> dict[str, Any]:
-    """Return the columns of a row that results show, in which those of results replace its own; a line of text is its
-    `prompt`."""
+    """Return the columns of a row that results show, less those that results have; a line of text is its `prompt`."""
     values = {name: value for name, value in row.values.items() if name not in RESULTS}
     return {"prompt": values["text"]} if list(values) == ["text"] else values
 

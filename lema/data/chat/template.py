@@ -99,8 +99,7 @@ def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]
     """Yield what `render` makes of messages, in one after the other of the forms in which templates take them.
 
     Tool calls have their arguments as objects, which is what templates are told to expect. Some join them to text as
-    they are: those take JSON, and a text, perhaps an empty one, beside each call. Models that see images take blocks of
-    text.
+    they are: those take JSON, and a text, perhaps an empty one, beside each call. Models of images take blocks of text.
 
     Raises:
         DataError: the template takes none of the forms; it is what is said of the first.
@@ -157,8 +156,7 @@ def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None,
 
 
 def guarded(row: Row, function: Callable[[], Any]) -> Any:
-    """Call a function that runs the template, a program from outside, which may raise anything, for `MAX_SECONDS` of
-    the processor's time at most."""
+    """Call what runs a template, a program from outside that may raise anything, for `MAX_SECONDS` of computing."""
     slow = jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} seconds")
     try:
         with timelimit.limited(MAX_SECONDS, lambda: slow, file="<template>"):

@@ -36,8 +36,7 @@ class Chats:
         and no other message's is looked at. The template writes all special tokens; none are added.
 
         Raises:
-            DataError: no template, the template refuses the chat, no assistant message, or an answer is not to be found
-                in what the template writes.
+            DataError: no template, it refuses the chat, no assistant message, or it does not write an answer.
         """
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to learn")

@@ -3,8 +3,7 @@
 A piece is some of the weight's rows, which follow each other where they are stored, and no larger than the largest
 layer, so that it passes through the same slots. The product by it gives a part of the logits. That is enough for the
 loss (`lema.engine.head.pieces`) where what the model does with the product afterwards it does to each logit alone, as
-soft-capping and logit scales do. Where it does more, or the head trains, is adapted or is stored otherwise, it is whole
-on the device.
+soft-capping and logit scales do. Where it does more, or the head trains, is adapted or stored otherwise, it is whole.
 """
 
 from __future__ import annotations

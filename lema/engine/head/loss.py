@@ -194,7 +194,4 @@ class LossChunks:
         return blocks(batch, sequence, self._chunk_tokens)
 
     def _sum(self, values: Iterator[Tensor] | list[Tensor]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=self._targets[0].device)
-        for value in values:
-            total = total + value
-        return total
+        return sum(values, start=torch.zeros((), dtype=torch.float32, device=self._targets[0].device))
