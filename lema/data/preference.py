@@ -165,7 +165,6 @@ def prepare_preferences(
         data: as `prepare_data` takes it. Rows have `chosen` and `rejected`, with a `prompt` or without; or `prompt`,
             `completion` and `label`. Each is text, or a list of messages.
         labelled: whether examples are rows with a label, which a pair is then made two of.
-        max_length: the most tokens a row may have.
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" its example, or raise an "error". An
             example of which no token of a completion would be left is dropped and counted.
         forms: how rows are to be read: names of columns and the chat template; None: as they are.

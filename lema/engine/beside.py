@@ -166,12 +166,8 @@ def settled(
     embed_head: EmbedHead,
     beside: Beside,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Run all rows through the top layer and the head; return the loss of the pass.
-
-    Returns:
-        The loss; of each micro-batch, the gradient of its log-probabilities by the top layer's output, and the
-        generator's state before the top layer.
-    """
+    """Run all rows through the top layer and the head; return the loss of the pass and, of each micro-batch, the
+    gradient of its log-probabilities by the top layer's output, and the generator's state before the top layer."""
     loss, top, retry = embed_head.loss, engine.split.num_layers - 1, engine.retry
     assert isinstance(loss, RowLoss), "the loss is of tokens"
     logps, gradients, states = list[Tensor](), list[Tensor](), list[Tensor]()

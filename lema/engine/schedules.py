@@ -31,8 +31,7 @@ class Spans:
     tail: int = 0  # `s`, at the end, over which it stays low
 
 
-Schedule = Callable[..., float]
-"""The factor of a step, given how many the schedule is made for and its spans."""
+Schedule = Callable[..., float]  # of the step, how many the schedule is made for, and its spans
 
 
 def constant_with_warmup(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others

@@ -302,7 +302,7 @@ class StreamedModel:
             if self.head is None:
                 values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
             else:
-                values, _ = piece_passes(self.head, self.stream, chunks, hidden, differentiate=False)
+                values, _ = piece_passes(self.head, self.stream.lease, chunks, hidden, differentiate=False)
         if logits is not None:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens

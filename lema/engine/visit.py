@@ -104,8 +104,7 @@ def visit(
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
     visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside)
-    visited: tuple[Tensor, ...] = apart(visit.forward, visit.backward, engine.anchor, hidden)
-    return visited
+    return apart(visit.forward, visit.backward, engine.anchor, hidden)
 
 
 @torch.no_grad()
@@ -145,8 +144,7 @@ def visit_top(
 ) -> Tensor:
     """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
     visit = _TopVisit(engine, calls, embed_head, beside)
-    loss: Tensor = apart(visit.forward, visit.backward, engine.anchor, hidden)
-    return loss
+    return apart(visit.forward, visit.backward, engine.anchor, hidden)
 
 
 @dataclass(eq=False)
@@ -321,21 +319,10 @@ class _TopVisit:
 
 
 def _top_layer(
-    engine: Engine,
-    lease: Lease,
-    leaves: Leaves,
-    call: LayerCall,
-    turn: Turn,
-    index: int,
-    state: Tensor,
-    *,
-    needs: bool,
+    engine: Engine, lease: Lease, leaves: Leaves, call: LayerCall, turn: Turn, index: int, state: Tensor, *, needs: bool
 ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor | None]]]:
-    """Run one micro-batch through the top layer, the head and the loss, and back.
-
-    Returns:
-        The loss, the gradient of `state` if it is needed, and what else has a gradient, with that.
-    """
+    """Run one micro-batch through the top layer, the head and the loss, and back; return the loss, the gradient of
+    `state` if it is needed, and what else has a gradient, with that."""
     top, retry, trace = engine.split.num_layers - 1, engine.retry, engine.stream.trace
     leaf = state.detach().requires_grad_(needs)
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):

@@ -217,11 +217,7 @@ class Tape(TorchFunctionMode):
                 yield number
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)

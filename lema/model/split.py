@@ -341,11 +341,9 @@ class Split:
         return all(capture.alike(found, expected) for found in alone)
 
     def _refusal(self, why: str) -> ModelError:
-        return ModelError(
-            f"this model cannot be streamed layer by layer: {why}",
-            where=f"{self.layers_name} of {type(self.model).__name__}",
-            how="`lema models` lists the types that stream",
-        )
+        where = f"{self.layers_name} of {type(self.model).__name__}"
+        what = f"this model cannot be streamed layer by layer: {why}"
+        return ModelError(what, where=where, how="`lema models` lists the types that stream")
 
     def _renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name the weights as the layer does now."""

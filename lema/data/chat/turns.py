@@ -130,12 +130,10 @@ class Rendered:
         if not shown:
             how = "remove the message, or say that it is not to be learnt: train: false"
             raise self.row.broken("the answer is empty: its end alone would be learnt", at=at, how=how)
-        if any(pieces[one].part == "content" and self._text_of(one) != pieces[one].words for one in shown):
+        words = {one: self.text[self.places[2 * one][0] : self.places[2 * one + 1][0]] for one in shown}
+        if any(pieces[one].part == "content" and words[one] != pieces[one].words for one in shown):
             raise self.row.broken("the chat template changes the assistant's words", at=at, how=MARK_IT)
         return shown
-
-    def _text_of(self, piece: int) -> str:
-        return self.text[self.places[2 * piece][0] : self.places[2 * piece + 1][0]]
 
     def hidden(self, number: int) -> bool:
         """Whether something of a message is left out by the template."""

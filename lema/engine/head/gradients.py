@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbedHead", "apart"]
 
-Forward: TypeAlias = Callable[[tuple[Tensor, ...], Sequence[bool]], Any]
+Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
+Forward: TypeAlias = Callable[[tuple[Tensor, ...], Sequence[bool]], Made]
 Backward: TypeAlias = Callable[[tuple[Tensor, ...]], Sequence[Tensor | None]]
 
 
@@ -78,8 +79,8 @@ class EmbedHead:
         """Return the hidden states before the layers; what arrives as their gradients is carried on from there."""
         if not self._before:
             return tuple(self._hidden)
-        started: tuple[Tensor, ...] = apart(self._hidden_alone, self._start_backward, anchor, ())
-        return started
+        alone = tuple(state.detach() for state in self._hidden)
+        return apart(lambda *_: alone, self._start_backward, anchor, ())
 
     def turn(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's `output`."""
@@ -118,10 +119,6 @@ class EmbedHead:
             self._hidden[index], self._given[index] = self._hidden[index].detach(), []  # their graphs are done with
             self._differentiate(index, [tensor for tensor, _ in done], [grad for _, grad in done])
         return ()
-
-    def _hidden_alone(self, *_: Any) -> tuple[Tensor, ...]:
-        """Return the hidden states before the layers without their graphs."""
-        return tuple(state.detach() for state in self._hidden)
 
     def _differentiate(self, index: int, roots: list[Tensor], gradients: list[Tensor]) -> None:
         """Add the gradients of one micro-batch: of `roots`, and of its head if that is still to be done."""
@@ -165,7 +162,7 @@ class _Apart(torch.autograd.Function):
     """A function with a backward of its own, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Backward, anchor: Tensor, *given: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
+    def forward(ctx: Any, forward: Forward[Any], backward: Backward, anchor: Tensor, *given: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
         ctx.own_backward = backward
         return forward(given, ctx.needs_input_grad[3:])
 
@@ -174,11 +171,12 @@ class _Apart(torch.autograd.Function):
         return None, None, None, *ctx.own_backward(gradients)
 
 
-def apart(forward: Forward, backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Any:
+def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Made:
     """Return what `forward` makes of tensors, without a graph, of which it is told who needs a gradient.
 
     Autograd calls `backward` with the gradients of what it made when these are there, for the gradients of what it was
     given. It knows nothing of graphs inside, whose weights may be on lease only then. `anchor` requires grad, so that
     autograd comes by even where nothing given does.
     """
-    return _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is
+    made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is
+    return made

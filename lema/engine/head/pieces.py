@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,8 @@ __all__ = ["PiecedHead", "piece_passes", "visit_head"]
 
 LOWEST = torch.finfo(torch.float32).min
 MADE_UP = 3  # rows of a weight that stands for the head's while the model is taken apart
-
-
-class Leases(Protocol):
-    """What leases the pieces: the stream of layers, or in a plan what has no bytes."""
-
-    def lease(self, layer: int) -> AbstractContextManager[Lease]:
-        """Hold a piece's weight for the length of a `with` block."""
-        ...
+OfLayer: TypeAlias = Callable[[int], AbstractContextManager[Lease]]
+"""Holds a layer's weights, or a piece's by the numbers that follow, for the length of a `with` block."""
 
 
 class Chunks(Protocol):
@@ -77,11 +71,6 @@ class PiecedHead:
         self._width = module.in_features  # of what the head is given, before norms and the like
         self._dtype = module.weight.dtype
 
-    @property
-    def vocabulary(self) -> int:
-        """How many logits a token has."""
-        return self.spans[-1][1]
-
     def standing_in(self, product: Callable[[Tensor], Tensor] | None = None) -> AbstractContextManager[None]:
         """Have the head return what `product` makes of its input in a `with` block; None: a few logits by a weight that
         is made up, which tell the parts of the model from each other."""
@@ -114,16 +103,16 @@ class PiecedHead:
         with self.standing_in(lambda _: product):
             return self._split.head(nothing)
 
-    def leased(self, stream: Leases, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def leased(self, lease: OfLayer, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Lease the pieces one after the other, each until the next is asked for; yield numbers and weights."""
         for piece in range(len(self.spans)) if order is None else order:
-            with stream.lease(self._split.num_layers + piece) as lease:
-                yield piece, lease.weights["weight"]
+            with lease(self._split.num_layers + piece) as leased:
+                yield piece, leased.weights["weight"]
 
-    def finite(self, stream: Leases, hidden: Sequence[Tensor]) -> bool:
+    def finite(self, lease: OfLayer, hidden: Sequence[Tensor]) -> bool:
         """Whether all logits of the last layer's outputs are finite."""
         given, found = [self.inputs(state) for state in hidden], True
-        for piece, weight in self.leased(stream):
+        for piece, weight in self.leased(lease):
             for state in given if found else ():  # all are leased, because other processes may send their parts
                 found = found and bool(self.logits(state, weight, self.spans[piece]).isfinite().all())
         return found
@@ -184,7 +173,7 @@ class _Block:
 @torch.no_grad()
 def piece_passes(
     head: PiecedHead,
-    stream: Leases,
+    lease: OfLayer,
     chunks: Chunks,
     hidden: Sequence[Tensor],
     *,
@@ -206,12 +195,12 @@ def piece_passes(
     ]
     order = list(range(len(head.spans)))
     back = order[-2::-1] if differentiate else []
-    for number, (piece, weight) in enumerate(head.leased(stream, order + back)):
+    for number, (piece, weight) in enumerate(head.leased(lease, order + back)):
         span, up, down = head.spans[piece], number < len(order), differentiate and number >= len(order) - 1
         for block in blocks if up else ():
             poll()
             logits = head.logits(block.given, weight, span)
-            chunks.place(block.index, logits, *block.place, slice(*span), head.vocabulary)
+            chunks.place(block.index, logits, *block.place, slice(*span), head.spans[-1][1])
             block.see(logits, span[0])
             del logits  # because the next block's would be made beside them
         for block in blocks if down else ():
@@ -266,7 +255,7 @@ def visit_head(engine: Engine, head: PiecedHead, chunks: Chunks, hidden: Sequenc
     def forward(hidden: Sequence[Tensor], _: Sequence[bool]) -> Tensor:
         with engine.retry.at("in the head and the loss"), engine.stream.trace.span("forward", "head and loss"):
             poll = engine.stop.poll
-            values, formed[:] = piece_passes(head, engine.stream, chunks, hidden, differentiate=True, poll=poll)
+            values, formed[:] = piece_passes(head, engine.stream.lease, chunks, hidden, differentiate=True, poll=poll)
         engine.look(engine.split.num_layers, formed)
         return torch.stack(values).sum()
 
@@ -276,5 +265,4 @@ def visit_head(engine: Engine, head: PiecedHead, chunks: Chunks, hidden: Sequenc
         formed.clear()
         return scaled
 
-    loss: Tensor = apart(forward, backward, engine.anchor, hidden)
-    return loss
+    return apart(forward, backward, engine.anchor, hidden)

@@ -56,7 +56,6 @@ class RowLoss:
     Attributes:
         targets: as given.
         at_once: gradients of the head's parameters are not formed with the log-probabilities.
-        num_examples: of the batches of this pass: examples, in all processes.
         measured: what the objective has measured, once it is settled.
 
     Raises:
@@ -190,11 +189,7 @@ class RowLoss:
         return -losses.view(targets.shape)
 
     def _batch(
-        self,
-        number: int,
-        logps: Tensor,
-        reference: Sequence[Tensor] | None,
-        mismatched: Sequence[Sequence[Tensor]],
+        self, number: int, logps: Tensor, reference: Sequence[Tensor] | None, mismatched: Sequence[Sequence[Tensor]]
     ) -> tuple[Scored, float]:
         """Return the rows of one batch of the pass, and the share of its loss in that of the pass."""
         device, about = logps.device, self._about
@@ -207,6 +202,8 @@ class RowLoss:
         labels = _side_by_side([targets_of(batch["labels"]) for batch in self._batches], IGNORED)
         old = [targets_like(batch[OLD_LOGPS]) for batch in self._batches if OLD_LOGPS in batch]
         advantages = [batch[ADVANTAGES] for batch in self._batches if ADVANTAGES in batch]
+        if advantages and advantages[0].dim() > 1:  # of each token
+            advantages = [_side_by_side([targets_like(one) for one in advantages])]
         sums = [torch.cat([one.sum(dim=1) for one in each])[at] for each in mismatched]
         scored = Scored(
             logps[at],
@@ -217,7 +214,7 @@ class RowLoss:
             num_tokens=int(own[0, Of.WHOLE if self._objective.prompts else Of.TOKENS]),
             reference=None if reference is None else _side_by_side(reference)[at],
             mismatched=(sums[0], sums[1]) if sums else None,
-            advantages=_rows(advantages).to(device)[at] if advantages else None,
+            advantages=torch.cat(advantages).to(device)[at] if advantages else None,
             old_logps=_side_by_side(old).to(device)[at] if old else None,
         )
         return scored, 1.0 / int(own[0, Of.BATCHES])
@@ -226,10 +223,6 @@ class RowLoss:
 def targets_like(values: Tensor) -> Tensor:
     """Shift values `[rows, sequence]` that stand on their tokens as `targets_of` shifts labels."""
     return pad(values, (0, 1))[..., 1:]
-
-
-def _rows(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts[0].dim() == 1 else _side_by_side([targets_like(one) for one in parts])
 
 
 def _side_by_side(parts: Sequence[Tensor], value: float = 0.0) -> Tensor:
