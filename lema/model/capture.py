@@ -30,16 +30,7 @@ from transformers import masking_utils
 
 __all__ = [
     *("PASSED_THROUGH_THE_MODEL", "Between", "Shared", "alike", "as_leaf", "changed", "depends_on", "has_values"),
-    *(
-        "leaves",
-        "past_layers",
-        "replaced",
-        "replaced_tensors",
-        "tensors_in",
-        "values_unread",
-        "with_bytes",
-        "without_casts",
-    ),
+    *("leaves", "past_layers", "replaced", "replaced_tensors", "tensors_in", "values_unread", "without_casts"),
     *("without_dropout", "without_values"),
 ]
 
