@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lema.backend.layout import KvLayout
 from lema.errors import ConfigError, ModelError
-from lema.model.partition import layouts_of_model
+from lema.model.partition import layouts_of
 from lema.model.skeleton import find_layers
 from lema_neuron.boundary import SEQUENCE
 from lema_neuron.comm import Comm
@@ -76,7 +76,7 @@ class Division:
             model,
             self._comm,
             dict(model.tp_plan or {}),
-            layouts_of_model(model, self.size, self._kv_layout),
+            layouts_of(model, self.size, self._kv_layout),
             self._sequence_parallel,
         )
         for one in find_layers(model)[1]:

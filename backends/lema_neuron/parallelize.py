@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lema.backend.layout import KvLayout, Layout
 from lema.errors import ModelError
-from lema.model.partition import layout_at, layouts_of_model
+from lema.model.partition import layout_at, layouts_of
 from lema.model.skeleton import find_layers
 from lema_neuron.boundary import SEQUENCE, gather_at_end, scatter_at_start, wrap_block
 from lema_neuron.comm import Comm
@@ -200,7 +200,7 @@ def parallelize(
         ConfigError: something cannot be cut for so many ranks.
     """
     sequence = sequence_parallel and comm.size > 1
-    layouts = layouts_of_model(model, comm.size, kv_layout)
+    layouts = layouts_of(model, comm.size, kv_layout)
     made = TensorParallel(model, comm, dict(model.tp_plan), layouts, sequence, frozenset(whole))
     _, layers = find_layers(model)
     for layer in layers:

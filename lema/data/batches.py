@@ -41,8 +41,11 @@ def share_of(rows: Sequence[int], rank: int, size: int, micro_batch_size: int | 
     return list(rows[first * together : (first + few + (rank < more)) * together])
 
 
-def collate(rows: Sequence[TokenRow], pad_token_id: int = 0, *, untrained: bool = False) -> Batch:
-    """Rows side by side, padded on the right to the longest of them; `untrained`: none of them need train anything.
+def collate(
+    rows: Sequence[TokenRow], pad_token_id: int = 0, *, untrained: bool = False, length: int | None = None
+) -> Batch:
+    """Rows side by side, padded on the right to the longest of them, or to `length`; `untrained`: none of them need
+    train anything.
 
     Padding carries label -100 and attention 0, so which token stands there changes nothing.
 
@@ -52,18 +55,18 @@ def collate(rows: Sequence[TokenRow], pad_token_id: int = 0, *, untrained: bool 
     lengths = [len(row["input_ids"]) for row in rows]
     if not rows or min(lengths) == 0:
         raise DataError("a batch needs rows, and a row needs tokens", where="collate")
-    shape = (len(rows), max(lengths))
+    shape = (len(rows), length or max(lengths))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
     labels = torch.full(shape, IGNORED, dtype=torch.long)
-    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if len(row["labels"]) != length:
-            raise DataError(f"{length} input_ids but {len(row['labels'])} labels", where=f"row {place} of the batch")
-        input_ids[place, :length] = torch.as_tensor(row["input_ids"], dtype=torch.long)
-        labels[place, :length] = torch.as_tensor(row["labels"], dtype=torch.long)
+    for place, (row, size) in enumerate(zip(rows, lengths, strict=True)):
+        if len(row["labels"]) != size:
+            raise DataError(f"{size} input_ids but {len(row['labels'])} labels", where=f"row {place} of the batch")
+        input_ids[place, :size] = torch.as_tensor(row["input_ids"], dtype=torch.long)
+        labels[place, :size] = torch.as_tensor(row["labels"], dtype=torch.long)
     if not untrained and not bool((labels[:, 1:] != IGNORED).any()):
         how = "every label after the first is -100: its loss would be the mean of nothing"
         raise DataError("a batch has no token to learn", where="collate", how=how)
-    if min(lengths) == max(lengths):
+    if min(lengths) == shape[1]:
         return Batch(input_ids=input_ids, labels=labels)
     mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
     return Batch(input_ids=input_ids, labels=labels, attention_mask=mask.long())

@@ -15,19 +15,18 @@ import heapq
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import TypeAlias
 
 from lema.data.permutation import Permutation
 from lema.data.sampling import Sampling, check_rates, rates_of
 from lema.errors import ConfigError
 
-__all__ = ["SHAPES", "WINDOW", "Fade", "Interleaving", "faded_rates"]
+__all__ = ["SHAPES", "WINDOW", "Fade", "Interleaving"]
 
 PIECES = 256
 UNIT = 2**20  # a weight of 1
@@ -41,13 +40,11 @@ def _sigmoid(x: float) -> float:
     return (bent(x) - bent(1.0)) / (bent(0.0) - bent(1.0))
 
 
-SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
-    {
-        "linear": lambda x: 1.0 - x,
-        "cosine": lambda x: (1.0 + math.cos(math.pi * x)) / 2.0,
-        "sigmoid": _sigmoid,
-    }
-)
+SHAPES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: (1.0 + math.cos(math.pi * x)) / 2.0,
+    "sigmoid": _sigmoid,
+}
 """The weight of the mixture before, as a function of how much of the fade is over."""
 
 
@@ -78,14 +75,6 @@ class Fade:
             how = f"use one of {', '.join(SHAPES)}"
             raise ConfigError(f"there is no fade {self.shape!r}", where="shape", how=how)
 
-    def weight(self, index: int) -> float:
-        """Return the weight of the mixture before at a sample; 0 after the fade."""
-        if index >= self.samples:
-            return 0.0
-        weights, _ = _tables(self.shape)
-        piece, rest = divmod(index * PIECES, self.samples)
-        return (weights[piece] + (weights[piece + 1] - weights[piece]) * rest / self.samples) / UNIT
-
     def given(self, count: int) -> int:
         """Return how many of the first `count` slots are the mixture's before: the sum of weights, halves up.
 
@@ -102,49 +91,27 @@ class Fade:
         return (2 * total + whole) // (2 * whole)
 
 
-def faded_rates(samplings: Sequence[Sampling], fade: Fade | None, index: int) -> dict[str, float]:
-    """Return the rate of each data set at sample `index` of a stage: between those before and its own, while it fades.
-
-    `samplings` are the data sets of the stage, and `fade` is that from the mixture before, if there is one.
-    """
-    rates = rates_of(samplings)
-    if fade is None:
-        return rates
-    weight, before = fade.weight(index), rates_of(fade.before)
-    names = [*rates, *(name for name in before if name not in rates)]
-    return {name: weight * before.get(name, 0.0) + (1 - weight) * rates.get(name, 0.0) for name in names}
-
-
 WINDOW = 1024  # samples that are shuffled among each other; another number is another order of every run
 FADING = 16  # windows in a fade, at least, where it has so many samples: shuffling must not even it out
 
 
 @dataclass(frozen=True, slots=True)
-class _Fork:
-    """A node of a tree: of the first n slots at it, `round(n * part / whole)` go left, halves up; the others right."""
+class _Node:
+    """A node of a tree: of the first n slots at it, `round(n * share)` go left, halves up, and the others right. Where
+    the share is a fade, `share.given(n)` go left, to the mixture before."""
 
-    left: "_Tree"
-    right: "_Tree"
-    part: int
-    whole: int
-
-    def to_left(self, slots: int) -> int:
-        return (2 * slots * self.part + self.whole) // (2 * self.whole)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fading:
-    """A node of a tree: of the first n slots at it, `fade.given(n)` go left, to the mixture before, others right."""
-
-    left: "_Tree"
-    right: "_Tree"
-    fade: Fade
+    left: "_Node | str"
+    right: "_Node | str"
+    share: Fraction | Fade
 
     def to_left(self, slots: int) -> int:
-        return self.fade.given(slots)
+        if isinstance(self.share, Fade):
+            return self.share.given(slots)
+        part, whole = self.share.as_integer_ratio()
+        return (2 * slots * part + whole) // (2 * whole)
 
 
-_Tree: TypeAlias = _Fork | _Fading | str
+_Tree: TypeAlias = _Node | str
 
 
 class Interleaving:
@@ -169,7 +136,7 @@ class Interleaving:
         self._fade_samples, self._fade_window = 0, 1
         if fade is not None:
             before = rates_of(fade.before)
-            self._tree = _Fading(_tree(before), self._tree, fade)
+            self._tree = _Node(_tree(before), self._tree, fade)
             self._names += [name for name in before if name not in rates]
             self._fade_samples = fade.samples
             self._fade_window = min(WINDOW, max(1, fade.samples // FADING))
@@ -177,26 +144,20 @@ class Interleaving:
     def slot(self, slot: int) -> tuple[str, int]:
         """Return the data set that has this slot, and how many of the slots before it has."""
         name = _owner(self._tree, slot)
-        return name, self._slots(slot)[name]
+        return name, _slots(self._tree, slot)[name]
 
     def sample(self, index: int) -> tuple[str, int]:
         """Return the data set that gives this sample, and how many of the samples before it gave."""
         first, order = self._window(index)
         which = order[index - first]
         name = self._names[which]
-        return name, self._slots(first)[name] + order[: index - first].count(which)
+        return name, _slots(self._tree, first)[name] + order[: index - first].count(which)
 
     def counts(self, count: int) -> dict[str, int]:
         """Return how many of the first `count` samples each data set gives."""
         first, order = self._window(count)
-        given, part = self._slots(first), order[: count - first]
+        given, part = _slots(self._tree, first), order[: count - first]
         return {name: given[name] + part.count(which) for which, name in enumerate(self._names)}
-
-    def _slots(self, slots: int) -> Counter[str]:
-        """Return how many of the first `slots` slots each data set has."""
-        given: Counter[str] = Counter()
-        _add_slots(self._tree, slots, given)
-        return given
 
     def _window(self, index: int) -> tuple[int, "array[int]"]:
         """Return the first sample of a sample's window, and the data set of each in the window, by place in `names`."""
@@ -225,20 +186,21 @@ def _owner(tree: _Tree, slot: int) -> str:
     return tree
 
 
-def _add_slots(tree: _Tree, slots: int, counts: Counter[str]) -> None:
+def _slots(tree: _Tree, slots: int) -> Counter[str]:
+    """Return how many of the first `slots` slots each data set has."""
     if isinstance(tree, str):
-        counts[tree] += slots
-    else:
-        left = tree.to_left(slots)
-        _add_slots(tree.left, left, counts)
-        _add_slots(tree.right, slots - left, counts)
+        return Counter({tree: slots})
+    left = tree.to_left(slots)
+    given = _slots(tree.left, left)
+    given.update(_slots(tree.right, slots - left))
+    return given
 
 
 def _tree(rates: Mapping[str, float]) -> _Tree:
     """Huffman's tree over the rates.
 
-    A fork rounds by 1/2 at most, and what comes to it too much or too little is passed on by the fraction. In this tree
-    a fork has at most 2/3 of the fork above it (its own two parts are no larger than its sibling), so what a fork gets
+    A node rounds by 1/2 at most, and what comes to it too much or too little is passed on by its share. In this tree
+    a node has at most 2/3 of the node above it (its own two parts are no larger than its sibling), so what a node gets
     is off by at most 1/2 + 1/3 + 2/9 + ... = 3/2, and what a data set gets by less than 2.
     """
     # Names break ties: they are compared before trees would be, and no two are alike.
@@ -247,7 +209,6 @@ def _tree(rates: Mapping[str, float]) -> _Tree:
     while len(heap) > 1:
         small, name, right = heapq.heappop(heap)
         large, other, left = heapq.heappop(heap)
-        fraction = large / (small + large)
-        fork = _Fork(left, right, fraction.numerator, fraction.denominator)
-        heapq.heappush(heap, (small + large, min(name, other), fork))
+        node = _Node(left, right, large / (small + large))
+        heapq.heappush(heap, (small + large, min(name, other), node))
     return heap[0][2]

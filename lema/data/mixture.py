@@ -9,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from lema.config.problems import nearest
 from lema.data.batches import Batch, collate, share_of
-from lema.data.columns import IGNORED
 from lema.data.dataset import TokenDataset
-from lema.data.interleave import WINDOW, Fade, Interleaving, faded_rates
+from lema.data.interleave import WINDOW, Fade, Interleaving
 from lema.data.packed import PackedTokens
 from lema.data.permutation import shuffled_row
 from lema.data.sampling import Sampling, Start, Style, check_rates, rates_of
@@ -48,7 +45,6 @@ class Mixture:
     the mixture before fades, rates are between its own and those here: see `Interleaving` for how exactly they hold.
 
     Args:
-        samplings: the data sets and their rates.
         sources: their rows, by `Sampling.full_name`; others may be among them.
         seed: decides the order, with the stage and nothing else.
         block: tokens of a sample, padding counted.
@@ -106,22 +102,16 @@ class Mixture:
         """
         return [self.sample(index) for index in share_of(_span(start, count), rank, size, micro_batch_size)]
 
-    def batch(
-        self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
-    ) -> Batch | None:
-        """The tokens of `rows`, `[rows, block]`; None: this process has no row of the batch.
+    def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
+        """The tokens of what `rows` gave one of `size` processes, `[rows, block]`; None: it gave no row.
 
         Raises:
             DataError: a row is longer than a block, or holds a token that is not in the vocabulary.
         """
-        return self.collated(self.rows(start, count, rank, size, micro_batch_size), size)
-
-    def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
-        """The batch of what `rows` gave one of `size` processes."""
         return self._batch(draws, self._sources, size)
 
     def validation(self, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None) -> Batch | None:
-        """The first `count` samples of the rows held out, shared among processes as `batch` does.
+        """The first `count` samples of the rows held out, shared among processes as `rows` does.
 
         They are the same whatever the seed, the stage and a fade, so losses compare between runs. Where a data set
         holds fewer rows than its rate asks for, its rows come again.
@@ -137,10 +127,6 @@ class Mixture:
         for name, taken in map(self._own.slot, mine):  # not shuffled, so that a small batch has all rates too
             draws.append(Draw(name, *shuffled_row(len(self._held_out[name]), taken, "held out", name)))
         return self._batch(draws, self._held_out, size)
-
-    def rates(self, index: int) -> dict[str, float]:
-        """The rate of each data set at a sample: that of `samplings`, but for a fade."""
-        return faded_rates(self.samplings, self.fade, index)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
         """How many of `count` samples from `start` on each data set gives, in the order of `samplings`.
@@ -170,7 +156,7 @@ class Mixture:
         for draw, row in zip(draws, rows, strict=True):
             if len(row["input_ids"]) > self.block:
                 raise _too_long(draw.source, f"row {draw.row}", len(row["input_ids"]), self.block)
-        return _padded(collate(rows, self.pad_token_id, untrained=size > 1), self.block, self.pad_token_id)
+        return collate(rows, self.pad_token_id, untrained=size > 1, length=self.block)
 
 
 def _span(start: int, count: int) -> range:
@@ -215,20 +201,3 @@ def _check(sampling: Sampling, source: Source, block: int) -> None:
 def _too_long(name: str, where: str, length: int, block: int) -> DataError:
     what = f"a row of {name!r} has {length:,} tokens, more than a block of {block:,}"
     return DataError(what, where=where, how="use longer blocks, or prepare the data with max_length as long as a block")
-
-
-def _padded(batch: Batch, block: int, pad_token_id: int) -> Batch:
-    """The batch, its rows padded to a block: the padding is neither seen nor learnt."""
-    more = block - batch["input_ids"].shape[1]
-    if not more:
-        return batch
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-
-    def wider(tensor: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, more), value=value)
-
-    return Batch(
-        input_ids=wider(batch["input_ids"], pad_token_id),
-        labels=wider(batch["labels"], IGNORED),
-        attention_mask=wider(mask, 0),
-    )

@@ -34,9 +34,6 @@ class Permutation:
         digests = [blake2b(text, digest_size=8, salt=bytes([number])).digest() for number in rounds]
         self._keys = [int.from_bytes(digest, "little") for digest in digests]
 
-    def __len__(self) -> int:
-        return self.count
-
     def __call__(self, place: int) -> int:
         """Return what stands at `place`; IndexError: there is no such place."""
         if not 0 <= place < self.count:

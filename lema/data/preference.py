@@ -1,8 +1,7 @@
 """Examples for preference objectives: pairs of a chosen and a rejected row, or rows with a label, and their batches.
 
 Rows are tokenised as TRL does: prompt and completion together, as the model meets them, and the completion begins where
-these tokens part from those of the prompt alone. A pair without a prompt has one all the same: what the beginnings of
-its two sides have in common.
+these tokens part from those of the prompt alone. A pair without a prompt has one: what its sides begin with alike.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ import numpy.typing as npt
 import torch
 
 from lema.data.batches import Batch, collate
-from lema.data.chat.messages import Chat
-from lema.data.chat.template import check_template, limited
+from lema.data.chat.messages import Chat, read_tools
+from lema.data.chat.template import guarded, open_template
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, Counts, TokenDataset, held_out
 from lema.data.files import Row
 from lema.data.forms import Forms
 from lema.data.read import Overlong, rows_of
+from lema.data.values import num_alike
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     def _mismatched(self, example: int, other: int) -> TokenRow:
         """The prompt of one example with the completion of another."""
         own, given = self._rows[example], self._rows[other]
-        start, begins = (next(at for at, one in enumerate(row["labels"]) if one != IGNORED) for row in (own, given))
+        start, begins = _start(own["labels"]), _start(given["labels"])
         completion = given["input_ids"][begins:]
         labels = [IGNORED] * start + completion
         return self._cut({"input_ids": own["input_ids"][:start] + completion, "labels": labels})
@@ -164,12 +164,9 @@ def prepare_preferences(
     Args:
         data: as `prepare_data` takes it. Rows have `chosen` and `rejected`, with a `prompt` or without; or `prompt`,
             `completion` and `label`. Each is text, or a list of messages.
-        tokenizer: the model's.
         labelled: whether examples are rows with a label, which a pair is then made two of.
-        max_length: the most tokens a row may have.
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" its example, or raise an "error". An
             example of which no token of a completion would be left is dropped and counted.
-        vocab_size: how many tokens the model knows; None: not checked.
         forms: how rows are to be read: names of columns and the chat template; None: as they are.
 
     Raises:
@@ -247,8 +244,7 @@ def _pair(row: Row) -> tuple[Value, Value, Value]:
         prompt = _value(row, "prompt", may_be_empty=True)
         _check_alike(row, prompt, chosen)
         return prompt, chosen, rejected
-    shorter = min(len(chosen), len(rejected))
-    end = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter - 1)
+    end = min(num_alike(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if isinstance(chosen, str) and end > 0 and chosen[end - 1] == " ":
         end -= 1  # because tokens of words begin with the space before them
     if not isinstance(chosen, str) and end == 0:
@@ -280,7 +276,7 @@ def _tokenized(
     """Return the tokens of each side, and labels that are -100 in the prompt, which is as long on all sides."""
     before = _encoded(tokenizer, sides[0][0], row, is_prompt=True)
     wholes = [_encoded(tokenizer, prompt + completion, row) for prompt, completion in sides]  # type: ignore[operator]
-    start = min(_common(before, ids) for ids in wholes)
+    start = min(num_alike(before, ids) for ids in wholes)
     for ids in wholes:
         if len(ids) <= max(start, 1):
             raise row.broken("a completion has no token to learn", how="remove the row, or fill it")
@@ -299,31 +295,10 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
         if not is_prompt and not value.endswith(end):
             value += end
         return list(tokenizer(value, verbose=False)["input_ids"])
-    if not tokenizer.chat_template:
-        how = "use the tokenizer of an instruct model, put a chat_template.jinja beside it, or write prompts as text"
-        raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
-    tools = row.values.get("tools") or None
-    options: dict[str, Any] = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
-    try:
-        if refused := check_template(tokenizer.get_chat_template(tools=options["tools"])):
-            raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
-        with limited():
-            made: Any = tokenizer.apply_chat_template(
-                value, tokenize=True, return_dict=True, add_generation_prompt=is_prompt, **options
-            )
-    except DataError:
-        raise
-    except Exception as error:  # because the template is a program from outside, which may raise anything
-        what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"
-        how = "compare the roles and their order with what the model's template expects"
-        raise row.broken(what, how=how) from error
+    tools = open_template(tokenizer, read_tools(row), row).tools
+    options: dict[str, Any] = {"return_dict": True, "add_generation_prompt": is_prompt, "tools": tools}
+    made = guarded(row, lambda: tokenizer.apply_chat_template(value, tokenize=True, **options))
     return list(made["input_ids"])
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two rows begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
 
 
 def _start(labels: Sequence[int]) -> int:

@@ -18,10 +18,8 @@ TOLERANCE = 1e-6  # of the sum of the rates; rates like 0.3333333 are meant to s
 class Style(StrEnum):
     """How the rows of a data set fill blocks."""
 
-    PADDED = "PADDED"
-    """One row to a block, padded at its end; the labels of the data count, padding does not."""
-    PMD = "PMD"
-    """Packed tokens in a memory-mapped file, cut into whole blocks; every token counts."""
+    PADDED = "PADDED"  # one row to a block, padded at its end; the labels of the data count, padding does not
+    PMD = "PMD"  # packed tokens in a memory-mapped file, cut into whole blocks; every token counts
 
 
 class SamplingError(ConfigError, ValueError):

@@ -1,11 +1,13 @@
 """The values of a row by type, each of which is checked or refused with the place where it stands."""
 
 import json
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from lema.data.files import Row
 
-__all__ = ["flag_of", "list_of", "text_of"]
+__all__ = ["flag_of", "list_of", "num_alike", "text_of"]
 
 _YES_OR_NO = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
@@ -50,3 +52,8 @@ def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
         what = f"{name} says what to train on and should be true or false, 1 or 0, not {value!r}"
         raise row.broken(what, at=at, how="answers have no weights in between; or rename it, if it means another thing")
     return _YES_OR_NO[known]
+
+
+def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -6,8 +6,9 @@ is formed of them, and nothing of them is kept but the hidden states between two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
     from lema.engine.visit import Engine
 
-__all__ = ["Beside", "Group", "adapters_off", "beside_of_pass", "settled"]
+__all__ = ["Beside", "beside_of_pass", "settled"]
 
-Turn: TypeAlias = tuple[Tensor, list[Tensor], list[Tensor]]
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
 Calls: TypeAlias = Sequence[Sequence[LayerCall]]
 
@@ -52,101 +52,70 @@ def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
             one._disable_adapters = was
 
 
+@dataclass(eq=False)
 class Group:
-    """Some micro-batches on their way through the layers.
+    """Some micro-batches on their way through the layers."""
 
-    Args:
-        calls: of each layer, the call of each micro-batch.
-        targets: of each micro-batch, whose log-probabilities are wanted: `[rows, sequence]`, -100 elsewhere.
-        hidden: of each micro-batch, at the layer that comes next; None: those of `source`, where adapters begin.
-        source: what these rows are the same as up to there; None: the rows that train.
-        adapters: whether the layers have their adapters.
-    """
-
-    def __init__(
-        self,
-        calls: Calls,
-        targets: Sequence[Tensor],
-        hidden: Sequence[Tensor] | None = None,
-        source: Group | None = None,
-        *,
-        adapters: bool,
-    ) -> None:
-        self.calls, self.targets, self.source, self.adapters = calls, targets, source, adapters
-        self.hidden: list[Tensor] | None = None if hidden is None else list(hidden)
+    calls: Calls  # of each layer, the call of each micro-batch
+    targets: Sequence[Tensor]  # of each micro-batch, `[rows, sequence]`: whose log-probabilities are wanted, -100 else
+    adapters: bool  # whether the layers have their adapters
+    hidden: list[Tensor] | None = None  # at the layer that comes next; None: those of `source`, where adapters begin
+    source: Group | None = None  # what these rows are the same as up to there; None: the rows that train
 
 
+@dataclass(eq=False)
 class Beside:
-    """The rows that go beside those of one pass.
+    """The rows that go beside those of one pass."""
 
-    Args:
-        engine: what visits work with.
-        reference: the rows that train, without adapters; None: they are not asked for.
-        mismatched: of KTO's KL term, with adapters and without; None: they are not asked for.
-        forks: the lowest layer at which a model without adapters makes something else; -1: before the layers.
-        outside: whether something outside the layers trains.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        reference: Group | None,
-        mismatched: tuple[Group, Group] | None,
-        forks: int,
-        *,
-        outside: bool,
-    ) -> None:
-        self._engine, self._reference, self._mismatched = engine, reference, mismatched
-        self._groups = [one for one in (reference, *(mismatched or ())) if one is not None]
-        self._forks, self._outside = forks, outside
+    engine: Engine  # what visits work with
+    reference: Group | None  # the rows that train, without adapters; None: they are not asked for
+    mismatched: Sequence[Group]  # of KTO's KL term, with adapters and without; none: they are not asked for
+    forks: int  # the lowest layer at which a model without adapters makes something else; -1: before the layers
+    outside: bool  # whether something outside the layers trains
 
     @torch.no_grad()
     def through(self, layer: int, lease: Lease, hidden: Sequence[Tensor]) -> None:
         """Take the rows through a layer that is on lease; `hidden` is what the rows that train were given there."""
-        if layer == self._forks:
-            for group in self._groups:
+        groups = [*([] if self.reference is None else [self.reference]), *self.mismatched]
+        if layer == self.forks:
+            for group in groups:
                 if group.hidden is None:
                     group.hidden = list(hidden if group.source is None else group.source.hidden or ())
-        engine = self._engine
-        for group in self._groups:
+        engine = self.engine
+
+        def run(group: Group, call: LayerCall, given: Tensor) -> Tensor:
+            # Not compiled without adapters, because that would be another graph of each layer.
+            return engine.split.run_layer(layer, lease.weights, call, given.detach(), compiled=group.adapters)
+
+        for group in groups:
             if group.hidden is None:
                 continue
-            without = nullcontext() if group.adapters else adapters_off([engine.split.layers[layer]])
-            with without:
+            with nullcontext() if group.adapters else adapters_off([engine.split.layers[layer]]):
                 for index, call in enumerate(group.calls[layer]):
                     engine.stop.poll()
-                    for attempt in engine.retry.forwards(engine.generator_state()):
-                        with attempt, engine.retry.at(f"in the forward of layer {layer}"):
-                            given = group.hidden[index].detach()
-                            # Not compiled without adapters, because that would be another graph of each layer.
-                            group.hidden[index] = engine.split.run_layer(
-                                layer, lease.weights, call, given, compiled=group.adapters
-                            )
+                    made = partial(run, group, call, group.hidden[index])
+                    place, state = f"in the forward of layer {layer}", engine.generator_state()
+                    group.hidden[index] = engine.retry.run_forward(place, made, state)
 
     @torch.no_grad()
     def evaluated(self, loss: RowLoss, hidden: Sequence[Tensor]) -> Tensor:
         """Return the loss of a pass of which no gradient is wanted; `hidden` are the last layer's outputs."""
-        with self._engine.retry.at("in the head and the loss"):
+        with self.engine.retry.at("in the head and the loss"):
             logps = [loss.forward(state, target) for state, target in zip(hidden, loss.targets, strict=True)]
         return self.settle(loss, logps, differentiate=False)
 
     def settle(self, loss: RowLoss, logps: Sequence[Tensor], *, differentiate: bool = True) -> Tensor:
         """Return the loss of a pass, of whose rows that train these are the log-probabilities; the layers are done."""
-        reference = None if self._reference is None else self._logps(loss, self._reference)
-        sides = None if self._mismatched is None else tuple(self._logps(loss, one) for one in self._mismatched)
-        mismatched = None if sides is None else (sides[0], sides[1])
+        reference = None if self.reference is None else self._logps(loss, self.reference)
+        mismatched = [self._logps(loss, one) for one in self.mismatched]
         return loss.settle(logps, reference, mismatched, differentiate=differentiate)
 
     def _logps(self, loss: RowLoss, group: Group) -> list[Tensor]:
         hidden, group.hidden = group.hidden or [], None
-        with self._without(group), self._engine.retry.at("in the head and the loss"):
+        # Looked for only where something outside the layers trains, because else the head has no adapters.
+        adapted = [] if group.adapters or not self.outside else [self.engine.split.model]
+        with adapters_off(adapted), self.engine.retry.at("in the head and the loss"):
             return [loss.forward(state, target) for state, target in zip(hidden, group.targets, strict=True)]
-
-    def _without(self, group: Group) -> AbstractContextManager[None]:
-        """Return the context in which the head has no adapters, if this group is without and it has some."""
-        if group.adapters or not self._outside:
-            return nullcontext()
-        return adapters_off([self._engine.split.model])
 
 
 def beside_of_pass(
@@ -160,57 +129,32 @@ def beside_of_pass(
     """Return what goes through the layers beside the rows that train, before the first layer; None: nothing.
 
     Args:
-        model: the streamed model.
-        loss: of the pass.
         micro_batches: in host memory; `placed` are they on the device, and `calls` those of each layer.
         first: the first layer's lease, where the prelude needs its weights.
     """
-    objective = model.objective
+    objective, split = model.objective, model.split
     if objective is None or not isinstance(loss, RowLoss):
         return None
-    others = None
-    if objective.mismatched:
-        rows = [model.padding.of(mismatched_of(batch)) for batch in micro_batches]
-        others = model.inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], model.split.tables)
     outside = bool(model.trained_outside())
     below = outside and model.starts_below is not False
-    reference = (placed, loss.targets, calls) if objective.reference else None
-    prelude = partial(model.prelude, first=first)
-    return _beside_of(model.engine, prelude, reference, others, -1 if below else model.lowest_trained, outside=outside)
-
-
-def _beside_of(
-    engine: Engine,
-    prelude: Callable[[Batches], tuple[Sequence[Tensor], Calls]],
-    trained: tuple[Batches, Sequence[Tensor], Calls] | None,
-    mismatched: tuple[Batches, Sequence[Tensor]] | None,
-    forks: int,
-    *,
-    outside: bool,
-) -> Beside:
-    """Return the rows that go beside those of a pass, as they are before the first layer.
-
-    Args:
-        prelude: runs the model up to its layers; returns hidden states and calls.
-        trained: the rows that train, with their targets and calls; None: no reference is wanted.
-        mismatched: rows of KTO's KL term, with their targets.
-        forks, outside: as of `Beside`.
-    """
+    forks = -1 if below else model.lowest_trained
 
     def without(batches: Batches, targets: Sequence[Tensor], calls: Calls, source: Group | None = None) -> Group:
-        if forks >= 0:
-            return Group(calls, targets, source=source, adapters=False)
-        with adapters_off([engine.split.model]):
-            hidden, own = prelude(batches)
-        return Group(own, targets, engine.split.enter(hidden), adapters=False)
+        if not below:
+            return Group(calls, targets, adapters=False, source=source)
+        with adapters_off([split.model]):
+            hidden, own = model.prelude(batches, first)
+        return Group(own, targets, adapters=False, hidden=list(split.enter(hidden)))
 
-    reference = None if trained is None else without(*trained)
-    if mismatched is None:
-        return Beside(engine, reference, None, forks, outside=outside)
-    batches, targets = mismatched
-    hidden, calls = prelude(batches)
-    policy = Group(calls, targets, engine.split.enter(hidden), adapters=True)
-    return Beside(engine, reference, (policy, without(batches, targets, calls, policy)), forks, outside=outside)
+    rows = [model.padding.of(mismatched_of(batch)) for batch in micro_batches if objective.mismatched]
+    others, wanted = model.inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], split.tables)
+    reference = without(placed, loss.targets, calls) if objective.reference else None
+    if not objective.mismatched:
+        return Beside(model.engine, reference, (), forks, outside)
+    hidden, own = model.prelude(others, first)
+    policy = Group(own, wanted, adapters=True, hidden=list(split.enter(hidden)))
+    mismatched = policy, without(others, wanted, own, policy)
+    return Beside(model.engine, reference, mismatched, forks, outside)
 
 
 def settled(
@@ -221,13 +165,9 @@ def settled(
     hidden: Sequence[Tensor],
     embed_head: EmbedHead,
     beside: Beside,
-) -> Turn:
-    """Run all rows through the top layer and the head; return the loss of the pass.
-
-    Returns:
-        The loss; of each micro-batch, the gradient of its log-probabilities by the top layer's output, and the
-        generator's state before the top layer.
-    """
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Run all rows through the top layer and the head; return the loss of the pass and, of each micro-batch, the
+    gradient of its log-probabilities by the top layer's output, and the generator's state before the top layer."""
     loss, top, retry = embed_head.loss, engine.split.num_layers - 1, engine.retry
     assert isinstance(loss, RowLoss), "the loss is of tokens"
     logps, gradients, states = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -241,9 +181,8 @@ def settled(
         for index, state in enumerate(hidden):
             engine.stop.poll()
             states.append(engine.generator_state())
-            for attempt in retry.forwards(states[-1]):
-                with attempt, retry.at(f"in the forward of layer {top}"):
-                    one, gradient = score(index, state)
+            run = partial(score, index, state)
+            one, gradient = retry.run_forward(f"in the forward of layer {top}", run, states[-1])
             logps.append(one)
             gradients.append(gradient)
         beside.through(top, lease, hidden)

@@ -33,11 +33,9 @@ class PrefixCache:
     """Hidden states at the input of one layer, by micro-batch.
 
     Args:
-        backend: the device.
         layer: the lowest layer that gradients reach; the layers below it are spared.
         directory: of the file, which has no name and ends with this object.
         num_tokens: of all micro-batches that will be kept, padding included.
-        trace: records transfers.
 
     Raises:
         ConfigError: there is no layer to spare.
@@ -61,14 +59,23 @@ class PrefixCache:
         return all(_key(batch) in self._pieces for batch in micro_batches)
 
     def keep(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], hidden: Sequence[Tensor], *, drawn: bool, handed_on: bool
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        hidden: Sequence[Tensor],
+        *,
+        lowest: int,
+        drawn: bool,
+        handed_on: bool,
     ) -> None:
         """Keep the hidden states of micro-batches at the layer, unless they are kept already.
 
         Raises:
-            ConfigError: something was `drawn` at random below the layer, or more than the hidden state was `handed_on`.
+            ConfigError: gradients, which go down to the layer `lowest`, reach a layer that is spared; or something was
+                `drawn` at random below the layer; or more than the hidden state was `handed_on`.
             DiskError: the disk has no room for those of all micro-batches, or fails.
         """
+        if lowest < self.layer:
+            raise _refusal(f"gradients reach layer {lowest}: what it makes is new in every epoch")
         if drawn:
             raise _refusal("the layers below the adapters draw at random (dropout): each epoch they make something new")
         if handed_on:
@@ -81,7 +88,7 @@ class PrefixCache:
                 self._store.reserve(whole_blocks(like.nbytes) * -(-self._num_tokens // batch["input_ids"].numel()))
             piece = self._store.place(like.nbytes)
             placed(piece.fill(), like).copy_(state.detach())
-            piece.filled(_at_once)
+            piece.filled(lambda: None)  # because `copy_` to host memory returns when it has ended
             self._pieces[key] = piece, like
 
     def fetch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
@@ -98,26 +105,13 @@ class PrefixCache:
                 following.expect()
             state = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._backend.device)
             found.append(state.copy_(placed(piece.memory(), like)))
-            piece.used(_at_once)
+            piece.used(lambda: None)
         return tuple(found)
-
-    def reach(self, lowest: int) -> None:
-        """Make sure that gradients, which go down to the layer `lowest`, reach no layer that is spared.
-
-        Raises:
-            ConfigError: they do.
-        """
-        if lowest < self.layer:
-            raise _refusal(f"gradients reach layer {lowest}: what it makes is new in every epoch")
 
     def close(self) -> None:
         """Give the space back."""
         self._store.close()
         self._pieces.clear()
-
-
-def _at_once() -> None:
-    """Wait for a copy that has ended: `copy_` between a device and host memory returns when it has."""
 
 
 def _refusal(what: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Retries after the device's memory ran out: a loop of attempts, each with less to hold at once.
+"""Retries after the device's memory ran out: attempts, each with less to hold at once.
 
 The forward of one micro-batch through one layer depends on its input and the generator alone, so it is attempted again
 on the spot, with one slot for weights fewer. A pass adds to gradients as it goes, so it is begun again from its start,
@@ -6,9 +6,7 @@ with fewer slots or with micro-batches of half the rows. Every micro-batch's los
 the whole step, so smaller micro-batches give the mathematics of larger ones. What a run gave up it does not take back,
 and it says in a warning what that was.
 
-    for attempt in retry.passes(micro_batches, parameters=adapters):
-        with attempt:
-            loss = forward_and_backward(attempt.micro_batches)
+    loss = retry.run_pass(forward_and_backward, micro_batches, parameters=adapters)
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,10 +26,11 @@ from lema.engine.head.loss import split_batch
 from lema.errors import MemoryLimitError, is_out_of_memory
 from lema.stream import LayerStream
 
-__all__ = ["ForwardAttempt", "OomRetry", "PassAttempt", "Shortage"]
+__all__ = ["OomRetry", "Shortage"]
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 Purpose = Literal["training", "evaluation"]
+T = TypeVar("T")
 PLACE = "ran out of device memory "  # how the note on an error begins that says where
 
 GENERAL_ADVICE = (
@@ -54,10 +52,6 @@ class Shortage:
 class OomRetry:
     """The retries of a run, and what it has given up so far so that its work fits on the device.
 
-    Args:
-        stream: the stream of weights, whose slots can be given up.
-        backend: the device.
-
     Attributes:
         recomputes: whether activations are recomputed; where they are not, the warning names that setting too.
         place: where the pass is now, as `at` was told last.
@@ -70,7 +64,9 @@ class OomRetry:
         self.place = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
         self._rows: dict[Purpose, int] = {}  # of the largest micro-batch, where the settings' own did not fit
-        self._given_up = _GivenUp()
+        # What was given up since the last warning: how much of it there was and is, and where memory ran out first.
+        self._given_up: dict[str, tuple[int, int]] = {}
+        self._short_at = ""
         self._passes = 0  # how many are being attempted now, one within the other
 
     @property
@@ -85,21 +81,19 @@ class OomRetry:
             return list(micro_batches)
         return [part for one in micro_batches for part in (split_batch(one, rows) if _rows_of(one) > rows else [one])]
 
-    def passes(
+    def run_pass(
         self,
+        run: Callable[[MicroBatches], T],
         micro_batches: MicroBatches,
         *,
         parameters: Sequence[nn.Parameter] = (),
         made: list[Any] | None = None,
         purpose: Purpose = "training",
-    ) -> Iterator[PassAttempt]:
-        """Yield attempts at one pass until one succeeds. Each finds gradients, generator and `made` as the first did.
+    ) -> T:
+        """Return what `run` makes in one pass. Each attempt finds gradients, generator and `made` as the first did.
 
-        Args:
-            micro_batches: those of the pass; an attempt has them in `micro_batches`, smaller where they did not fit.
-            parameters: the parameters to whose gradients the pass adds.
-            made: a list that the pass appends to.
-            purpose: of the pass; how many rows fit is remembered for each purpose.
+        It is given the micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
+        `purpose`. The pass adds to the gradients of `parameters`, and appends to the list `made`.
 
         Raises:
             MemoryLimitError: one row does not fit beside one slot.
@@ -108,10 +102,18 @@ class OomRetry:
         with self.once("before the pass"):
             before = [None if one.grad is None else one.grad.clone() for one in parameters if self._alone]
         while True:
-            attempt = PassAttempt(self, self.cut(micro_batches, purpose), purpose)
-            yield attempt
-            if not attempt.failed:
+            parts = self.cut(micro_batches, purpose)
+            self._passes += 1
+            try:
+                result = run(parts)
                 break
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._stream.cancel()
+                self._make_room(error, parts, purpose)
+            finally:
+                self._passes -= 1
             # Here and not where the error was caught, because until that ends the error holds the tensors of the
             # functions that it interrupted; where it is part of a cycle of references, the collector must find it.
             _put_back(parameters, before)
@@ -120,23 +122,28 @@ class OomRetry:
             gc.collect()
             self._backend.set_rng_state(state)
         self._say()
+        return result
 
-    def forwards(self, state: Tensor, sums: Sized = ()) -> Iterator[ForwardAttempt]:
-        """Yield attempts at the forward of one micro-batch through one leased layer until one succeeds.
+    def run_forward(self, place: str, run: Callable[[], T], state: Tensor, sums: Sized = ()) -> T:
+        """Return what `run` makes: the forward of one micro-batch through one leased layer, at a `place` of the pass.
 
-        Each begins from the generator's `state`, and must leave none of its tensors in the caller's variables if it
-        fails. `sums` are the sums of gradients that attempts add to: once there is one, memory that runs out ends the
-        pass, because an addition to a sum cannot be taken back.
+        Each attempt begins from the generator's `state`, and one that fails must leave none of its tensors in a
+        variable of the caller. `sums` are the sums of gradients that attempts add to: once there is one, memory that
+        runs out ends the pass, because an addition to a sum cannot be taken back.
         """
         while True:
-            attempt = ForwardAttempt(self, sums)
-            yield attempt
-            if not attempt.failed:
+            try:
+                with self.at(place):
+                    made = run()
                 break
-            gc.collect()  # what the error interrupted may be held by a cycle of references, as in `passes`
+            except RuntimeError as error:
+                if sums or not is_out_of_memory(error) or not self._shrink(error, 1):
+                    raise
+            gc.collect()  # what the error interrupted may be held by a cycle of references, as in `run_pass`
             self._backend.set_rng_state(state)
         if not self._passes:
             self._say()
+        return made
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -172,15 +179,19 @@ class OomRetry:
         if rows == 1 or not self._alone:
             raise self._refusal(error, parts) from _let_go(error)
         self._rows[purpose] = -(-rows // 2)
-        self._given_up.note(error, "rows", rows, self._rows[purpose])
+        self._note(error, "rows", rows, self._rows[purpose])
 
     def _shrink(self, error: RuntimeError, count: int) -> bool:
         """Give up as many as `count` slots; return whether there was one."""
         before = self._stream.num_slots
         gone = sum(1 for _ in range(count) if self._alone and self._stream.shrink())
         if gone:
-            self._given_up.note(error, "slots", before, self._stream.num_slots)
+            self._note(error, "slots", before, self._stream.num_slots)
         return bool(gone)
+
+    def _note(self, error: RuntimeError, what: str, before: int, after: int) -> None:
+        self._short_at = self._short_at or _place_of(error) or "between the layers"
+        self._given_up[what] = self._given_up.get(what, (before,))[0], after
 
     def _refusal(self, error: RuntimeError, parts: MicroBatches) -> MemoryLimitError:
         shapes = [tuple(part["input_ids"].shape) for part in parts]
@@ -197,82 +208,32 @@ class OomRetry:
             what += f"{_count(short.slots, 'layer slot')} do not fit"
         if not self._alone:
             what += ", and with shard_weights no process can begin again alone"
-        self._given_up = _GivenUp()
+        self._given_up, self._short_at = {}, ""
         return MemoryLimitError(what, where=short.place, how=self.advise(short))
 
     def _say(self) -> None:
         """Warn of what was given up since this was last called, if anything was."""
-        given_up, self._given_up = self._given_up, _GivenUp()
-        if not given_up.changes:
+        if not self._given_up:
             return
+        given_up, place = self._given_up, self._short_at
+        self._given_up, self._short_at = {}, ""
         settings, now = [], []
-        if "slots" in given_up.changes:
-            before, after = given_up.changes["slots"]
+        if "slots" in given_up:
+            before, after = given_up["slots"]
             settings.append(f"prefetch_depth: {max(1, after - 1)}")
             now.append(f"{_count(after, 'layer slot')} instead of {before}")
-        if "rows" in given_up.changes:
-            before, after = given_up.changes["rows"]
+        if "rows" in given_up:
+            before, after = given_up["rows"]
             settings.append(f"micro_batch_size: {after}")
             now.append(f"micro-batches of at most {_count(after, 'row')} instead of {before}")
         if not self.recomputes:
             settings.append("gradient_checkpointing: true (the others may then not be needed)")
         warnings.warn(
-            f"device memory ran out {given_up.place}; from here on there are {' and '.join(now)}, which changes no "
+            f"device memory ran out {place}; from here on there are {' and '.join(now)}, which changes no "
             f"mathematics. To begin so, write into the config {', '.join(settings)}; or set device_memory to what "
             "there is, and what is kept on the device is chosen to fit it, as `lema plan` shows",
             stacklevel=3,
         )
-
-
-class PassAttempt:
-    """One attempt to take `micro_batches` through the model, made in its `with` block.
-
-    If memory runs out there, the block ends without an error, `failed` is true, and there is room for the next attempt.
-    """
-
-    def __init__(self, retry: OomRetry, micro_batches: list[Mapping[str, Tensor]], purpose: Purpose) -> None:
-        self._retry, self._purpose = retry, purpose
-        self.micro_batches, self.failed = micro_batches, False
-
-    def __enter__(self) -> None:
-        self._retry._passes += 1
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
-        self._retry._passes -= 1
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
-            self._retry._stream.cancel()
-            self._retry._make_room(error, self.micro_batches, self._purpose)
-            self.failed = True
-        return self.failed
-
-
-class ForwardAttempt:
-    """One attempt at a micro-batch's forward through a layer, made in its `with` block as a `PassAttempt` is.
-
-    If it `failed`, a slot has been given up; without a slot to give up, the error goes on.
-    """
-
-    def __init__(self, retry: OomRetry, sums: Sized) -> None:
-        self._retry, self._sums, self.failed = retry, sums, False
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
-        if isinstance(error, RuntimeError) and is_out_of_memory(error) and not self._sums:
-            self.failed = self._retry._shrink(error, 1)
-        return self.failed
-
-
-class _GivenUp:
-    """What was given up since the last warning: how much of what there was and is, and where memory ran out first."""
-
-    def __init__(self) -> None:
-        self.place = ""
-        self.changes: dict[str, tuple[int, int]] = {}
-
-    def note(self, error: RuntimeError, what: str, before: int, after: int) -> None:
-        self.place = self.place or _place_of(error) or "between the layers"
-        self.changes[what] = self.changes.get(what, (before,))[0], after
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:

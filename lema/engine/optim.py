@@ -22,7 +22,6 @@ from lema.errors import ConfigError
 
 __all__ = ["check_optimizer", "follow", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
 
-
 Place: TypeAlias = tuple[torch.device, torch.dtype]
 
 
@@ -39,8 +38,6 @@ def make_optimizer(
     memory it is the plain one, whose bits do not depend on the processor.
 
     Args:
-        parameters: those that train.
-        config: of the run.
         model: in which they have names, by which biases and norms are known: as in `transformers.Trainer` their weights
             do not decay. None: all decay.
         names: of the parameters, in their order, where they stand for those of the model; None: they are its own.
@@ -60,7 +57,8 @@ def make_optimizer(
         return optimizer
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
     if model is not None:
-        exempt, own = _without_decay(model), list(names) if names is not None else _names_of(model, trained)
+        exempt, known = _without_decay(model), {id(one): name for name, one in model.named_parameters()}
+        own = [known[id(one)] for one in trained] if names is None else list(names)
         kept = [one for one, name in zip(trained, own, strict=True) if name not in exempt]
         others = [one for one, name in zip(trained, own, strict=True) if name in exempt]
         groups[0]["params"] = kept
@@ -78,11 +76,6 @@ def _without_decay(model: nn.Module) -> set[str]:
 
     decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))  # of its own it needs nothing
     return {name for name, _ in model.named_parameters()} - decayed
-
-
-def _names_of(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for parameter in parameters]
 
 
 def _mark(optimizer: Optimizer, config: LemaConfig) -> None:
@@ -169,8 +162,7 @@ def _check_precision(parameters: Sequence[nn.Parameter]) -> None:
 def training_bytes(model: nn.Module, layers_name: str) -> int:
     """Return the device memory that what trains takes: value, gradient and two moments of each parameter, in its type.
 
-    A gradient is formed before it is added to what is there. Outside the layers one can be as large as the embeddings,
-    and counts.
+    A gradient is formed before it is added to what is there. Outside the layers one can be as large as embeddings.
     """
     trained = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.requires_grad}
     outside = [nbytes for name, nbytes in trained.items() if not name.startswith(f"{layers_name}.")]
@@ -214,11 +206,7 @@ def follow(
     A parameter group remembers the first learning rate it was ever scheduled with, and torch's schedules go by it. An
     optimizer that is carried into a phase would keep that of the phase before; so it is forgotten here.
 
-    Args:
-        optimizer: whose parameter groups all follow.
-        factor: of the step, counted from 0.
-        learning_rate: what the factor is of; None: what each group has.
-        step: the next one, counted likewise.
+    `factor`, of the step counted from 0, is of `learning_rate`; None: of what each group has.
     """
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)

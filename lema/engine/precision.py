@@ -14,11 +14,7 @@ EXACT, TENSOR_CORES = "highest", "high"  # torch's words
 
 
 class ProductPrecision:
-    """The precision of fp32 products from now on, until it is put back.
-
-    Args:
-        tf32: let them round as TF32 on devices that do; else they are those of fp32.
-    """
+    """The precision of fp32 products from now on, until it is put back: `tf32`, on devices that do that, or fp32."""
 
     def __init__(self, tf32: bool) -> None:
         self._before: tuple[str, bool] | None = _current()

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from lema.config.problems import nearest
 from lema.errors import ConfigError
 
 __all__ = ["SCHEDULES", "Spans", "factor_of", "spans_of", "takes"]
-
 
 LOW = 0.01  # where warm-up begins and decay ends, for those of the schedules that do not go to 0
 TAIL = 0.1  # the factor of the second stable part of wsds
@@ -24,29 +24,18 @@ TAIL = 0.1  # the factor of the second stable part of wsds
 
 @dataclass(frozen=True)
 class Spans:
-    """How many steps the parts of a schedule take.
+    """How many steps the parts of a schedule take."""
 
-    Args:
-        warmup: `w`, over which the factor rises to 1.
-        decay: `d`, over which it falls.
-        tail: `s`, at the end, over which it stays low.
-    """
-
-    warmup: int = 0
-    decay: int = 0
-    tail: int = 0
+    warmup: int = 0  # `w`, over which the factor rises to 1
+    decay: int = 0  # `d`, over which it falls
+    tail: int = 0  # `s`, at the end, over which it stays low
 
 
-Schedule = Callable[[int, int, Spans], float]
-
-
-def constant(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
-    """Return 1: `transformers`' constant."""
-    return 1.0
+Schedule = Callable[..., float]  # of the step, how many the schedule is made for, and its spans
 
 
 def constant_with_warmup(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
-    """Return `t / w` for t < w, else 1: `transformers`' constant_with_warmup."""
+    """Return `t / w` for t < w, else 1: `transformers`' constant_with_warmup, and constant, which has no w."""
     return step / spans.warmup if step < spans.warmup else 1.0
 
 
@@ -110,7 +99,8 @@ def _cosine(step: int, total: int, begins: int) -> float:
 
 
 SCHEDULES: Mapping[str, Schedule] = {
-    one.__name__: one for one in (constant, constant_with_warmup, linear, cosine, wsd, wsds, cosine_rewarm)
+    "constant": constant_with_warmup,
+    **{one.__name__: one for one in (constant_with_warmup, linear, cosine, wsd, wsds, cosine_rewarm)},
 }
 
 # The parts a schedule has, each with its length where none is given: a fraction of all steps.
@@ -134,8 +124,6 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     """Return how many steps each part of a schedule takes.
 
     Args:
-        name: of the schedule, one of `SCHEDULES`.
-        total: steps it is made for.
         lengths: `warmup`, `decay` and `tail`. A whole number is steps. A fraction is of `total`, rounded down; it is
             taken as written, so that 0.29 of 100 steps are 29. None is the schedule's own: warm-up is 0.01 for wsd,
             wsds and cosine_rewarm and 0 for the others, decay 0.1, and the tail 0.5.
@@ -156,11 +144,9 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     steps = {part: _steps(parts[part] if length is None else length, total) for part, length in given.items()}
     if sum(steps.values()) > total:
         said = " and ".join(f"{part} ({count})" for part, count in steps.items())
-        raise ConfigError(
-            f"{said} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps",
-            where=max(steps, key=lambda part: steps[part]),
-            how=f"make {' or '.join(steps)} shorter, or train on more tokens",
-        )
+        what = f"{said} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps"
+        how = f"make {' or '.join(steps)} shorter, or train on more tokens"
+        raise ConfigError(what, where=max(steps, key=lambda part: steps[part]), how=how)
     return Spans(**steps)
 
 
@@ -171,9 +157,4 @@ def _steps(length: int | float, total: int) -> int:
 
 def factor_of(name: str, total: int, spans: Spans) -> Callable[[int], float]:
     """Return the schedule as a function of the step alone."""
-    schedule = SCHEDULES[name]
-
-    def factor(step: int) -> float:
-        return schedule(step, total, spans)
-
-    return factor
+    return partial(SCHEDULES[name], total=total, spans=spans)

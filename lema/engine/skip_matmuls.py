@@ -13,7 +13,8 @@ The forward of each micro-batch notes which linear that is, because layers with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,56 +25,38 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["AdaptedLinears", "LastLinear"]
+from lema.model.capture import replaced
 
+__all__ = ["AdaptedLinears", "LastLinear"]
 
 PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
 
 
+@dataclass(eq=False)
 class LastLinear:
-    """The adapted linear that one forward of a layer called last.
+    """The adapted linear that one forward of a layer called last."""
 
-    Attributes:
-        linear: it; None: none was called.
-        begun: how many tensors had been saved when it was called.
-        ended: how many had been saved when it returned, or when a dropout of what it returned did.
-        made: what it or the dropout returned, `[..., features]`, while somebody else holds that.
-    """
+    linear: Linear | None = None  # None: none was called
+    begun: int = 0  # how many tensors had been saved when it was called
+    ended: int = 0  # how many had been saved when it returned, or when a dropout of what it returned did
+    features: int = 0
+    dtype: torch.dtype = torch.float32
+    # What it or the dropout returned, `[..., features]`, while somebody else holds that.
+    made: Callable[[], Tensor | None] = lambda: None
 
-    def __init__(self) -> None:
-        self.linear: Linear | None = None
-        self.begun = self.ended = self.features = 0
-        self.dtype = torch.float32
-        self.made: Callable[[], Tensor | None] = lambda: None
-
-    @contextmanager
-    def skipped(self, total: int, saved: Callable[[], int]) -> Iterator[None]:
-        """Skip its frozen product in the `with` block, if a recomputation can do without.
-
-        Args:
-            total: how many tensors the forward saved.
-            saved: returns how many of them the recomputation has come to.
-        """
+    def skipped(self, total: int, saved: Callable[[], int]) -> AbstractContextManager[None]:
+        """Skip its frozen product in the `with` block, if a recomputation can do without: of the `total` tensors that
+        the forward saved, `saved` returns how many the recomputation has come to."""
         if self.linear is None or self.ended != total:  # the layer saved more, of which the product may be a part
-            yield
-            return
-        linear = self.linear
-        vars(linear)["forward"] = partial(self._call, linear.forward, saved)
-        try:
-            yield
-        finally:
-            del vars(linear)["forward"]
+            return nullcontext()
+        return replaced({self.linear: partial(self._call, self.linear.forward, saved)})
 
     def _call(self, forward: Callable[..., Tensor], saved: Callable[[], int], *args: Any, **kwargs: Any) -> Tensor:
         assert self.linear is not None
         if saved() != self.begun:  # a layer may call one linear more than once, and this is not the last call
             return forward(*args, **kwargs)
-        base = self.linear.base_layer
-        vars(base)["forward"] = self._nothing
-        try:
+        with replaced({self.linear.base_layer: self._nothing}):
             return forward(*args, **kwargs)
-        finally:
-            del vars(base)["forward"]
 
     def _nothing(self, given: Tensor) -> Tensor:
         """Return NaN in place of a product, as a view of one element, because nobody reads it."""
@@ -81,11 +64,7 @@ class LastLinear:
 
 
 class AdaptedLinears:
-    """The modules of one layer that LoRA adapts, of those that multiply their input by a matrix.
-
-    Args:
-        layer: the layer, adapters attached.
-    """
+    """The modules of one layer that LoRA adapts, of those that multiply their input by a matrix."""
 
     def __init__(self, layer: nn.Module) -> None:
         parts = list(layer.modules())
@@ -94,25 +73,15 @@ class AdaptedLinears:
 
     @contextmanager
     def watched(self, saved: Callable[[], int]) -> Iterator[LastLinear]:
-        """Note which linear is called last in the `with` block, a forward of the layer.
-
-        Args:
-            saved: returns how many tensors the forward has saved so far.
-        """
-        last = LastLinear()
-        watched: list[nn.Module] = []
-        try:
-            # In place of `forward`, not as hooks, because the compiled layers refuse a module with hooks.
-            for linear in filter(_only_adds, self._linears):
-                vars(linear)["forward"] = partial(_linear, last, saved, linear, linear.forward)
-                watched.append(linear)
-            for dropout in filter(_is_left_alone, self._dropouts):
-                vars(dropout)["forward"] = partial(_dropout, last, saved, dropout.forward)
-                watched.append(dropout)
+        """Note which linear is called last in the `with` block, a forward that has saved `saved()` tensors so far."""
+        last, watched = LastLinear(), dict[nn.Module, Callable[..., Any] | None]()
+        for linear in filter(_only_adds, self._linears):
+            watched[linear] = partial(_linear, last, saved, linear, linear.forward)
+        for dropout in filter(_is_left_alone, self._dropouts):
+            watched[dropout] = partial(_dropout, last, saved, dropout.forward)
+        # In place of `forward`, not as hooks, because the compiled layers refuse a module with hooks.
+        with replaced(watched):
             yield last
-        finally:
-            for module in watched:
-                del vars(module)["forward"]
 
 
 def _linear(

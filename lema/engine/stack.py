@@ -35,7 +35,6 @@ from lema.stream.schedule import fetched_per_step, forward_order
 
 __all__ = ["LayerStack", "StackCall"]
 
-
 # What a model collects of its layers by hooks, which see them run more than once, or not at all.
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 LEARNING_TOKENS = 8
@@ -43,17 +42,12 @@ LEARNING_TOKENS = 8
 
 @dataclass(frozen=True)
 class StackCall:
-    """One call of the module that holds the layers: its micro-batches before their first layer.
-
-    Attributes:
-        differentiated: whether its result is to have a graph.
-        inputs_differentiated: whether something that it was given has a graph.
-        trained: what trains in the layers as it is called, by `id`, and whether the model is in training mode.
-    """
+    """One call of the module that holds the layers: its micro-batches before their first layer."""
 
     preludes: tuple[Prelude, ...]
-    differentiated: bool
-    inputs_differentiated: bool
+    differentiated: bool  # whether its result is to have a graph
+    inputs_differentiated: bool  # whether something that it was given has a graph
+    # What trains in the layers as it is called, by `id`, and whether the model is in training mode.
     trained: tuple[bool, frozenset[int]]
 
     def joins(self, other: StackCall) -> bool:
@@ -63,17 +57,12 @@ class StackCall:
 
 @dataclass(eq=False)
 class _Step:
-    """A forward that waits for its backward.
-
-    Attributes:
-        backward: the leases of its backward.
-        done: whether that has begun.
-    """
+    """A forward that waits for its backward."""
 
     number: int
-    backward: tuple[int, ...]
+    backward: tuple[int, ...]  # the leases of its backward
     trained: tuple[bool, frozenset[int]]
-    done: bool = False
+    done: bool = False  # whether that has begun
 
 
 class LayerStack:
@@ -127,18 +116,14 @@ class LayerStack:
                 return self._forward(**given)
         if given.get("past_key_values") is not None:
             what = "a cache of keys and values is given to a forward that is to be differentiated"
-            raise ConfigError(
-                what, where="past_key_values", how="leave it out, or call the model under torch.no_grad()"
-            )
-        if "use_cache" in self._signature.parameters or self._takes_more:
+            how = "leave it out, or call the model under torch.no_grad()"
+            raise ConfigError(what, where="past_key_values", how=how)
+        takes_more = any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
+        if takes_more or "use_cache" in self._signature.parameters:
             given["use_cache"] = False
         call = self._noted(given, differentiated=differentiated)
         hidden = self.supply(call)
         return split.finish(hidden, partial(self._forward, **given))
-
-    @property
-    def _takes_more(self) -> bool:
-        return any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
@@ -219,17 +204,15 @@ class LayerStack:
         step = None
         if lowest <= top:
             step = _Step(next(self._numbers), tuple(range(top, lowest - 1, -1)), calls[0].trained)
-        self._announce_forward(step, lowest)
-        again = [one for one in range(lowest, top + 1) if streamed.recompute and one not in streamed.saved]
-        graphs = None if streamed.graphs is None or step is None else streamed.graphs.step()
+        if step is not None:
+            self._say_what_accumulation_costs(lowest)
+            self._steps.add(step)
+        up = forward_order(top + 1)
+        self._announce(up, self._awaited() or up)
         hidden = split.enter(hidden)
-        with streamed.retry.at("for the inputs of layers that wait for the backward"):
-            boundaries = streamed.arena.step(hidden, again) if again else None
+        boundaries, graphs = streamed.waiting_places(hidden, lowest, top + 1)
         for layer in range(top + 1):
-            differentiate = step is not None and layer >= lowest
-            hidden = streamed.visit_layer(
-                layer, per_layer[layer], hidden, boundaries, graphs, differentiate=differentiate
-            )
+            hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden)
         if graphs is not None:
             graphs.turn()
             graphs.expect(top)
@@ -240,14 +223,6 @@ class LayerStack:
             if step is not None:
                 joined[-1].register_hook(lambda _: self._begin_backward(step))
         return joined
-
-    def _announce_forward(self, step: _Step | None, lowest: int) -> None:
-        """Say what is leased in a forward, and what will be after it."""
-        up = forward_order(self.streamed.split.num_layers)
-        if step is not None:
-            self._say_what_accumulation_costs(lowest)
-            self._steps.add(step)
-        self._announce(up, self._awaited() or up)
 
     def _begin_backward(self, step: _Step) -> None:
         """Make sure that a backward is that of its forward, and say what is leased in it, and after it."""

@@ -49,9 +49,6 @@ class StreamedModel:
     """A model whose decoder layers are leased from a stream, one visit after the other.
 
     Args:
-        split: the model in its three parts.
-        stream: where the layers' weights come from.
-        backend: the device.
         recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
             which weights are references that pin nothing. On a lazy device every layer is recomputed.
         saved: layers whose graph is kept all the same.
@@ -60,11 +57,11 @@ class StreamedModel:
         boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
         offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
         at_once: wait for each copy of what waits elsewhere, before the step goes on.
-        padding: how long rows are made.
         head: the head, where its weight is leased in pieces after the layers; None: it is on the device.
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
+        engine: the objects that the visits work with.
         prefix: keeps the hidden states that layers below the lowest trained one make, in a run that repeats batches.
         retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
@@ -102,8 +99,8 @@ class StreamedModel:
             if backend.memory().shared:
                 carrier = TorchCarrier(backend.device, at_once=True)
             self.graphs = KeptGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
-        self._engine = Engine(split, stream, backend)
-        self.retry = self._engine.retry
+        self.engine = Engine(split, stream, backend)
+        self.retry = self.engine.retry
         self.retry.recomputes = recompute
         self.inputs = Inputs(backend)
         self.prefix: PrefixCache | None = None
@@ -112,11 +109,6 @@ class StreamedModel:
         self.dft = False
         self.measured: Measured = {}
         self.starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
-
-    @property
-    def engine(self) -> Engine:
-        """The objects that the visits work with."""
-        return self._engine
 
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""
@@ -138,7 +130,7 @@ class StreamedModel:
         """
         if self.split.compiled is not None:
             raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
-        self._engine.trained = trained
+        self.engine.trained = trained
 
     @cached_property
     def shifts_labels(self) -> bool:
@@ -148,19 +140,19 @@ class StreamedModel:
     @property
     def stop(self) -> Interrupt:
         """The interrupt that is asked before each layer and micro-batch whether the run is to stop."""
-        return self._engine.stop
+        return self.engine.stop
 
     @contextmanager
     def interruptible(self, stop: Stop) -> Iterator[None]:
         """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all processes do this, or none."""
         leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
         interrupt = Interrupt(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
-        before = self._engine.stop, self.stream.before_lease
-        self._engine.stop, self.stream.before_lease = interrupt, interrupt.at_lease
+        before = self.engine.stop, self.stream.before_lease
+        self.engine.stop, self.stream.before_lease = interrupt, interrupt.at_lease
         try:
             yield
         finally:
-            self._engine.stop, self.stream.before_lease = before
+            self.engine.stop, self.stream.before_lease = before
 
     def patient(self, what: str) -> AbstractContextManager[None]:
         """Give the watchdog, if there is one, more patience for what the `with` block does beside the layers."""
@@ -169,11 +161,11 @@ class StreamedModel:
     @contextmanager
     def seen_by(self, look: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
         """Have the backwards in a `with` block show the gradients of hidden states; see `lema.engine.visit.Engine`."""
-        before, self._engine.look = self._engine.look, look
+        before, self.engine.look = self.engine.look, look
         try:
             yield
         finally:
-            self._engine.look = before
+            self.engine.look = before
 
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
@@ -186,7 +178,7 @@ class StreamedModel:
         """The lowest layer that gradients reach: nothing below it is visited by the backward."""
         if self.starts_below:
             return 0
-        trained = (layer for layer in range(self.split.num_layers) if self._engine.trains(layer))
+        trained = (layer for layer in range(self.split.num_layers) if self.engine.trains(layer))
         return next(trained, self.split.num_layers - 1)
 
     def announce_step(self, micro_batches: MicroBatches | None = None) -> None:
@@ -227,51 +219,53 @@ class StreamedModel:
         placed, chunks = self._placed(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if not self.stream.announced:
             self.announce_step(micro_batches)
-        top, outside = self.split.num_layers - 1, self.trained_outside()
-        start, before = self._first_layer(micro_batches), self._engine.generator_state()
+        top, outside, prefix = self.split.num_layers - 1, self.trained_outside(), self.prefix
+        start, before = self._first_layer(micro_batches), self.engine.generator_state()
         inputs = [model_inputs(batch) for batch in micro_batches]
-        graphs = None if self.graphs is None else self.graphs.step()
         # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
         with nullcontext() if start else self._first_lease(placed) as first:
             hidden, calls = self.prelude(placed, first, differentiate=bool(outside))
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
-            hidden = self.split.enter(embed_head.start(self._engine.anchor))
+            hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             lowest = self.lowest_trained
             last = top if self.head is None else top + 1  # before the turn, which is that of the head's pieces
-            again = [layer for layer in range(lowest, last) if self.recompute and layer not in self.saved]
-            with self.retry.at("for the inputs of layers that wait for the backward"):
-                boundaries = self.arena.step(hidden, again) if again else None
+            boundaries, graphs = self.waiting_places(hidden, lowest, last)
             beside = beside_of_pass(self, chunks, micro_batches, placed, calls, first)
-            if start and self.prefix is not None:
-                hidden = self.prefix.fetch(inputs)
+            through = partial(self.visit_layer, lowest, boundaries, graphs, beside)
+            if start and prefix is not None:
+                hidden = prefix.fetch(inputs)
             elif last > 0:
-                hidden = self.visit_layer(0, calls[0], hidden, boundaries, graphs, beside, differentiate=lowest <= 0)
+                hidden = through(0, calls[0], hidden)
         for layer in range(max(start, 1), top + 1):
-            if self.prefix is not None and layer == self.prefix.layer > start:
-                self.prefix.reach(lowest)
+            if prefix is not None and layer == prefix.layer > start:
                 drawn = not torch.equal(before, self.backend.rng_state())
                 handed_on = any(call.received is not None and call.received.more for call in calls[layer])
-                self.prefix.keep(inputs, hidden, drawn=drawn, handed_on=handed_on)
+                prefix.keep(inputs, hidden, lowest=lowest, drawn=drawn, handed_on=handed_on)
             if layer < last:
                 # Not by a variable, which would hold this layer's inputs until the next layer is done.
-                hidden = self.visit_layer(
-                    layer, calls[layer], hidden, boundaries, graphs, beside, differentiate=lowest <= layer
-                )
+                hidden = through(layer, calls[layer], hidden)
         if graphs is not None:
             graphs.turn()  # because the top layer, the head and the loss need the room on the device
-        if self.head is None:
-            loss = visit_top(self._engine, calls[top], hidden, embed_head, beside)
-        else:
-            assert isinstance(chunks, LossChunks), "the head is whole for a loss of rows"
-            loss = visit_head(self._engine, self.head, chunks, hidden)
-        if isinstance(chunks, RowLoss):
-            self.measured = chunks.measured
+        loss = self._turned(calls[top], hidden, embed_head, beside)
         if graphs is not None:
             graphs.expect(last - 1)
         if logits:  # of a loss of rows there are none
             cut(logits, micro_batches)
         return loss
+
+    def _turned(
+        self, calls: Sequence[LayerCall], hidden: tuple[Tensor, ...], embed_head: EmbedHead, beside: Beside | None
+    ) -> Tensor:
+        """Return the loss of a step; `hidden` is what the layers below the turn have made."""
+        loss = embed_head.loss
+        if self.head is not None:
+            assert isinstance(loss, LossChunks), "the head is whole for a loss of rows"
+            return visit_head(self.engine, self.head, loss, hidden)
+        value = visit_top(self.engine, calls, hidden, embed_head, beside)
+        if isinstance(loss, RowLoss):
+            self.measured = loss.measured
+        return value
 
     def accompany(self, *, training: bool = True) -> None:
         """Take part in a step, or an evaluation, of which this process has no rows, for the processes that have some.
@@ -294,13 +288,10 @@ class StreamedModel:
 
         With an `objective`: its loss of the batch, and the number of examples that it is the mean of.
         """
-        for attempt in self.retry.passes(micro_batches, made=logits, purpose="evaluation"):
-            with attempt:
-                found = self._evaluate(attempt.micro_batches, logits)
-        return found
+        run = partial(self._evaluate, logits)
+        return self.retry.run_pass(run, micro_batches, made=logits, purpose="evaluation")
 
-    def _evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None) -> tuple[Tensor, int]:
-        # A function of its own, because an attempt that fails must leave no tensor in a variable of its caller.
+    def _evaluate(self, logits: list[Tensor] | None, micro_batches: MicroBatches) -> tuple[Tensor, int]:
         placed, chunks = self._placed(micro_batches, logits=logits)
         joined: list[Beside] = []
         *_, hidden = self._forward(placed, partial(beside_of_pass, self, chunks, micro_batches, placed), joined)
@@ -311,7 +302,7 @@ class StreamedModel:
             if self.head is None:
                 values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
             else:
-                values, _ = piece_passes(self.head, self.stream, chunks, hidden, differentiate=False)
+                values, _ = piece_passes(self.head, self.stream.lease, chunks, hidden, differentiate=False)
         if logits is not None:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
@@ -321,8 +312,7 @@ class StreamedModel:
 
         Between layers they `wait` on this device; None: on the model's.
         """
-        batches = [self.padding.of(batch) for batch in self.retry.cut(micro_batches)]
-        return self._forward(self.inputs.place(batches), wait=wait)
+        return self._forward(self.inputs.place(list(map(self.padding.of, self.retry.cut(micro_batches)))), wait=wait)
 
     def _forward(
         self,
@@ -342,17 +332,17 @@ class StreamedModel:
             if (beside := join(calls, first)) is not None and joined is not None:
                 joined.append(beside)
             yield hidden
-            hidden = visit_frozen(self._engine, 0, calls[0], self.split.enter(hidden), beside, wait)
+            hidden = visit_frozen(self.engine, 0, calls[0], self.split.enter(hidden), beside, wait)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = visit_frozen(self._engine, layer, calls[layer], hidden, beside, wait)
+            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, beside, wait)
             yield hidden
 
     def _placed(
         self, micro_batches: MicroBatches, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
-        batches, objective = [self.padding.of(batch) for batch in micro_batches], self.objective
+        batches, objective = list(map(self.padding.of, micro_batches)), self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
             options |= {"known": targets, "dft": self.dft}
@@ -381,19 +371,28 @@ class StreamedModel:
         calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
         return tuple(prelude.hidden for prelude in preludes), calls
 
+    def waiting_places(
+        self, hidden: Sequence[Tensor], lowest: int, end: int
+    ) -> tuple[StepBoundaries | None, StepGraphs | None]:
+        """Return where the inputs and the graphs of the layers from `lowest` to `end` wait for the backward of a step,
+        whose micro-batches are `hidden` before the first layer; None: there are none, or they stay on the device."""
+        again = [layer for layer in range(lowest, end) if self.recompute and layer not in self.saved]
+        graphs = None if self.graphs is None or lowest >= end else self.graphs.step()
+        with self.retry.at("for the inputs of layers that wait for the backward"):
+            return self.arena.step(hidden, again) if again else None, graphs
+
     def visit_layer(
         self,
+        lowest: int,
+        boundaries: StepBoundaries | None,
+        graphs: StepGraphs | None,
+        beside: Beside | None,
         layer: int,
         calls: Sequence[LayerCall],
         hidden: tuple[Tensor, ...],
-        boundaries: StepBoundaries | None = None,
-        graphs: StepGraphs | None = None,
-        beside: Beside | None = None,
-        *,
-        differentiate: bool,
     ) -> tuple[Tensor, ...]:
-        """Run every micro-batch through a layer; `visit` and `visit_frozen` say how."""
-        if differentiate:
+        """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
+        if lowest <= layer:
             kept = None if layer in self.saved else boundaries
-            return visit(self._engine, layer, calls, hidden, kept, graphs, beside)
-        return visit_frozen(self._engine, layer, calls, hidden, beside)
+            return visit(self.engine, layer, calls, hidden, kept, graphs, beside)
+        return visit_frozen(self.engine, layer, calls, hidden, beside)

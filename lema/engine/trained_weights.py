@@ -14,7 +14,7 @@ from torch import Tensor
 from lema.errors import ModelError
 from lema.stream import Lease
 
-__all__ = ["Leaves", "TrainedWeights", "add"]
+__all__ = ["Leaves", "TrainedWeights"]
 
 Leaves = dict[str, Tensor]
 
@@ -68,9 +68,3 @@ class TrainedWeights:
             self._done(layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
         for leaf in leaves.values():
             leaf.grad = None
-
-
-def add(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add a gradient to that of a leaf, as autograd does; the first one is taken as it is."""
-    if gradient is not None:
-        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)

@@ -8,8 +8,10 @@ layer, the head and the loss are one visit: the graph is formed, used and freed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +21,22 @@ from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
 from lema.engine.beside import Beside, settled
-from lema.engine.head.gradients import EmbedHead
+from lema.engine.head.gradients import EmbedHead, apart
 from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
-from lema.engine.trained_weights import Leaves, TrainedWeights, add
+from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall
 from lema.stream import LayerStream, Lease
 
 __all__ = ["Engine", "visit", "visit_frozen", "visit_top"]
+
+Way: TypeAlias = Literal["forward", "backward"]
+Turn: TypeAlias = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""Makes of a micro-batch's number and the top layer's output its share of the loss, and the gradient of the output."""
 
 
 class Engine:
@@ -52,7 +58,7 @@ class Engine:
         self.retry = OomRetry(stream, backend)
         self.trained = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
-        self.look: Callable[[int, Sequence[Tensor | None]], None] = _ignore
+        self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
@@ -64,6 +70,13 @@ class Engine:
         if self._state is None or not torch.equal(state, self._state):
             self._state = state
         return self._state
+
+    @contextmanager
+    def leased(self, layer: int, way: Way) -> Iterator[Lease]:
+        """Lease a layer for its visit, which is traced; an error of memory in it says where it was."""
+        span = self.stream.trace.span(way, f"layer {layer}")
+        with self.retry.at(f"in the {way} of layer {layer}"), self.stream.lease(layer) as lease, span:
+            yield lease
 
     def trains(self, layer: int) -> bool:
         """Whether anything in a layer trains."""
@@ -89,14 +102,9 @@ def visit(
     the layer is recomputed there; None: its activations are kept, in `graphs` or, without them, on the device. The rows
     `beside` those that train go through the layer in the same lease.
     """
-    # An autograd function, because autograd then calls the layer's backward when the gradients of its outputs are
-    # there, and knows nothing of the graph inside, whose weights are on lease only during the two visits.
-    visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
-        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside),
-        engine.anchor,
-        *hidden,
-    )
-    return visited
+    # Apart, because the graph inside has weights that are on lease only during the two visits.
+    visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside)
+    return apart(visit.forward, visit.backward, engine.anchor, hidden)
 
 
 @torch.no_grad()
@@ -112,18 +120,16 @@ def visit_frozen(
 
     Hidden states come from where they wait and go to the device `wait`; None: they are on the right one.
     """
-    outputs, retry, place = [], engine.retry, f"in the forward of layer {layer}"
-    with (
-        retry.at(place),
-        engine.stream.lease(layer) as lease,
-        engine.stream.trace.span("forward", f"layer {layer}"),
-    ):
+    outputs, place = [], f"in the forward of layer {layer}"
+    with engine.leased(layer, "forward") as lease:
+
+        def run(call: LayerCall, state: Tensor) -> Tensor:
+            made = engine.split.run_layer(layer, lease.weights, call, state.to(engine.backend.device))
+            return made if wait is None else made.to(wait, non_blocking=True)
+
         for call, state in zip(calls, hidden, strict=True):
             engine.stop.poll()
-            for attempt in retry.forwards(engine.generator_state()):
-                with attempt, retry.at(place):
-                    made = engine.split.run_layer(layer, lease.weights, call, state.to(engine.backend.device))
-                    outputs.append(made if wait is None else made.to(wait, non_blocking=True))
+            outputs.append(engine.retry.run_forward(place, partial(run, call, state), engine.generator_state()))
         if beside is not None:
             beside.through(layer, lease, hidden)
     return tuple(outputs)
@@ -137,49 +143,42 @@ def visit_top(
     beside: Beside | None = None,
 ) -> Tensor:
     """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
-    loss: Tensor = _TopVisit.apply(engine, calls, embed_head, beside, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
-    return loss
+    visit = _TopVisit(engine, calls, embed_head, beside)
+    return apart(visit.forward, visit.backward, engine.anchor, hidden)
 
 
+@dataclass(eq=False)
 class _LayerVisit:
     """One layer, forward and backward, over all micro-batches of a step."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        layer: int,
-        calls: Sequence[LayerCall],
-        boundaries: StepBoundaries | None,
-        graphs: StepGraphs | None,
-        beside: Beside | None,
-    ) -> None:
-        self._engine, self._layer, self._calls, self._beside = engine, layer, calls, beside
-        self._boundaries, self._away = boundaries, graphs
-        self._graphs: list[tuple[Graph, GradientEdge]] = []
-        self._boundary: list[Tensor] = []  # of the micro-batch whose backward runs
-        self._found: dict[int, Tensor] = {}  # gradients of the inputs
-        self._leaves: Leaves = {}  # for the weights that train
+    _engine: Engine
+    _layer: int
+    _calls: Sequence[LayerCall]
+    _boundaries: StepBoundaries | None
+    _away: StepGraphs | None
+    _beside: Beside | None
+    _graphs: list[tuple[Graph, GradientEdge]] = field(default_factory=list)
+    _boundary: list[Tensor] = field(default_factory=list)  # of the micro-batch whose backward runs
+    _found: dict[int, Tensor] = field(default_factory=dict)  # gradients of the inputs
+    _leaves: Leaves = field(default_factory=dict)  # for the weights that train
+
+    def __post_init__(self) -> None:
         # No product is skipped where weights are cast for it, because it saves what they were cast to.
-        cast = any(call.autocast not in (None, engine.split.dtype) for call in calls)
-        self._linears = None if boundaries is None or cast else AdaptedLinears(engine.split.layers[layer])
+        cast = any(call.autocast not in (None, self._engine.split.dtype) for call in self._calls)
+        layer = self._engine.split.layers[self._layer]
+        self._linears = None if self._boundaries is None or cast else AdaptedLinears(layer)
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
-        engine, layer, retry, outputs = self._engine, self._layer, self._engine.retry, []
-        place = f"in the forward of layer {layer}"
-        with (
-            retry.at(place),
-            engine.stream.lease(layer) as lease,
-            engine.stream.trace.span("forward", f"layer {layer}"),
-        ):
+        engine, layer, outputs = self._engine, self._layer, []
+        with engine.leased(layer, "forward") as lease:
             self._leaves = engine.trained.leaves(layer, lease)
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
                 engine.stop.poll()
                 given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
                 drawn = engine.generator_state()
-                for attempt in retry.forwards(drawn):
-                    with attempt, retry.at(place):
-                        outputs.append(self._run(lease, index, given, needs=needs, state=drawn))
+                run = partial(self._run, lease, index, given, needs=needs, state=drawn)
+                outputs.append(engine.retry.run_forward(f"in the forward of layer {layer}", run, drawn))
             if self._beside is not None:
                 self._beside.through(layer, lease, hidden)
         self._beside = None
@@ -211,17 +210,16 @@ class _LayerVisit:
         engine = self._engine
         after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
         engine.trained.begin(self._layer, self._leaves)
-        with (
-            engine.retry.at(f"in the backward of layer {self._layer}"),
-            engine.stream.lease(self._layer) as lease,
-            engine.stream.trace.span("backward", f"layer {self._layer}"),
-        ):
+        with engine.leased(self._layer, "backward") as lease:
             for index, gradient in enumerate(gradients):
                 engine.stop.poll()
                 graph, edge = self._graphs[index]
                 if self._away is not None:
                     self._away.expect_after(self._layer, index)
-                with graph.differentiated(lease), self._fetched(index):
+                with graph.differentiated(lease), ExitStack() as stack:
+                    if self._boundaries is not None:
+                        self._boundary.append(stack.enter_context(self._boundaries.kept(self._layer, index)))
+                        stack.callback(self._boundary.clear)
                     graph.backward(edge, gradient)
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
@@ -231,19 +229,6 @@ class _LayerVisit:
         self._leaves = {}
         self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
         return found
-
-    @contextmanager
-    def _fetched(self, index: int) -> Iterator[None]:
-        """Have the boundary of micro-batch `index` on the device in the `with` block."""
-        if self._boundaries is None:
-            yield
-            return
-        with self._boundaries.kept(self._layer, index) as boundary:
-            self._boundary.append(boundary)
-            try:
-                yield
-            finally:
-                self._boundary.clear()
 
     def _runner(
         self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
@@ -271,96 +256,73 @@ class _LayerVisit:
         return run
 
 
-class _Visit(torch.autograd.Function):
-    """`_LayerVisit` as autograd sees it. `anchor` requires grad, so that the visit is differentiated even when the
-    lowest hidden state does not."""
-
-    @staticmethod
-    def forward(ctx: Any, visit: _LayerVisit, anchor: Tensor, *hidden: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd does
-        ctx.visit = visit
-        return visit.forward(hidden, ctx.needs_input_grad[2:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.visit.backward(gradients)
-
-
-class _TopVisit(torch.autograd.Function):
+@dataclass(eq=False)
+class _TopVisit:
     """The top layer, the head and the loss: gradients are formed in the forward, handed on in the backward."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        engine: Engine,
-        calls: Sequence[LayerCall],
-        embed_head: EmbedHead,
-        beside: Beside | None,
-        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
-        *hidden: Tensor,
-    ) -> Tensor:
+    _engine: Engine
+    _calls: Sequence[LayerCall]
+    _embed_head: EmbedHead
+    _beside: Beside | None
+    _inputs: list[Tensor | None] = field(default_factory=list)  # gradients of the inputs
+    _others: list[list[tuple[Tensor, Tensor | None]]] = field(default_factory=list)  # what else has one, with that
+    _leaves: Leaves = field(default_factory=dict)  # for the weights that train
+
+    def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
+        """Return the loss of all micro-batches."""
+        engine, embed_head = self._engine, self._embed_head
         top, retry = engine.split.num_layers - 1, engine.retry
         place = f"in the forward of layer {top}"
-        ctx.embed_head, ctx.inputs, ctx.gradients, ctx.engine = embed_head, [], [], engine
         with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
-            ctx.leaves = engine.trained.leaves(top, lease)
+            self._leaves = engine.trained.leaves(top, lease)
             # Begun in the forward, because the top layer is differentiated here, while it is on lease.
-            engine.trained.begin(top, ctx.leaves)
-            turn: Callable[[int, Tensor], tuple[Tensor, Tensor]] = embed_head.turn
+            engine.trained.begin(top, self._leaves)
+            turn: Turn = embed_head.turn
             states, after = None, None
-            if beside is not None:
-                total, known, states = settled(engine, lease, ctx.leaves, calls, hidden, embed_head, beside)
+            if self._beside is not None:
+                total, known, states = settled(
+                    engine, lease, self._leaves, self._calls, hidden, embed_head, self._beside
+                )
                 turn, after = _known_turn(embed_head, known), engine.backend.rng_state()
-            for index, (call, state) in enumerate(zip(calls, hidden, strict=True)):
+            for index, (call, state) in enumerate(zip(self._calls, hidden, strict=True)):
                 engine.stop.poll()
-                needs = ctx.needs_input_grad[5 + index]
                 if states is not None:  # because what dropout drew when the loss was formed is drawn again
                     engine.backend.set_rng_state(states[index])
-                for attempt in retry.forwards(engine.generator_state(), embed_head.sums):
-                    with attempt, retry.at(place):
-                        value, given, others = _top_layer(
-                            engine, lease, ctx.leaves, call, turn, index, state, needs=needs
-                        )
+                needs = needs_grad[index]
+                run = partial(_top_layer, engine, lease, self._leaves, call, turn, index, state, needs=needs)
+                value, given, others = retry.run_forward(place, run, engine.generator_state(), embed_head.sums)
                 total = total + value
-                ctx.inputs.append(given)
-                ctx.gradients.append(others)
+                self._inputs.append(given)
+                self._others.append(others)
             if after is not None:
                 engine.backend.set_rng_state(after)
+        self._calls, self._beside = (), None
         return total
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        factor = gradients[0] / ctx.embed_head.loss.scale
-        ctx.embed_head.head_backward(factor)
-        for found in ctx.gradients:
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Turn the gradient of the loss into those of the inputs; those of all else are added to `.grad`."""
+        factor = gradients[0] / self._embed_head.loss.scale
+        self._embed_head.head_backward(factor)
+        for found in self._others:
             pairs = [(leaf, gradient * factor) for leaf, gradient in found if gradient is not None]
             if pairs:
                 torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])  # adds to .grad, in order
-        for leaf in ctx.leaves.values():
+        for leaf in self._leaves.values():
             if leaf.grad is not None:
                 leaf.grad *= factor  # 1, but where the loss was changed after it was formed
-        ctx.engine.trained.end(ctx.engine.split.num_layers - 1, ctx.leaves)
-        scaled = [None if state is None else state * factor.to(state.dtype) for state in ctx.inputs]
-        ctx.gradients = ctx.inputs = ctx.embed_head = ctx.leaves = None
-        return None, None, None, None, None, *scaled
+        self._engine.trained.end(self._engine.split.num_layers - 1, self._leaves)
+        scaled = [None if state is None else state * factor.to(state.dtype) for state in self._inputs]
+        self._inputs, self._others, self._leaves = [], [], {}
+        del self._embed_head
+        return scaled
 
 
 def _top_layer(
-    engine: Engine,
-    lease: Lease,
-    leaves: Leaves,
-    call: LayerCall,
-    turn: Callable[[int, Tensor], tuple[Tensor, Tensor]],
-    index: int,
-    state: Tensor,
-    *,
-    needs: bool,
+    engine: Engine, lease: Lease, leaves: Leaves, call: LayerCall, turn: Turn, index: int, state: Tensor, *, needs: bool
 ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor | None]]]:
-    """Run one micro-batch through the top layer, the head and the loss, and back.
-
-    Returns:
-        The loss, the gradient of `state` if it is needed, and what else has a gradient, with that.
-    """
+    """Run one micro-batch through the top layer, the head and the loss, and back; return the loss, the gradient of
+    `state` if it is needed, and what else has a gradient, with that."""
     top, retry, trace = engine.split.num_layers - 1, engine.retry, engine.stream.trace
     leaf = state.detach().requires_grad_(needs)
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):
@@ -376,12 +338,13 @@ def _top_layer(
     pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, found, strict=True)
     others = list(pairs)[needs:]
     for weight, formed in others[len(others) - len(leaves) :]:
-        add(weight, formed)
+        if formed is not None:  # added as autograd does: the first one is taken as it is
+            weight.grad = formed if weight.grad is None else weight.grad.add_(formed)
     engine.look(top, found[:needs])
     return value, found[0] if needs else None, others[: len(others) - len(leaves)]
 
 
-def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
+def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Turn:
     """Return what stands for the head where the loss is formed already, and how it changes is `known` but for a factor.
 
     An attempt that fails is made again, so nothing is let go before the pass has gone on to the next micro-batch.
@@ -394,7 +357,3 @@ def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Callable[[int, Te
         return torch.zeros((), device=output.device), loss.scaled(index, known[index])
 
     return turn
-
-
-def _ignore(layer: int, gradients: Sequence[Tensor | None]) -> None:
-    """Look at no gradient: the default of `Engine.look`."""

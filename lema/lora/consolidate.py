@@ -122,7 +122,7 @@ def shard_adapter(
         raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")
     directory = _config_directory(base, None if model else saved.revision, trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
-    plan = layouts_of(config, tp, _order(kv_layout), trust_remote_code=trust_remote_code)
+    plan = layouts_of(meta_model(config, trust_remote_code=trust_remote_code), tp, _order(kv_layout))
     tensors = read_safetensors(adapter / WEIGHTS)
     layouts = {name: _layout(name, tensor, plan) for name, tensor in tensors.items()}
     with appearing(out) as partial:

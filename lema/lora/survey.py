@@ -33,7 +33,7 @@ from lema.errors import LemaError
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.model import Split, meta_model, read_config
 from lema.model.skeleton import find_layers
-from lema.model.weight_names import is_rearranged
+from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 
@@ -86,7 +86,7 @@ def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote
     with _quiet():
         model = meta_model(config, torch.float32, trust_remote_code=trust_remote_code)
         try:
-            prepare = is_rearranged(model, index)
+            prepare = bool(map_names(model, index).rearranged)
         except LemaError as error:
             return Row(config.model_type, False, reason=_sentence(error), source=name_or_path)
     return replace(try_model(model, config.model_type), source=name_or_path, prepare=prepare)

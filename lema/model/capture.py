@@ -29,27 +29,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
 __all__ = [
-    "PASSED_THROUGH_THE_MODEL",
-    "Between",
-    "Shared",
-    "alike",
-    "as_leaf",
-    "depends_on",
-    "has_values",
-    "leaves",
-    "passed_by",
-    "past_layers",
-    "replaced_tensors",
-    "same_structure",
-    "structure",
-    "tensors_in",
-    "values_unread",
-    "with_bytes",
-    "without_casts",
-    "without_dropout",
-    "without_values",
+    *("PASSED_THROUGH_THE_MODEL", "Between", "Shared", "alike", "as_leaf", "changed", "depends_on", "has_values"),
+    *("leaves", "past_layers", "replaced", "replaced_tensors", "tensors_in", "values_unread", "without_casts"),
+    *("without_dropout", "without_values"),
 ]
-
 
 # What a model's own forward may raise.
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
@@ -143,8 +126,7 @@ class Between:
         self._strides[index] = gradient.stride()
 
     def _differentiated(self, index: int, tensor: Tensor) -> Tensor:
-        """Return a tensor whose gradient gets the strides that it had when the layer above made it, because sums over
-        other strides round otherwise."""
+        """Return a tensor whose gradient gets the strides it had above, because sums over others round otherwise."""
         if not tensor.requires_grad:
             return tensor
         same = tensor.view_as(tensor)
@@ -161,9 +143,8 @@ def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     once = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    return (
-        torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once).expand_as(tensor)
-    )
+    made = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(once).expand_as(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -178,16 +159,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def as_leaf(value: Any) -> Any:
-    """Return the value with every floating tensor in it cut off from its past, and asking for a gradient."""
-    if isinstance(value, Tensor):
-        leaf = value.detach().clone()
-        return leaf.requires_grad_() if leaf.is_floating_point() else leaf
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(map(as_leaf, value))
-    if isinstance(value, list):
-        return [as_leaf(item) for item in value]
-    return value
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with what `change` makes of it or else, in nested tuples, lists and dictionaries, of their items.
+
+    What nothing is changed in is returned itself, because the model may know it again.
+    """
+    if (other := change(value)) is not value or not isinstance(value, dict | list | tuple):
+        return other
+    items = list(value.values() if isinstance(value, dict) else value)
+    made = [changed(item, change) for item in items]
+    if all(one is item for one, item in zip(made, items, strict=True)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, made, strict=True))
+    return type(value)(made) if type(value) in (list, tuple) else type(value)(*made)
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that is cut off from its past, and asks for a gradient if it can have one."""
+    leaf = tensor.detach().clone()
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
 def depends_on(made: Iterable[Tensor], sources: Iterable[Tensor]) -> bool:
@@ -205,25 +196,23 @@ def depends_on(made: Iterable[Tensor], sources: Iterable[Tensor]) -> bool:
     return False
 
 
-def structure(value: Any) -> Any:
-    """Return what tells whether a container was written into: its items by identity, containers in it likewise.
+@contextmanager
+def replaced(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
+    """Replace the `forward` of modules, each of its own alone, in a `with` block; None: by that of its class."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        _replace(forwards)
+        yield
+    finally:
+        _replace(before)
 
-    The items themselves are kept, so that no other object can take their identity.
-    """
-    if isinstance(value, dict):
-        return {key: structure(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [structure(item) for item in value]
-    return value
 
-
-def same_structure(one: Any, other: Any) -> bool:
-    """Whether two results of `structure` are of the same items."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_structure(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same_structure, one, other))
-    return one is other
+def _replace(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
+    for module, forward in forwards.items():
+        if forward is None:
+            vars(module).pop("forward", None)
+        else:
+            vars(module)["forward"] = forward
 
 
 @contextmanager
@@ -257,8 +246,7 @@ def _hands_on(part: Linear) -> bool:
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits are those expected, but for the rounding of their dtype; without bytes, whether they have their
-    shape."""
+    """Whether logits are those expected but for the rounding of their dtype; without bytes, whether of their shape."""
     if found.shape != expected.shape:
         return False
     if found.is_meta or isinstance(found, FakeTensor):
@@ -297,10 +285,8 @@ def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Ite
 def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
     """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there.
 
-    Args:
-        model: it.
-        given: the part of it whose parameters on `meta` are given to each call: they stay there.
-        device: where all others seem to be.
+    The parameters on `meta` of its part `given` are given to each call, and stay there; all others seem to be on
+    `device`.
     """
     inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
 
@@ -319,37 +305,24 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
         tracer.level = level
 
 
-def with_bytes(value: object, device: torch.device) -> object:
-    """Return a tensor without values as zeros on `device`, which it need not compute; any other value as it is."""
-    if not isinstance(value, Tensor) or has_values(value):
-        return value
-    return torch.zeros(value.shape, dtype=value.dtype).to(device)
+def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callable[..., Any]], T | None]) -> T | None:
+    """Return what `look` finds, given a function that runs the model's own forward without values and past its layers,
+    which hand on what they are given: on a few token ids, or on the inputs it is called with.
 
-
-@contextmanager
-def passed_by(layers: nn.ModuleList, rest: tuple[None, ...]) -> Iterator[None]:
-    """Have layers return the hidden state that they are given, in a `with` block, and after it what `rest` has."""
-
-    def passed(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden, *rest) if rest else hidden
-
-    for layer in layers:
-        layer.forward = passed
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callable[[], Any]], T]) -> T | None:
-    """Return what `look` finds, given a function that runs the model's own forward on a few token ids, without values
-    and past its layers, which hand on what they are given; None: the forward does not run like that."""
+    None: the forward does not run like that, or `look` found nothing.
+    """
+    few = {"input_ids": torch.ones(1, FEW_TOKENS, dtype=torch.long), "use_cache": False}
     for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
+
+        def passed(*args: Any, rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            return (hidden, *rest) if rest else hidden
+
         apart = without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad()
-        with apart[0], apart[1], apart[2], suppress(*PASSED_THROUGH_THE_MODEL), passed_by(layers, rest):
-            return look(lambda: model(input_ids=torch.ones(1, FEW_TOKENS, dtype=torch.long), use_cache=False))
+        by = suppress(*PASSED_THROUGH_THE_MODEL), replaced(dict.fromkeys(layers, passed))
+        with apart[0], apart[1], apart[2], by[0], by[1]:
+            if (found := look(lambda **given: model(**{**few, **given}))) is not None:
+                return found
     return None
 
 
@@ -357,15 +330,11 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
 def values_unread() -> Iterator[None]:
     """Have masks made whatever their values, in a `with` block."""
     module: Any = masking_utils
-    before, module.is_tracing = module.is_tracing, _traced
+    before, module.is_tracing = module.is_tracing, lambda _=None: True
     try:
         yield
     finally:
         module.is_tracing = before
-
-
-def _traced(tensor: Any = None) -> bool:  # noqa: ARG001 - as the function it stands for
-    return True
 
 
 def leaves(tensors: Iterable[Tensor]) -> frozenset[int]:

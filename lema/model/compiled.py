@@ -19,24 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
 from lema.backend import Backend
 from lema.errors import LemaError
-from lema.model.capture import tensors_in
+from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
 
-__all__ = ["CompiledLayers", "differentiable"]
-
+__all__ = ["CompiledLayers"]
 
 COMPILER = "inductor"  # torch's own name of it
 LONGEST_REASON = 300  # characters
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -52,7 +47,6 @@ class CompiledLayers:
     Args:
         layers: the model's decoder layers, adapters attached. They are compared here: make another after changing one.
         name: of the list of layers, for warnings.
-        backend: whose generator is looked at.
 
     Attributes:
         kinds: for each layer, the number of its kind.
@@ -61,8 +55,8 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         self._layers, self._name, self._backend = layers, name, backend
-        kinds = compare_layers(layers, name)
-        self.kinds, self._firsts = kinds.of, kinds.firsts
+        self.kinds, labels = compare_layers(layers, name)
+        self._firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
         self.compilations = 0
         self._runs = 0  # of compiled graphs
         self._templates = [layers[first] for first in self._firsts]
@@ -71,7 +65,7 @@ class CompiledLayers:
         self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
         self._own = [list(_own_tensors(layer)) for layer in layers]
         self._labels = [
-            list(_labels(layer, layers[self._firsts[kind]], kinds.labels))
+            list(_labels(layer, layers[self._firsts[kind]], labels))
             for layer, kind in zip(layers, self.kinds, strict=True)
         ]
         self._tried: dict[int, set[Any]] = {kind: set() for kind in range(len(self._templates))}
@@ -86,16 +80,10 @@ class CompiledLayers:
         return why is None
 
     def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
-        """Call a layer compiled.
+        """Call a layer compiled, with leased weights by their names in the layer and a hidden state that is
+        differentiated where there is a graph.
 
-        Args:
-            index: the layer's number.
-            tensors: the leased weights, by their names in the layer.
-            args: its arguments, `differentiable`.
-            kwargs: likewise.
-
-        Returns:
-            What the layer returns; `NotImplemented` where it does not compile, which has been said in a warning.
+        Returns what the layer returns; `NotImplemented` where it does not compile, which has been said in a warning.
         """
         if not self.compiles(index):
             return NotImplemented
@@ -169,7 +157,7 @@ class CompiledLayers:
         template = self._templates[kind]
         # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
         # they are its own, and a graph made for each answer.
-        with _forward(template, self._forwards[kind]), _labelled(self._labels[index]):
+        with replaced({template: self._forwards[kind]}), _labelled(self._labels[index]):
             return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
 
     def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -186,12 +174,6 @@ class CompiledLayers:
         return run
 
 
-def differentiable(hidden: Tensor) -> Tensor:
-    """Return a hidden state that asks for a gradient where there is a graph, so that one graph serves all layers: the
-    lowest's need none."""
-    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()
-
-
 def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
     """Return a template's own forward, compiled, with a cache of its own: torch keeps one for each code object."""
 
@@ -200,20 +182,6 @@ def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[...,
 
     own = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
     return torch.compile(own, backend=backend)
-
-
-@contextmanager
-def _forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a layer have another forward in the `with` block, even while it is replaced already."""
-    replacement = layer.__dict__.get("forward")
-    layer.forward = forward
-    try:
-        yield
-    finally:
-        if replacement is None:
-            del layer.forward
-        else:
-            layer.forward = replacement
 
 
 def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Mapping[str, Tensor | None], str]]:
@@ -232,9 +200,9 @@ def _labels(
     if layer is template:
         return
     parts, others = dict(layer.named_modules()), dict(template.named_modules())
-    for label in labels:
-        if label.module in parts and label.name in vars(parts[label.module]):
-            yield others[label.module], parts[label.module], label.name
+    for module, name in labels:
+        if module in parts and name in vars(parts[module]):
+            yield others[module], parts[module], name
 
 
 @contextmanager
@@ -252,13 +220,7 @@ def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[No
 
 def _without_graph(value: Any) -> Any:
     """Return arguments whose tensors are leaves, and need gradients where those given do."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_without_graph(one) for one in value)
-    if type(value) is dict:
-        return {key: _without_graph(one) for key, one in value.items()}
-    return value
+    return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
 
 
 def _differentiate(out: Any, inputs: Sequence[Tensor]) -> None:

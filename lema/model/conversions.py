@@ -31,7 +31,6 @@ from lema.stream.placement import DTYPES
 
 __all__ = ["Conversion", "Misfit"]
 
-
 CONSTANTS = ("I64", "I32")  # whole numbers, such as the shape that a packed weight has
 MOST_CONSTANT = 64  # bytes of such a tensor
 Groups = dict[str, list[TensorRecord]]  # by the pattern of the converter that they matched
@@ -43,16 +42,11 @@ class Misfit(ValueError):
 
 @dataclass
 class Conversion:
-    """Tensors on disk which only together give tensors of the model.
+    """Tensors on disk which only together give tensors of the model."""
 
-    Attributes:
-        first: the in-memory name `transformers` files the conversion under.
-        converter: its own, which is not changed.
-        sources: the tensors on disk with the pattern of the converter each matched, in the converter's order.
-    """
-
-    first: str
-    converter: WeightConverter
+    first: str  # the in-memory name `transformers` files the conversion under
+    converter: WeightConverter  # its own, which is not changed
+    # The tensors on disk with the pattern of the converter each matched, in the converter's order.
     sources: list[tuple[str, TensorRecord]] = field(default_factory=list)
     # What operations make of tensors without bytes, by converter and shapes: many layers and experts are alike.
     tried: dict[Any, list[tuple[str, torch.Size, torch.dtype]]] = field(default_factory=dict, repr=False)
@@ -65,10 +59,6 @@ class Conversion:
 
     def records(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored]:
         """Return how each tensor that comes out is stored, by its name in the model.
-
-        Args:
-            model: without adapters; its parameters may be on `meta`.
-            dtype: of the tensors that come out.
 
         Raises:
             Misfit: the sources do not make what the converter makes.
@@ -196,23 +186,18 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+@dataclass(eq=False)
 class _Operations:
-    """Operations of a converter, to be run whenever a parameter is leased.
+    """Operations of a converter, to be run whenever a parameter is leased."""
 
-    Args:
-        conversion: whose they are.
-        operations: the operations.
-        model: which they may look at.
-        single: they are run for one of several experts, and return what they make in a row of one.
-    """
-
-    def __init__(self, conversion: Conversion, operations: Sequence[Any], model: nn.Module, *, single: bool) -> None:
-        self._conversion, self._operations, self._model = conversion, operations, model
-        self._single = single
+    conversion: Conversion
+    operations: Sequence[Any]
+    model: nn.Module  # which they may look at
+    single: bool  # they are run for one of several experts, and return what they make in a row of one
 
     def __call__(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        made = self._conversion.run(self._operations, given, self._model)
-        return {name: one[0] if self._single or isinstance(one, list) else one for name, one in made.items()}
+        made = self.conversion.run(self.operations, given, self.model)
+        return {name: one[0] if self.single or isinstance(one, list) else one for name, one in made.items()}
 
     def tried(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return what is made of tensors without bytes; small constants beside them have theirs."""
@@ -220,8 +205,8 @@ class _Operations:
             (name, *((one.shape, one.dtype) if one.is_meta else tuple(one.tolist()) for one in group))
             for name, group in sorted(given.items())
         )
-        own, known = self._conversion.first, self._conversion.tried
-        key = (id(self._conversion.converter), shapes)
+        own, known = self.conversion.first, self.conversion.tried
+        key = (id(self.conversion.converter), shapes)
         if key not in known:
             made = self(given)
             known[key] = [("" if name == own else name, one.shape, one.dtype) for name, one in made.items()]
@@ -231,7 +216,7 @@ class _Operations:
         """Keep of the model only what the operations may ask for, because adapters will change its modules' names."""
         kept: Any = nn.Module()
         kept.config = model.config
-        for name in {*names, self._conversion.first}:
+        for name in {*names, self.conversion.first}:
             *owners, leaf = name.split(".")
             owner = kept
             for part in owners:
@@ -239,7 +224,7 @@ class _Operations:
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(model.get_parameter_or_buffer(name).detach(), False))
-        self._model = kept
+        self.model = kept
 
 
 def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> Step:

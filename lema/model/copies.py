@@ -17,7 +17,6 @@ from lema.storage.slices import Box, Move, contiguous, follow
 
 __all__ = ["CopyTrace"]
 
-
 _aten = torch.ops.aten
 MAKE_ONE = (_aten.clone.default, _aten._to_copy.default)
 
@@ -65,15 +64,10 @@ class CopyTrace(TorchDispatchMode):
         result = func(*args, **given)
         if not isinstance(result, Tensor):
             return result
-        dim = (
-            (args[1] if len(args) > 1 else given.get("dim", 0))
-            if func in (_aten.cat.default, _aten.stack.default)
-            else 0
-        )
-        if func is _aten.cat.default:
-            self._note(result, [one for one in args[0] if one.numel()], dim % result.ndim, stacked=False)
-        elif func is _aten.stack.default:
-            self._note(result, args[0], dim % result.ndim, stacked=True)
+        if func in (_aten.cat.default, _aten.stack.default):
+            dim, stacked = args[1] if len(args) > 1 else given.get("dim", 0), func is _aten.stack.default
+            parts = args[0] if stacked else [one for one in args[0] if one.numel()]
+            self._note(result, parts, dim % result.ndim, stacked=stacked)
         elif func in MAKE_ONE and result.dtype == args[0].dtype:
             self._note(result, [args[0]], 0, stacked=False)
         return result

@@ -17,10 +17,6 @@ __all__ = ["ModelFiles"]
 class ModelFiles:
     """A model's directory, opened: its config and its tokenizer, without weights and without a device.
 
-    Args:
-        settings: name the model.
-        trust_remote_code: run code that comes with the model.
-
     Attributes:
         directory: on this machine.
         config: the model's own, as `transformers` has it.
@@ -43,9 +39,6 @@ class ModelFiles:
         Raises:
             DataError: there is none.
         """
-        return load_tokenizer(
-            self.directory,
-            trusted=self.trusted,
-            how="put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has "
-            "code of its own that you trust, add --trust-remote-code",
-        )
+        how = "put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has code "
+        how += "of its own that you trust, add --trust-remote-code"
+        return load_tokenizer(self.directory, trusted=self.trusted, how=how)

@@ -23,10 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lema.model.capture import Between, Shared, tensors_in
+from lema.model.capture import Between, Shared, changed, tensors_in
 
 __all__ = ["LayerCall", "Prelude", "Tape"]
-
 
 LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
 
@@ -40,19 +39,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the model's own between two layers, with `Made` for what comes out of the layers.
-
-    Attributes:
-        differentiable: whether autograd follows it, which it does not within a `torch.autograd.Function`.
-        autocast: whether it is done under autocast where its layer is, which the model's own code may switch off.
-    """
+    """One operation of the model's own between two layers, with `Made` for what comes out of the layers."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: Any
-    differentiable: bool
-    autocast: bool
+    differentiable: bool  # whether autograd follows it, which it does not within a `torch.autograd.Function`
+    autocast: bool  # whether it is done under autocast where its layer is, which the model's own code may switch off
 
     @property
     def uses(self) -> set[int]:
@@ -66,31 +60,23 @@ class Step:
         with nullcontext() if self.autocast else torch.autocast(device, enabled=False):
             made = self.function(*args, **kwargs)
         if made is not None:  # as of one that writes into its first argument
-            values.update(_numbered(self.makes, made))
+            pairs = zip(tree_leaves(self.makes), tree_leaves(made), strict=True)
+            values.update((one.number, value) for one, value in pairs if isinstance(one, Made))
 
 
 @dataclass
 class LayerCall:
-    """The arguments one layer was called with, but for the hidden state, and what is done with what it returns.
-
-    Attributes:
-        hidden: the number of the hidden state.
-        returns: the numbers of what the layer returns.
-        after: what the model does with that before the next layer is called.
-        received: of the layer below; None: the hidden state alone.
-        left: for the layer above; None: what the layer returns first, untouched.
-        autocast: the dtype that products had where the model was called; None: the layer's own.
-    """
+    """The arguments one layer was called with, but for the hidden state, and what is done with what it returns."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hidden_is_keyword: bool
-    hidden: int = 0
-    returns: tuple[int, ...] = ()
-    after: list[Step] = field(default_factory=list)
-    received: Between | None = None
-    left: Between | None = None
-    autocast: torch.dtype | None = None
+    hidden: int = 0  # the number of the hidden state
+    returns: tuple[int, ...] = ()  # the numbers of what the layer returns
+    after: list[Step] = field(default_factory=list)  # what the model does with that before the next layer is called
+    received: Between | None = None  # of the layer below; None: the hidden state alone
+    left: Between | None = None  # for the layer above; None: what the layer returns first, untouched
+    autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
 
     @property
     def own(self) -> tuple[Any, ...]:
@@ -114,7 +100,9 @@ class LayerCall:
             values, written = self.received.unpacked(hidden)
         shared = {} if self.received is None else {id(one): one for one in self.received.shared}
         shared |= {} if self.left is None else {id(one): one for one in self.left.shared}
-        given = {key: _with(one, written.get(key, {})) for key, one in shared.items()}
+        given = {key: copy.copy(one) for key, one in shared.items()}
+        for key, one in given.items():
+            one.update(written.get(key, {}))
         args, kwargs = (_filled(part, values, given) for part in (self.args, self.kwargs))
         if self.hidden_is_keyword:
             kwargs = {"hidden_states": values[self.hidden], **kwargs}
@@ -128,7 +116,12 @@ class LayerCall:
         values.update(zip(self.returns, items, strict=False))
         for step in self.after:
             step.run(values)
-        return self.left.packed(values, {key: _beside(given[key], one) for key, one in shared.items()})
+        # What has been written into the copies of the mappings.
+        new = {
+            key: {name: value for name, value in given[key].items() if name not in one or one[name] is not value}
+            for key, one in shared.items()
+        }
+        return self.left.packed(values, new)
 
 
 @dataclass(frozen=True)
@@ -224,11 +217,7 @@ class Tape(TorchFunctionMode):
                 yield number
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
@@ -266,17 +255,12 @@ class Tape(TorchFunctionMode):
 
     def _noted(self, value: Any) -> Any:
         """Return a value with `Made` for every tensor that has a number; the same object where there is none."""
-        if isinstance(value, Tensor):
-            number = self.number(value)
-            return value if number is None else Made(number)
-        if not any(self.number(tensor) is not None for tensor in tensors_in(value)):
-            return value
-        if isinstance(value, dict):
-            return {key: self._noted(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            items = [self._noted(item) for item in value]
-            return type(value)(items) if type(value) in (list, tuple) else type(value)(*items)
-        return value
+
+        def note(one: Any) -> Any:
+            number = self.number(one) if isinstance(one, Tensor) else None
+            return one if number is None else Made(number)
+
+        return changed(value, note)
 
 
 def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:
@@ -294,36 +278,10 @@ def _numbers(tree: Any) -> set[int]:
     return {leaf.number for leaf in tree_leaves(tree) if isinstance(leaf, Made)}
 
 
-def _numbered(noted: Any, values: Any) -> Iterator[tuple[int, Any]]:
-    for one, value in zip(tree_leaves(noted), tree_leaves(values), strict=True):
-        if isinstance(one, Made):
-            yield one.number, value
-
-
 def _filled(value: Any, values: Mapping[int, Any], given: Mapping[int, Any] | None = None) -> Any:
     """Return a value with what every `Made` in it stands for, and with `given` by `id`; where there is none, itself."""
-    if given and id(value) in given:
-        return given[id(value)]
-    if isinstance(value, Made):
-        return values[value.number]
-    if isinstance(value, dict | list | tuple):
-        items = value.values() if isinstance(value, dict) else value
-        filled = [_filled(item, values, given) for item in items]
-        if all(one is other for one, other in zip(filled, items, strict=True)):
-            return value
-        if isinstance(value, dict):
-            return dict(zip(value, filled, strict=True))
-        return type(value)(filled) if type(value) in (list, tuple) else type(value)(*filled)
-    return value
 
+    def fill(one: Any) -> Any:
+        return values[one.number] if isinstance(one, Made) else (given or {}).get(id(one), one)
 
-def _with(shared: Shared, written: Mapping[Any, Any]) -> Shared:
-    """Return a copy of a mapping with what was written into it besides."""
-    copied = copy.copy(shared)
-    copied.update(written)
-    return copied
-
-
-def _beside(copied: Shared, shared: Shared) -> dict[Any, Any]:
-    """Return what has been written into the copy of a mapping."""
-    return {key: value for key, value in copied.items() if key not in shared or shared[key] is not value}
+    return changed(value, fill)

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["Inputs", "model_inputs"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
-TARGETS = "targets"
-
-
 ALIGNMENT = 64  # of a tensor in memory: torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
 MicroBatch = Mapping[str, Tensor]
@@ -35,11 +32,7 @@ def model_inputs(batch: MicroBatch) -> dict[str, Tensor]:
 
 
 class Inputs:
-    """Puts the tensors of micro-batches on the device.
-
-    Args:
-        backend: the device.
-    """
+    """Puts the tensors of micro-batches on the device."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -61,8 +54,7 @@ class Inputs:
     def place_step(
         self, micro_batches: Sequence[MicroBatch], targets: Sequence[Tensor], tables: RowTables | None = None
     ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        """Return what the model is given of micro-batches, and their targets, on the device; `tables` remembers which
-        tokens these are."""
+        """Return what the model is given, and the targets, on the device; `tables` remembers which tokens these are."""
         pairs = zip(micro_batches, targets, strict=True)
         placed = self.place([{**model_inputs(batch), TARGETS: target} for batch, target in pairs])
         there = [batch.pop(TARGETS) for batch in placed]

@@ -7,15 +7,13 @@ every plain attribute. Layers of one kind may differ only in their number in the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attribute", "LayerKinds", "compare_layers"]
-
+__all__ = ["Attribute", "compare_layers"]
 
 # What torch keeps in every module: its parts, which are compared by themselves, and whether it trains and what hooks it
 # has, which whoever calls a layer must look at, since they change.
@@ -23,55 +21,32 @@ KEPT_BY_TORCH = frozenset(vars(nn.Module()))
 REPLACED = "forward"  # of a layer; while a part of the model runs, another may stand in its place
 DEEPEST = 6  # objects in objects
 
-
-@dataclass(frozen=True)
-class Attribute:
-    """One attribute of a layer or of a module in it: the module's name in the layer, and its own."""
-
-    module: str
-    name: str
+Attribute: TypeAlias = tuple[str, str]
+"""One attribute of a layer or of a module in it: the module's name in the layer, and its own."""
 
 
-@dataclass(frozen=True)
-class LayerKinds:
-    """Which layers are alike.
+def compare_layers(layers: Sequence[nn.Module], name: str) -> tuple[tuple[int, ...], tuple[Attribute, ...]]:
+    """Compare the layers of a stack with each other, whose `name` in the model says that `<name>.3` is a layer's.
 
-    Attributes:
-        of: for each layer the number of its kind, in the order in which kinds come: `(0, 0, 1, 0, ...)`.
-        labels: the attributes in which layers of one kind may differ, since they say which layer it is.
-    """
-
-    of: tuple[int, ...]
-    labels: tuple[Attribute, ...]
-
-    @property
-    def firsts(self) -> tuple[int, ...]:
-        """The first layer of each kind."""
-        return tuple(self.of.index(kind) for kind in range(max(self.of) + 1))
-
-
-def compare_layers(layers: Sequence[nn.Module], name: str) -> LayerKinds:
-    """Compare layers with each other.
-
-    Args:
-        layers: a stack of them.
-        name: of the stack in the model, so that `<name>.3` is a layer's.
+    Returns:
+        For each layer the number of its kind, in the order in which kinds come: `(0, 0, 1, 0, ...)`; and the attributes
+        in which layers of one kind may differ, since they say which layer it is.
     """
     numbers = frozenset(_numbers(layers))
     labels = set(numbers)
     firsts: list[int] = []
     found: list[int] = []
     for index in range(len(layers)):
-        alike = None  # compared with the first of each kind only, because what equals one equals all of its kind
+        # Compared with the first of each kind only, because what equals one equals all of its kind.
         for kind, first in enumerate(firsts):
             if (named := _difference(layers, name, index, first, numbers)) is not None:
-                alike = kind
+                found.append(kind)
                 labels |= named
                 break
-        found.append(len(firsts) if alike is None else alike)
-        if alike is None:
+        else:
+            found.append(len(firsts))
             firsts.append(index)
-    return LayerKinds(tuple(found), tuple(sorted(labels, key=lambda one: (one.module, one.name))))
+    return tuple(found), tuple(sorted(labels))
 
 
 def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:
@@ -84,7 +59,7 @@ def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:
         for path, module in layer.named_modules():
             for name, value in vars(module).items():
                 if type(value) is int:
-                    seen.setdefault(Attribute(path, name), {})[index] = value - index
+                    seen.setdefault((path, name), {})[index] = value - index
     for attribute, offsets in seen.items():
         if max(offsets) - min(offsets) > 1 and len(set(offsets.values())) == 1:
             yield attribute
@@ -106,7 +81,7 @@ def _difference(
         if settings.keys() != others.keys():
             return None
         for key, value in settings.items():
-            if (attribute := Attribute(path, key)) in numbers or _same(value, others[key], "", ""):
+            if (attribute := (path, key)) in numbers or _same(value, others[key], "", ""):
                 continue
             if not _same(value, others[key], f"{name}.{index}.", f"{name}.{first}."):
                 return None

@@ -6,6 +6,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -39,25 +40,14 @@ def layer_bytes(
     return [place(layer) for layer in layers]
 
 
+@dataclass(frozen=True, eq=False)
 class StoredTensors:
-    """A model's tensors where they are stored, to be read by name; quantised ones are expanded.
+    """A model's tensors where they are stored, to be read by name; quantised ones are expanded."""
 
-    Args:
-        records: where each is, by its name in the model without adapters.
-        dtypes: what the model wants each in.
-        backend: the device.
-        reader: reads them.
-    """
-
-    def __init__(
-        self,
-        records: Mapping[str, Stored],
-        dtypes: Mapping[str, torch.dtype],
-        backend: Backend,
-        reader: LayerReader,
-    ) -> None:
-        self.records, self.dtypes, self.backend = records, dtypes, backend
-        self._reader = reader
+    records: Mapping[str, Stored]  # where each is, by its name in the model without adapters
+    dtypes: Mapping[str, torch.dtype]  # what the model wants each in
+    backend: Backend
+    reader: LayerReader
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return those of `names` that are stored, on the device: views of memory that is the caller's."""
@@ -70,33 +60,39 @@ class StoredTensors:
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""
         placed = self.place([name])
-        buffer = self.backend.host_buffer(placed.nbytes)
-        self._reader.submit(placed, buffer).wait()
-        expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8) if placed.expansions else None
-        if expanded is not None:
-            expand_into(expanded, buffer, placed)
-        return weights_in(buffer, placed, expanded)[name]
+        return _weights(self._buffer(placed), placed)[name]
 
     def rows(self, name: str) -> StoredRows | None:
         """Return the rows of a stored table, which stays on disk; None: they cannot be read one by one."""
         record = self.records[name]
         ranges = None if isinstance(record, QuantizedRecord) else row_ranges(record)
-        return None if ranges is None else StoredRows(self._reader, name, ranges, record.shape, self.dtypes[name])
+        return None if ranges is None else StoredRows(self.reader, name, ranges, record.shape, self.dtypes[name])
 
     def load(self, placed: LayerBytes) -> dict[str, Tensor]:
         """Return on the device what `place` laid out."""
-        buffer = self.backend.host_buffer(placed.nbytes)
-        self._reader.submit(placed, buffer).wait()
+        buffer = self._buffer(placed)
         if not placed.expansions and not has_addresses(self.backend.device):
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
             return {name: one.to(self.backend.device) for name, one in weights_in(buffer, placed, None).items()}
         on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
-        expanded = None
-        if placed.expansions:
-            expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=self.backend.device)
-            expand_into(expanded, on_device, placed)
+        found = _weights(on_device, placed)
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
-        return weights_in(on_device, placed, expanded)
+        return found
+
+    def _buffer(self, placed: LayerBytes) -> Tensor:
+        """Return host memory with what is stored of these tensors."""
+        buffer = self.backend.host_buffer(placed.nbytes)
+        self.reader.submit(placed, buffer).wait()
+        return buffer
+
+
+def _weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
+    """Return the tensors in memory that was read, quantised ones expanded on the same device."""
+    expanded = None
+    if placed.expansions:
+        expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=memory.device)
+        expand_into(expanded, memory, placed)
+    return weights_in(memory, placed, expanded)
 
 
 def load_outside(
@@ -131,12 +127,8 @@ def place_outside(
 def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:
     """Put the first parameter of the model, and of each model around its layers, on the device where it is not read.
 
-    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element.
-
-    Args:
-        model: with all that is read in its place.
-        device: the device.
-        on_meta: the layers first, and what else is to stay as it is.
+    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element. Of
+    `on_meta`, what is to stay as it is, the layers are the first.
     """
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and is_in(on_meta[0], [name]):

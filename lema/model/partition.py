@@ -10,51 +10,27 @@ and its projections by their sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lema.backend import Backend, BackendOptions, Parallel, SingleProcess, load
-from lema.backend.layout import (
-    KvLayout,
-    Layout,
-    column,
-    consolidate,
-    embedding,
-    fused,
-    kv,
-    places,
-    query,
-    replicated,
-    row,
-    shard,
-)
+from lema.backend import layout as kinds
+from lema.backend.layout import KvLayout, Layout, places
 from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
-from lema.model.skeleton import meta_model
 from lema.model.weight_names import WRAPPED
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, part_of
 
 __all__ = [
-    "held_adapter",
-    "held_layouts",
-    "held_record",
-    "held_records",
-    "held_tensor",
-    "layout_at",
-    "layout_of",
-    "layouts_of",
-    "layouts_of_model",
-    "open_backend",
-    "planned_parallel",
-    "whole_adapter",
-    "whole_tensor",
+    *("held_adapter", "held_records", "held_tensor", "layout_at", "layout_of", "layouts_of", "open_backend"),
+    *("planned_parallel", "whole_adapter", "whole_tensor"),
 ]
 
 
@@ -64,53 +40,40 @@ def layout_of(parameter: Tensor) -> Layout | None:
     return layout
 
 
-def held_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Return how each parameter that is divided lies, by its name in the model without adapters."""
-    named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
-    return {name: layout for name, layout in named if layout is not None}
-
-
-def held_record(record: Stored, layout: Layout | None, rank: int) -> Stored:
-    """Return what of a stored tensor one process reads.
+def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
+    """Return what one process reads of each stored tensor of a model whose layers have been divided.
 
     Raises:
-        ConfigError: it is stored quantised or in pieces, and such a tensor is not divided.
+        ConfigError: a tensor that is divided is stored quantised or in pieces.
     """
-    if layout is None or layout.kind == "replicated":
-        return record
+    named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
+    layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
+    return {
+        name: _held_record(record, layouts[name], parallel.rank) if name in layouts else record
+        for name, record in records.items()
+    }
+
+
+def _held_record(record: Stored, layout: Layout, rank: int) -> Stored:
     if isinstance(record, QuantizedRecord):
-        raise ConfigError(
-            f"{record.name} is stored quantised, and would have to be divided among processes",
-            where="tensor_parallel_size",
-            how="open the model as it was before it was quantised, or give each process the whole of it",
-        )
+        what = f"{record.name} is stored quantised, and would have to be divided among processes"
+        how = "open the model as it was before it was quantised, or give each process the whole of it"
+        raise ConfigError(what, where="tensor_parallel_size", how=how)
     if isinstance(record, AssembledRecord):
-        raise ConfigError(
-            f"{record.name} is put together when it is read, and would have to be divided among processes",
-            where="tensor_parallel_size",
-            how="convert the model once with `lema prepare MODEL OUT` and use OUT",
-        )
+        what = f"{record.name} is put together when it is read, and would have to be divided among processes"
+        how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
+        raise ConfigError(what, where="tensor_parallel_size", how=how)
     size = record.shape[layout.dim]
     ranges = [(start, start + length) for start, length in places(layout, size, rank)]
     assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
     return part_of(record, layout.dim, ranges)
 
 
-def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
-    """Return what one process reads of each stored tensor of a model whose layers have been divided.
-
-    Raises:
-        ConfigError: as `held_record`.
-    """
-    layouts = held_layouts(model)
-    return {name: held_record(record, layouts.get(name), parallel.rank) for name, record in records.items()}
-
-
 def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:
     """Return this process's part of a tensor."""
     if layout is None or parallel.size == 1:
         return whole
-    return shard(whole, layout, parallel.rank)
+    return kinds.shard(whole, layout, parallel.rank)
 
 
 def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Tensor:
@@ -122,7 +85,7 @@ def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Ten
     if parallel.size == 1:
         return part.detach().cpu()
     parts = [one.detach().cpu() for one in parallel.gather(part.detach())]
-    return consolidate(parts, layout or Layout("replicated", parallel.size))
+    return kinds.consolidate(parts, layout or Layout("replicated", parallel.size))
 
 
 def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | None:
@@ -148,48 +111,26 @@ def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tenso
     return {name: held_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()}
 
 
-Make = Callable[[nn.Linear, int], Layout]
-
-
 def layouts_of(
-    config: PreTrainedConfig,
-    tp: int,
-    kv_layout: KvLayout = "tile",
-    kv_multiplier: int | None = None,
-    *,
-    trust_remote_code: bool = False,
+    model: PreTrainedModel, tp: int, kv_layout: KvLayout = "tile", kv_multiplier: int | None = None
 ) -> dict[str, Layout]:
-    """Return the layout of the weight of every linear module and embedding that the model's plan covers.
+    """Return the layout over `tp` ranks of the weight of every linear module and embedding that the model's plan
+    covers, by the module's name, `*` standing for every number where the layers are alike; `layout_at` looks one up.
 
     Args:
-        config: the model's.
-        tp: how many ranks.
+        model: its parameters may be on `meta`.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         kv_multiplier: how many replicas there are; None: as few as can be.
-        trust_remote_code: as in `lema.model.meta_model`.
-
-    Returns:
-        Names of modules in the causal language model, `*` standing for every number where the layers are alike. Look
-        one up with `layout_at`.
 
     Raises:
         ModelError: the model has no plan.
         ConfigError: a module cannot be divided among so many ranks; it says which, and what would do.
     """
-    return layouts_of_model(meta_model(config, trust_remote_code=trust_remote_code), tp, kv_layout, kv_multiplier)
-
-
-def layouts_of_model(
-    model: PreTrainedModel, tp: int, kv_layout: KvLayout = "tile", kv_multiplier: int | None = None
-) -> dict[str, Layout]:
-    """Return what `layouts_of` does for a model, whose parameters may be on `meta`; raises what that raises."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
-        raise ModelError(
-            "the model has no tensor-parallel plan",
-            where=f"model_type {model.config.model_type!r}: base_model_tp_plan",
-            how="train it on one device of each process, without tensor parallelism",
-        )
+        what = "the model has no tensor-parallel plan"
+        how = "train it on one device of each process, without tensor parallelism"
+        raise ModelError(what, where=f"model_type {model.config.model_type!r}: base_model_tp_plan", how=how)
     styles = {name: plan[_pattern(name)] for name, _ in model.named_modules() if _pattern(name) in plan}
     found: dict[str, Layout] = {}
     for name, style in styles.items():
@@ -206,7 +147,10 @@ def layouts_of_model(
                 found[name] = layout
         except ConfigError as error:
             raise ConfigError(f"{name}: {error.what}", where=error.where or "tp", how=error.how) from error
-    return _by_pattern(found)
+    alike: dict[str, set[Layout]] = {}
+    for name, layout in found.items():
+        alike.setdefault(_pattern(name), set()).add(layout)
+    return {_pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout for name, layout in found.items()}
 
 
 def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
@@ -217,11 +161,9 @@ def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
     """
     found = layouts.get(name) or layouts.get(_pattern(name))
     if found is None:
-        raise ModelError(
-            f"the model's tensor-parallel plan does not say how {name} lies over ranks",
-            where=name,
-            how="adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism",
-        )
+        what = f"the model's tensor-parallel plan does not say how {name} lies over ranks"
+        how = "adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism"
+        raise ModelError(what, where=name, how=how)
     return found
 
 
@@ -229,19 +171,12 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _by_pattern(found: Mapping[str, Layout]) -> dict[str, Layout]:
-    alike: dict[str, set[Layout]] = {}
-    for name, layout in found.items():
-        alike.setdefault(_pattern(name), set()).add(layout)
-    return {_pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout for name, layout in found.items()}
-
-
 def _of_embedding(module: nn.Embedding, style: str, tp: int) -> Layout | None:
     if style == "embedding_rowwise":
-        return embedding(tp, module.num_embeddings)
+        return kinds.embedding(tp, module.num_embeddings)
     if style == "embedding_colwise":
-        return embedding(tp, module.embedding_dim, dim=1)
-    return replicated(tp) if style in _WHOLE else None
+        return kinds.embedding(tp, module.embedding_dim, dim=1)
+    return kinds.replicated(tp) if style in _WHOLE else None
 
 
 def _of_linear(
@@ -253,18 +188,17 @@ def _of_linear(
     kv_multiplier: int | None,
 ) -> Layout | None:
     if style not in ("colwise", "rowwise") or heads is None:
-        make = _STYLES.get(style)
-        return None if make is None else make(module, tp)
+        return _of_style(module, style, tp)
     dim = 0 if style == "colwise" else 1
     size, (queries, keys, width) = (module.out_features if dim == 0 else module.in_features), heads
     options: Any = {"kv_layout": kv_layout, "kv_multiplier": kv_multiplier, "dim": dim}
     if keys < queries and size == keys * width:
-        layout = kv(tp, queries, keys, **options)
+        layout = kinds.kv(tp, queries, keys, **options)
         if dim == 0 or layout.kv_multiplier == 1:
             return layout
         what = f"it takes {keys} heads of keys, which would be counted {layout.kv_multiplier} times"
     elif size % queries == 0:
-        return query(tp, queries, keys, **options)
+        return kinds.query(tp, queries, keys, **options)
     else:
         what = f"its {size} {'outputs' if dim == 0 else 'inputs'} are neither {queries} heads nor {keys}"
     raise ConfigError(f"this module of an attention cannot be divided: {what}", how="train without tensor parallelism")
@@ -286,40 +220,23 @@ def _attention(model: nn.Module, name: str, styles: Mapping[str, str]) -> tuple[
     return heads, heads // int(getattr(parent, "num_key_value_groups", None) or 1), width
 
 
-def _padded_column(module: nn.Linear, tp: int) -> Layout:
-    return column(tp, module.out_features if module.out_features % tp else None)
-
-
-def _packed_column(module: nn.Linear, tp: int) -> Layout:
-    return fused([(module.out_features // 2, column(tp))] * 2)
-
-
-def _packed_row(module: nn.Linear, tp: int) -> Layout:
-    return fused([(module.in_features // 2, replace(column(tp), dim=1))] * 2)
-
-
-def _row(_: nn.Linear, tp: int) -> Layout:
-    return row(tp)
-
-
-def _whole(_: nn.Linear, tp: int) -> Layout:
-    return replicated(tp)
-
-
 _WIDTHS = ("v_head_dim", "head_dim", "head_size")  # what modules of attention call the width of a head
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
-_STYLES: Mapping[str, Make] = {
-    "colwise": lambda _, tp: column(tp),
-    "colwise_gather_output": _padded_column,
-    "colwise_rep": _padded_column,
-    "packed_colwise": _packed_column,
-    "rowwise": _row,
-    "rowwise_split_input": _row,
-    "rowwise_rep": _row,
-    "packed_rowwise": _packed_row,
-    **dict.fromkeys(_WHOLE, _whole),
-}
+
+def _of_style(module: nn.Linear, style: str, tp: int) -> Layout | None:
+    match style:
+        case "colwise":
+            return kinds.column(tp)
+        case "colwise_gather_output" | "colwise_rep":
+            return kinds.column(tp, module.out_features if module.out_features % tp else None)
+        case "packed_colwise":
+            return kinds.fused([(module.out_features // 2, kinds.column(tp))] * 2)
+        case "rowwise" | "rowwise_split_input" | "rowwise_rep":
+            return kinds.row(tp)
+        case "packed_rowwise":
+            return kinds.fused([(module.in_features // 2, replace(kinds.column(tp), dim=1))] * 2)
+    return kinds.replicated(tp) if style in _WHOLE else None
 
 
 def open_backend(config: LemaConfig) -> Backend:

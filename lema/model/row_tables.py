@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -26,11 +26,10 @@ from lema.errors import ConfigError
 from lema.model.capture import has_values
 from lema.model.inputs import Inputs
 from lema.model.outer_weights import StoredTensors
-from lema.model.skeleton import find_layers
+from lema.model.skeleton import ends_of, find_layers
 from lema.model.weight_names import grouped
 
 __all__ = ["RowTables"]
-
 
 SETTING = "embeddings"
 LEAST_BYTES = 16 << 20  # of a table that is looked up row by row unasked: smaller ones are worth no reads
@@ -49,25 +48,16 @@ class _Absent(nn.Parameter):
 
 @dataclass
 class _Table:
-    """An embedding that is looked up row by row.
+    """An embedding that is looked up row by row."""
 
-    Attributes:
-        module: the embedding.
-        weight: its own, on `meta`.
-        nbytes: of the whole weight.
-        row_bytes: of one row where it is stored.
-        in_layers: whether it is part of a decoder layer.
-        fetch: returns the rows of ids, sorted and each there once, in host memory; None: nobody looks at their values.
-        ids_per_token: as last looked up, `[batch, sequence, ...]`.
-    """
-
-    module: nn.Embedding
-    weight: nn.Parameter
-    nbytes: int
-    row_bytes: int
-    in_layers: bool
+    module: nn.Embedding  # the embedding
+    weight: nn.Parameter  # its own, on `meta`
+    nbytes: int  # of the whole weight
+    row_bytes: int  # of one row where it is stored
+    in_layers: bool  # whether it is part of a decoder layer
+    # Returns the rows of ids, sorted and each there once, in host memory; None: nobody looks at their values.
     fetch: Callable[[Tensor], Tensor] | None = None
-    ids_per_token: int = 1
+    ids_per_token: int = 1  # as last looked up, `[batch, sequence, ...]`
 
     def take_out(self) -> None:
         """Let the embedding be as the model made it."""
@@ -82,8 +72,6 @@ class RowTables:
     embeddings only large ones are. Those that train, or are adapted, are whole.
 
     Args:
-        model: its embeddings have their weights on `meta`.
-        stored: where these are.
         where: the setting: rows come from "host" memory or from "disk"; "device": all are whole. "auto": from disk,
             unless layers stay on the device unasked, or it compiles what is run on it, for every number of rows.
         planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
@@ -102,7 +90,7 @@ class RowTables:
         head: nn.Parameter | None = None,
     ) -> None:
         self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
-        self._layers_name, self._given, self._head = find_layers(model)[0], _input_embeddings(model), head
+        self._layers_name, self._given, self._head = find_layers(model)[0], ends_of(model)[0], head
         self._inputs = Inputs(stored.backend)
         self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []  # ids on the device, and the same in host memory
         self._looked_at = True
@@ -163,8 +151,7 @@ class RowTables:
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
-        """Let the embeddings be as the model made them for the length of a `with` block, in which they are wrapped or
-        copied."""
+        """Let embeddings be as the model made them in a `with` block, in which they are wrapped or copied."""
         for table in self._tables.values():
             table.take_out()
         try:
@@ -216,7 +203,8 @@ class RowTables:
             dtype, in_layers = self._stored.dtypes[name], name.startswith(f"{self._layers_name}.")
             nbytes = module.weight.numel() * dtype.itemsize
             wanted = (asked and is_input) or module.weight is self._head
-            if (nbytes < LEAST_BYTES and not wanted) or (in_layers and self._divided):
+            divided = in_layers and self._stored.backend.parallel.size > 1  # each process has its part of the layer
+            if (nbytes < LEAST_BYTES and not wanted) or divided:
                 continue
             why = self._why_whole(name, module)
             if why is None:
@@ -226,11 +214,6 @@ class RowTables:
                 raise _refusal(why)
             elif is_input:
                 self._whole_input = why
-
-    @property
-    def _divided(self) -> bool:
-        """Whether each of several processes has its part of every layer."""
-        return self._stored.backend.parallel.size > 1
 
     def _why_whole(self, name: str, module: nn.Embedding) -> str | None:
         """Return why a table has to be whole; None: it need not be."""
@@ -267,8 +250,9 @@ class RowTables:
 
     def _look_up(self, name: str, table: _Table, ids: Tensor) -> Tensor:
         module = table.module
+        own_forward: Callable[[nn.Embedding, Tensor], Tensor] = type(module).forward
         if has_values(module.weight):  # somebody gave it some
-            return _own_forward(module, ids)
+            return own_forward(module, ids)
         table.ids_per_token = prod(ids.shape[2:])
         if table.fetch is not None and has_values(ids) and self._looked_at:
             there = next((same for ref, same in self._known if ref() is ids), None)
@@ -282,20 +266,9 @@ class RowTables:
         module._parameters["weight"] = nn.Parameter(placed["rows"], requires_grad=False)
         module.padding_idx = None  # it says whose row gets no gradient, by a number that means another row here
         try:
-            return _own_forward(module, placed["places"])
+            return own_forward(module, placed["places"])
         finally:
             module._parameters["weight"], module.padding_idx = absent, padding
-
-
-def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    with suppress(NotImplementedError):  # of a model whose code does not say
-        return model.get_input_embeddings()
-    return None
-
-
-def _own_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
-    found: Tensor = type(module).forward(module, ids)
-    return found
 
 
 def _refusal(why: str) -> ConfigError:

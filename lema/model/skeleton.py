@@ -36,20 +36,9 @@ from lema.storage.index import check_inside
 from lema.storage.modelfiles import check_code, read_config_file
 
 __all__ = [
-    "MAX_TABLES_BYTES",
-    "MAX_TABLE_BYTES",
-    "MAX_TENSORS",
-    "EmptyOnMeta",
-    "SizeLimit",
-    "auto_class",
-    "find_layers",
-    "find_towers",
-    "is_in",
-    "main_dtype",
-    "meta_model",
+    *("EmptyOnMeta", "auto_class", "ends_of", "find_layers", "find_towers", "is_in", "main_dtype", "meta_model"),
     "read_config",
 ]
-
 
 MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
 MAX_TABLE_BYTES = 256 << 20  # of one table
@@ -104,7 +93,6 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     """Read `config.json` of a model directory.
 
     Args:
-        directory: the model's.
         trust_remote_code: run the model's own code where it has some; no code is run without it.
 
     Raises:
@@ -155,7 +143,6 @@ def meta_model(
     Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint.
 
     Args:
-        config: the model's own config.
         dtype: of the parameters; None: the one the config names, else float32.
         attn_implementation: as in `from_pretrained`; None: transformers' choice.
         trust_remote_code: as in `read_config`, which checked the code.
@@ -247,7 +234,6 @@ def main_dtype(model: PreTrainedModel) -> torch.dtype:
 def _make_buffers_again(model: PreTrainedModel) -> None:
     """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own initialisation.
 
-
     While the model was built its dtype was the default one, so what a buffer was computed of may have been rounded to
     it; `from_pretrained` makes such buffers a second time, when that is over.
     """
@@ -328,16 +314,10 @@ def find_towers(model: PreTrainedModel) -> list[str]:
 
     The model's own forward is run without values, on token ids and past its layers, and the parameters that it uses are
     noted. Of a model that does not run like that everything counts as reached.
-
-    Args:
-        model: without adapters, or with them.
     """
     name, layers = find_layers(model)
     near = [name.rpartition(".")[0]]
-    ends = list[object]()
-    for find in (model.get_input_embeddings, model.get_output_embeddings):
-        with suppress(NotImplementedError):  # a model of other code may not say
-            ends.append(find())
+    ends = ends_of(model)
     near += [own for own, module in model.named_modules() if any(module is end for end in ends)]
     if all(is_in(name, near) for name, _ in model.named_parameters()):
         return []  # nothing but a stack of layers, embeddings and a head: all of that reads text
@@ -348,6 +328,16 @@ def find_towers(model: PreTrainedModel) -> list[str]:
         model.train(before)
     whole = [name for name, module in model.named_modules() if _in_full(name, module, unused)]
     return [name for name in whole if not is_in(name.rpartition(".")[0], whole)]
+
+
+def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return what a model calls its input embeddings and its head; None: it has none, or its code does not say."""
+    found: list[nn.Module | None] = [None, None]
+    finders: tuple[Callable[[], nn.Module | None], ...] = (model.get_input_embeddings, model.get_output_embeddings)
+    for end, find in enumerate(finders):
+        with suppress(NotImplementedError):
+            found[end] = find()
+    return found[0], found[1]
 
 
 def is_in(name: str, modules: Iterable[str]) -> bool:

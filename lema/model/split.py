@@ -12,39 +12,28 @@ Both take the model's forward as a function (`Run`), because a trainer may call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
 from lema.errors import ModelError, is_out_of_memory
-from lema.model.capture import (
-    PASSED_THROUGH_THE_MODEL,
-    alike,
-    as_leaf,
-    depends_on,
-    same_structure,
-    structure,
-    tensors_in,
-    values_unread,
-    with_bytes,
-    without_casts,
-    without_dropout,
-    without_values,
-)
-from lema.model.compiled import CompiledLayers, differentiable
+from lema.model import capture
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
+from lema.model.compiled import CompiledLayers
 from lema.model.flow import LayerCall, Prelude, Tape
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import LayerNames, stored_name
 
 __all__ = ["Run", "Split"]
-
 
 Run = Callable[[], Any]
 """A forward of the model's own, or of the part of it that holds the layers, on inputs that it knows."""
@@ -61,17 +50,11 @@ def _stop() -> Tensor:
     raise _LayerReached
 
 
-def _placeholder(item: Any, mark_absent: bool) -> Any:
-    """Return what stands for an item that layers return: none is a tensor too, because it may be one in another."""
-    return torch.empty(0, dtype=torch.long) if item is None and mark_absent else item
-
-
 class Split:
     """The parts of one model. The layers' weights are given at each call; all others are the model's own.
 
     Args:
         model: the model, adapters attached or not; every parameter outside the decoder layers is real.
-        backend: for the generator state and autocast.
         compiled: run layers compiled, where they can be.
         parallel: the processes that hold the model together; None: the backend's.
 
@@ -125,19 +108,14 @@ class Split:
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
         tape = Tape(self._cut[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
-            self._followed(tape, run or self._whole(batch), Tensor.detach)
+            self._followed(tape, run or partial(self._logits, batch), Tensor.detach)
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(tape.hidden, tape.tied())
 
-    def _whole(self, batch: Mapping[str, Tensor]) -> Run:
-        """Return the forward of the whole model, which returns the logits."""
-
-        def run() -> Tensor:
-            with self.autocast():
-                logits: Tensor = self.model(**batch, use_cache=False).logits
-            return logits
-
-        return run
+    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with self.autocast():
+            logits: Tensor = self.model(**batch, use_cache=False).logits
+        return logits
 
     def _followed(self, tape: Tape, run: Run, make: Callable[[Tensor], Tensor]) -> Any:
         """Run the model's own forward with its layers replaced: each returns what `make` makes of the hidden state that
@@ -150,23 +128,21 @@ class Split:
                         raise self._refusal(OUT_OF_ORDER)
                     if (hidden := tape.called(args, kwargs)) is None:
                         raise self._refusal(f"the hidden state is worked on between layers {index - 1} and {index}")
-                    rest = (_placeholder(item, self._mark_absent) for item in self._rest or ())
-                    returned = tape.returned(
-                        tuple(make(one) if isinstance(one, Tensor) else one for one in (hidden, *rest))
-                    )
+                    # A tensor stands for None too, because it may be one in another layer.
+                    absent = torch.empty(0, dtype=torch.long) if self._mark_absent else None
+                    items = [hidden, *(absent if item is None else item for item in self._rest or ())]
+                    returned = tape.returned(tuple(make(one) if isinstance(one, Tensor) else one for one in items))
                 return returned[0] if self._rest is None else returned
 
             return record
 
-        recorders = [recorder(index) for index in range(self.num_layers)]
-        with self.replaced(recorders), tape:
+        with self.replaced([recorder(index) for index in range(self.num_layers)]), tape:
             return run()
 
     def known(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes.
 
-        A model whose forward looks at values is learnt as it is on other devices, which finds out as well what is wrong
-        with one that cannot be split.
+        A model whose forward looks at values is learnt as on other devices, which finds out what cannot be split, too.
         """
         if not self.lazy or self.model.training in self._cut:
             return self.model.training in self._cut
@@ -182,7 +158,13 @@ class Split:
             self._rest, self._mark_absent = None, marked
             return False
         if self._rest is not None:
-            self._rest = tuple(with_bytes(one, device) for one in self._rest)
+            # Zeros that the device need not compute stand for tensors that were made there without values.
+            self._rest = tuple(
+                torch.zeros(one.shape, dtype=one.dtype).to(device)
+                if isinstance(one, Tensor) and not capture.has_values(one)
+                else one
+                for one in self._rest
+            )
         return True
 
     def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -220,18 +202,21 @@ class Split:
             given = [*args, *kwargs.values()]
             inside = [item for one in given for item in (one.values() if isinstance(one, Mapping) else [one])]
             held = [item for item in inside if isinstance(item, list | tuple | dict)]
-            before = structure(held)
+            items, structure = tree_flatten(held)
             out: Any = NotImplemented
             if graphs is not None:
                 out = graphs.call(index, self._renamed(index, weights), args, kwargs)
             if out is NotImplemented:
                 out = self.call_layer(index, weights, args, kwargs)
-            if not same_structure(before, structure(held)):
+            now, structure_now = tree_flatten(held)
+            if structure != structure_now or any(one is not other for one, other in zip(items, now, strict=True)):
                 raise self._refusal(f"layer {index} leaves something for later layers in a list")
             return out
 
         with self.autocast(call.autocast):
-            output = call.run(hidden if graphs is None else differentiable(hidden), layer)
+            if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden = hidden.detach().requires_grad_()  # so that one graph serves all layers: the lowest needs none
+            output = call.run(hidden, layer)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
 
     def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -243,13 +228,9 @@ class Split:
     ) -> Any:
         """Call one layer's own forward, even while it is replaced, with the weights given; returns what it returns."""
         layer = self.layers[index]
-        replacement = layer.__dict__.pop("forward", None)
-        try:
+        with replaced({layer: None}):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
             return torch.func.functional_call(layer, self._renamed(index, weights), args, kwargs, tie_weights=False)
-        finally:
-            if replacement is not None:
-                layer.forward = replacement
 
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`.
@@ -262,7 +243,7 @@ class Split:
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
-        logits: Tensor = self.finish(hidden, self._whole(batch), cut, looked_at=looked_at)
+        logits: Tensor = self.finish(hidden, partial(self._logits, batch), cut, looked_at=looked_at)
         return logits
 
     def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
@@ -286,12 +267,7 @@ class Split:
         return returned
 
     def _learn(self, few: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> None:
-        """Run layer 0 for real, once, to see what layers return; then see whether the model can be split at all.
-
-        Args:
-            few: a batch of a few tokens.
-            first_layer_weights: as in `prelude`.
-        """
+        """Run layer 0 for real on a few tokens, to see what layers return; then see whether the model can be split."""
         state = self._backend.rng_state()
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -328,12 +304,12 @@ class Split:
         """
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
-            logits = self._followed(tape, self._whole(few), as_leaf)
+            logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)
         if len(tape.calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
         made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
         for index, call in enumerate(tape.calls):
-            if depends_on(tensors_in((call.args, call.kwargs)), made):
+            if capture.depends_on(tensors_in((call.args, call.kwargs)), made):
                 raise self._refusal(f"layer {index} is given more of the layers below than can be followed")
         for cut in tape.cuts(logits):
             tape.cut = cut
@@ -354,7 +330,7 @@ class Split:
         if given.dim() != 3 or given.shape[:2] != shape[:2] or given.shape == shape:
             return False
         try:
-            with torch.no_grad(), without_dropout(self.model):
+            with torch.no_grad(), capture.without_dropout(self.model):
                 expected = self.head(given, few, cut)
                 parts = [self.head(given[:, :1], cut=cut), self.head(given[:, 1:], cut=cut)]
                 alone = [self.head(given, cut=cut), torch.cat(parts, dim=1)]
@@ -362,14 +338,12 @@ class Split:
             if is_out_of_memory(error):
                 raise
             return False
-        return all(alike(found, expected) for found in alone)
+        return all(capture.alike(found, expected) for found in alone)
 
     def _refusal(self, why: str) -> ModelError:
-        return ModelError(
-            f"this model cannot be streamed layer by layer: {why}",
-            where=f"{self.layers_name} of {type(self.model).__name__}",
-            how="`lema models` lists the types that stream",
-        )
+        where = f"{self.layers_name} of {type(self.model).__name__}"
+        what = f"this model cannot be streamed layer by layer: {why}"
+        return ModelError(what, where=where, how="`lema models` lists the types that stream")
 
     def _renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name the weights as the layer does now."""
@@ -382,19 +356,12 @@ class Split:
         self._names: dict[int, LayerNames] = {}
         self._compiled = None
         for layer in self.layers:
-            without_casts(layer)
+            capture.without_casts(layer)
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """Return the context in which weights of this model's dtype compute, or those of another."""
         return self._backend.autocast(dtype or self.dtype)
 
-    @contextmanager
-    def replaced(self, forwards: list[Callable[..., Any]]) -> Iterator[None]:
+    def replaced(self, forwards: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
         """Replace the layers' `forward` for the length of a `with` block."""
-        for layer, forward in zip(self.layers, forwards, strict=True):
-            layer.forward = forward
-        try:
-            yield
-        finally:
-            for layer in self.layers:
-                del layer.forward
+        return replaced(dict(zip(self.layers, forwards, strict=True)))

@@ -22,14 +22,8 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
@@ -43,19 +37,9 @@ from lema.storage.slices import AssembledRecord
 from lema.stream.placement import DTYPES
 
 __all__ = [
-    "LayerNames",
-    "NameMap",
-    "checkpoint_dtype",
-    "grouped",
-    "is_rearranged",
-    "map_names",
-    "match_names",
-    "open_quantizer",
-    "stored_name",
-    "target_dtypes",
-    "warn_of_unused",
+    *("LayerNames", "NameMap", "checkpoint_dtype", "grouped", "map_names", "match_names", "stored_name"),
+    *("target_dtypes", "warn_of_unused"),
 ]
-
 
 HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
@@ -63,22 +47,17 @@ SHOWN = 8  # kinds of names in one line
 
 @dataclass
 class NameMap:
-    """How every tensor of a model is filled from a checkpoint.
+    """How every tensor of a model is filled from a checkpoint."""
 
-    Attributes:
-        stored: in-memory name -> where it is on disk, as it is, assembled from several tensors, or quantised.
-        rearranged: in-memory names of what is not stored as it is in memory.
-        tied: in-memory name that is not stored -> the stored in-memory name it shares its weights with.
-        kept: buffers that the checkpoint need not store; the model's own values stand.
-        ignored: tensors on disk that `transformers` says no model needs.
-        unused: further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
-    """
-
+    # In-memory name -> where it is on disk, as it is, assembled from several tensors, or quantised.
     stored: dict[str, Stored] = field(default_factory=dict)
-    rearranged: list[str] = field(default_factory=list)
+    rearranged: list[str] = field(default_factory=list)  # in-memory names of what is not stored as it is in memory
+    # In-memory name that is not stored -> the stored in-memory name it shares its weights with.
     tied: dict[str, str] = field(default_factory=dict)
+    # Buffers that the checkpoint need not store; the model's own values stand.
     kept: list[str] = field(default_factory=list)
-    ignored: list[Stored] = field(default_factory=list)
+    ignored: list[Stored] = field(default_factory=list)  # tensors on disk that `transformers` says no model needs
+    # Further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
     unused: list[Stored] = field(default_factory=list)
 
     @property
@@ -93,24 +72,12 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
     Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
     disk that the model has no place for are named in a warning.
 
-    Args:
-        model: as `from_config` builds it, without adapters; its parameters may be on `meta`.
-
     Raises:
         ModelError, WeightsError: as `map_names`.
     """
     names = map_names(model, index)
     warn_of_unused(names, stacklevel=3)
     return names.stored | {name: names.stored[source] for name, source in names.tied.items()}
-
-
-def is_rearranged(model: PreTrainedModel, index: GlobalBinaryIndex) -> bool:
-    """Whether tensors are rearranged whenever they are read, which `lema prepare` would do once.
-
-    Raises:
-        ModelError, WeightsError: as `map_names`.
-    """
-    return bool(map_names(model, index).rearranged)
 
 
 def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
@@ -128,7 +95,7 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
     parts = (model.config, model.config.get_text_config(decoder=True))  # some say it of the part that reads text
     settings = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
-    quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
+    quantizer = None if ours or settings is None else _open_quantizer(settings, index.path)
     state: dict[str, Tensor] = model.state_dict()
     names, conversions, twice = _assign(model, index, stored, state, quantizer)
     misshapen = []
@@ -150,21 +117,17 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
             _complaint("of another shape", misshapen),
             _complaint("of a type the model cannot be loaded from", mistyped),
         ]
-        raise WeightsError(
-            "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)]),
-            where=str(index.path),
-            how="check that config.json and the weights are of the same model",
-        )
+        what = "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)])
+        how = "check that config.json and the weights are of the same model"
+        raise WeightsError(what, where=str(index.path), how=how)
     return names
 
 
 def warn_of_unused(names: NameMap, stacklevel: int) -> None:
     """Warn of tensors on disk that the model has no place for; `stacklevel` as in `warnings.warn`."""
     if unused := [record.name for record in names.unused]:
-        warnings.warn(
-            f"{len(unused)} tensors on disk are not used, for the model has no place for them: {grouped(unused)}",
-            stacklevel=stacklevel,
-        )
+        said = f"{len(unused)} tensors on disk are not used, for the model has no place for them: {grouped(unused)}"
+        warnings.warn(said, stacklevel=stacklevel)
 
 
 def grouped(names: Sequence[str]) -> str:
@@ -189,56 +152,42 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     state: dict[str, Tensor] = model.state_dict()
     if not plan:
         return {name: tensor.dtype for name, tensor in state.items()}
-    search = build_glob_alternation(list(plan))[0].search
+    search = loading.build_glob_alternation(list(plan))[0].search
     # One width for the whole plan: transformers only ever widens to float32.
     (wide,) = set(plan.values())
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
 
 
-def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
+def _open_quantizer(settings: Any, path: Path) -> HfQuantizer:
     """Return the quantizer of `transformers` whose operations expand what is stored.
-
-    Args:
-        settings: the config's `quantization_config`.
-        path: where the model is, for messages.
 
     Raises:
         ModelError: `transformers` cannot expand weights of this method.
         ConfigError: the method's library is not installed.
     """
-    method = _method(settings)
+    chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
+    found = chosen.get("quant_method")
+    method = str(getattr(found, "value", found))
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method)
     # Asked of the class, because some quantizers cannot be made without libraries and devices of their own.
     if kind is None or "dequantize" not in kind.get_load_operations(kind.__new__(kind)):
-        raise ModelError(
-            f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand",
-            where=f"{path}: quantization_config",
-            how="use the unquantised model; `lema prepare --quantize` makes of it what streams",
-        )
-    chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
+        what = f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand"
+        how = "use the unquantised model; `lema prepare --quantize` makes of it what streams"
+        raise ModelError(what, where=f"{path}: quantization_config", how=how)
     try:
         config = AutoQuantizationConfig.from_dict(chosen)
         config.dequantize = True
         quantizer: HfQuantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
         quantizer.validate_environment()  # some find out only then how they shall expand
     except ImportError as error:
-        raise ConfigError(
-            f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}",
-            where=f"{path}: quantization_config",
-            how='pip install "lema[quantize]"',
-        ) from error
+        what = f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}"
+        how = 'pip install "lema[quantize]"'
+        raise ConfigError(what, where=f"{path}: quantization_config", how=how) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(
-            f"transformers cannot read how the checkpoint is quantised: {error}",
-            where=f"{path}: quantization_config",
-            how="check the config, or download it again",
-        ) from error
+        what = f"transformers cannot read how the checkpoint is quantised: {error}"
+        how = "check the config, or download it again"
+        raise ModelError(what, where=f"{path}: quantization_config", how=how) from error
     return quantizer
-
-
-def _method(settings: Any) -> str:
-    found = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return str(getattr(found, "value", found))
 
 
 def _assign(
@@ -253,18 +202,19 @@ def _assign(
     Returns the map, the conversions that fill the rest, and the names that two tensors claim.
     """
     transforms = [] if index.in_memory_names else get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignorable = _ignorable_unexpected(model)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
     tried: dict[Any, Any] = {}
-    for name in sorted(stored, key=dot_natural_key):  # some renamings depend on the order, which is transformers' own
+    # In the order of transformers, because some renamings depend on it.
+    for name in sorted(stored, key=loading.dot_natural_key):
         record, prefix = stored[name], model.base_model_prefix
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
+            target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state:
             ignore = ignorable is not None and ignorable.search(target)
             (names.ignored if ignore else names.unused).append(record)
@@ -274,11 +224,9 @@ def _assign(
         elif pattern is None:
             names.stored[target] = record
         elif not isinstance(record, TensorRecord):
-            raise ModelError(
-                f"{name} is quantised, and must be rearranged with others into {target}",
-                where=str(record.file),
-                how="prepare the unquantised model with --quantize",
-            )
+            what = f"{name} is quantised, and must be rearranged with others into {target}"
+            how = "prepare the unquantised model with --quantize"
+            raise ModelError(what, where=str(record.file), how=how)
         else:
             new = Conversion(target, by_pattern[pattern], tried=tried)
             conversions.setdefault(target, new).sources.append((pattern, record))
@@ -340,10 +288,9 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     patterns = model._keys_to_ignore_on_load_missing
     ignorable = re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    names.kept = [
-        name for name in missing if name not in names.tied and name in buffers and ignorable and ignorable.search(name)
-    ]
-    missing = [name for name in missing if name not in names.tied and name not in names.kept]
+    missing = [name for name in missing if name not in names.tied]
+    names.kept = [name for name in missing if name in buffers and ignorable and ignorable.search(name)]
+    missing = [name for name in missing if name not in names.kept]
     towers = find_towers(model) if missing else []
     return [name for name in missing if not is_in(name, towers)]
 

@@ -363,7 +363,7 @@ def _pieces_work(
         given = pieced.inputs(leaf)
         kept = given.numel() * (given.element_size() + torch.float32.itemsize)  # with its gradient
         del given
-        piece_passes(pieced, stream, chunks, [leaf], differentiate=True)
+        piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
     return HeadWork(tally.flops, tally.peak, kept)
 
 

@@ -36,8 +36,6 @@ class BackendContract(CopyPromises):
         """Return the config of a small causal language model, of at least four layers and 64 positions."""
         raise NotImplementedError("say which model to train one step of")
 
-    # What it is
-
     def test_it_is_a_backend(self) -> None:
         """It has every member of the protocol, a name, and a device that tensors live on."""
         with closing(self.backend()) as backend:
@@ -52,8 +50,6 @@ class BackendContract(CopyPromises):
             with closing(self.backend()) as backend:
                 backend.end_step()
                 backend.synchronize()
-
-    # Compute
 
     def test_a_generator_state_brings_dropout_back(self) -> None:
         """`rng_state` is a copy; `set_rng_state` makes the device draw the same again."""
@@ -103,8 +99,6 @@ class BackendContract(CopyPromises):
                 assert 0 <= memory.used <= memory.peak, f"used {memory.used}, peak {memory.peak}"
                 assert memory.total > 0 and memory.used <= memory.total, f"used {memory.used} of {memory.total}"
             assert during.peak >= before.peak
-
-    # The group
 
     def test_the_group_gathers_in_rank_order_and_leaves_whole_gradients(self) -> None:
         """`gather` returns one tensor per rank; a parameter without a gradient stays without."""
@@ -164,8 +158,6 @@ class BackendContract(CopyPromises):
                     assert torch.equal(result.cpu(), source.float()), f"gathering {number}"
                 upload = slots.upload(source_of(backend, 9))
                 assert torch.equal(read(upload.wait()), source_of(backend, 9)), "the slot of the part is not free"
-
-    # All of it
 
     def test_a_training_step_is_that_of_the_whole_model(self, tmp_path: Path) -> None:
         """Loss, adapter gradients and AdamW's step, kept graph or recomputed, against PEFT on the same device."""

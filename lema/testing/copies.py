@@ -28,8 +28,6 @@ class CopyPromises:
         """Open the backend under test."""
         raise NotImplementedError("say which backend to test")
 
-    # Host buffers and slots
-
     def test_host_buffers_are_exact_aligned_and_writable(self) -> None:
         """`host_buffer` is uint8 `[nbytes]` on the host, begins at a page, and belongs to its caller alone."""
         with closing(self.backend()) as backend:

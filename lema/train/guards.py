@@ -97,7 +97,7 @@ def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, 
         if model.head is None:
             finite = all(bool(split.head(state).isfinite().all()) for state in hidden)
         else:
-            finite = model.head.finite(model.stream, hidden)
+            finite = model.head.finite(model.stream.lease, hidden)
         first = _lowest(backend.replicas, None if finite else len(names) - 1)
     return None if first is None else names[first]
 

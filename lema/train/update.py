@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -57,21 +58,19 @@ class Update:
             following: the micro-batches of that pass, where some of its layers may be left out.
             logits: a list that receives each micro-batch's logits.
         """
-        for attempt in self._model.retry.passes(micro_batches, parameters=parameters, made=logits):
-            with attempt:
-                loss = self._pass(attempt.micro_batches, num_tokens, more=more, following=following, logits=logits)
-        return loss
+        run = partial(self._pass, num_tokens=num_tokens, more=more, following=following, logits=logits)
+        return self._model.retry.run_pass(run, micro_batches, parameters=parameters, made=logits)
 
     def _pass(
         self,
         micro_batches: Sequence[Mapping[str, Tensor]],
-        num_tokens: int,
         *,
+        num_tokens: int,
         more: bool,
         following: Sequence[Mapping[str, Tensor]] | None,
         logits: list[Tensor] | None,
     ) -> Tensor:
-        """Run one attempt at a pass, in a function of its own because its tensors go when it fails, before the next."""
+        """Run one attempt at a pass; its tensors go when it fails, before the next."""
         # The scale stays on the device. It is asked for also where nothing trains, because the scaler begins with it.
         one = torch.ones((), device=self._backend.device)
         scale = self.scaler.scale(one) if self.scaler.is_enabled() else 1.0

@@ -23,7 +23,7 @@ from lema.convert import merge_adapter
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.lora.files import OLD_WEIGHTS, WEIGHTS
 from lema.model import meta_model, read_config
-from lema.model.weight_names import is_rearranged
+from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex, tensorfile
 from lema.storage.index import INDEX_NAME, SINGLE_NAME
 
@@ -183,8 +183,8 @@ def test_the_merged_model_streams_without_another_conversion(tmp_path: Path) -> 
     adapter = trained_adapter(checkpoint.streamed, tmp_path / "adapter")
     out = merge_adapter(adapter, tmp_path / "merged", 50_000)
     skeleton = meta_model(read_config(out))
-    assert is_rearranged(skeleton, GlobalBinaryIndex(checkpoint.published))
-    assert not is_rearranged(skeleton, GlobalBinaryIndex(out))
+    assert map_names(skeleton, GlobalBinaryIndex(checkpoint.published)).rearranged
+    assert not map_names(skeleton, GlobalBinaryIndex(out)).rearranged
 
 
 def peak_of_a_merge(tmp_path: Path, layers: int) -> int:

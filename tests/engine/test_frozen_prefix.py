@@ -167,7 +167,7 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
     hidden = [torch.randn(2, one["input_ids"].shape[1], 8).transpose(0, 1) for one in batches]
     for one, state in zip(batches, hidden, strict=True):
         assert not kept.holds([one])
-        kept.keep([one], [state], drawn=False, handed_on=False)
+        kept.keep([one], [state], lowest=3, drawn=False, handed_on=False)
     assert kept.holds(batches)
     for _ in range(2):
         found = kept.fetch([{**one, "labels": one["labels"] + 1} for one in batches])
@@ -183,7 +183,7 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
 def test_the_space_for_all_batches_is_asked_for_at_the_first(tmp_path: Path) -> None:
     kept = cache(tmp_path, num_tokens=1 << 50)
     with pytest.raises(DiskError, match="bytes are needed for the output of frozen layers") as caught:
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], drawn=False, handed_on=False)
+        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], lowest=3, drawn=False, handed_on=False)
     assert "cache_frozen_prefix: false" in caught.value.how
     kept.close()
 
@@ -194,7 +194,7 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 
     kept = cache(tmp_path)
     monkeypatch.setattr(os, "pwrite", full)
-    kept.keep([batch(5)], [torch.zeros(2, 5, 8)], drawn=False, handed_on=False)
+    kept.keep([batch(5)], [torch.zeros(2, 5, 8)], lowest=3, drawn=False, handed_on=False)
     with pytest.raises(DiskError, match="writing failed for the output of frozen layers"):
         kept.fetch([batch(5)])
     kept.close()
@@ -203,5 +203,5 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_more_than_a_hidden_state_cannot_be_kept(tmp_path: Path) -> None:
     kept = cache(tmp_path)
     with pytest.raises(ConfigError, match="hand on more than the hidden state"):
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], drawn=False, handed_on=True)
+        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], lowest=3, drawn=False, handed_on=True)
     kept.close()

@@ -244,13 +244,15 @@ def test_memory_that_runs_out_cuts_rows_apart_and_changes_no_number(
                 raise torch.OutOfMemoryError("out of memory: pretended")
             return run(index, weights, call, hidden, **options)
 
+        def both_ways(micro_batches: Any) -> torch.Tensor:
+            loss = model.adapter.loss(micro_batches)
+            loss.backward()
+            return loss
+
         monkeypatch.setattr(model.split, "run_layer", scarce)
         parameters = list(trained(model.lora_manager).values())
         with pytest.warns(UserWarning, match="micro-batches of at most 2 rows instead of 8"):
-            for attempt in model.adapter.retry.passes([batch], parameters=parameters):
-                with attempt:
-                    loss = model.adapter.loss(attempt.micro_batches)
-                    loss.backward()
+            loss = model.adapter.retry.run_pass(both_ways, [batch], parameters=parameters)
         assert_close(Outcome.of(model.lora_manager, loss), whole)
 
 

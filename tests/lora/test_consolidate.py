@@ -43,6 +43,7 @@ from lema.errors import AdapterError, ConfigError, ModelError
 from lema.lora.checks import BASE_NAME
 from lema.lora.consolidate import consolidate_adapter, shard_adapter
 from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of
+from lema.model import meta_model
 from lema.model.partition import layout_at, layouts_of
 
 
@@ -177,10 +178,10 @@ def test_a_model_that_can_be_divided_is_and_one_that_cannot_says_what_would_do(
     copies = next(m for m in range(1, tp + 1) if tp % m == 0 and keys * m % tp == 0)
     if (queries // keys) % copies or 240 * 7 % tp:
         with pytest.raises(ConfigError, match=r"layers\.0\.") as caught:
-            layouts_of(config, tp, kv_layout)  # type: ignore[arg-type]
+            layouts_of(meta_model(config), tp, kv_layout)  # type: ignore[arg-type]
         assert f" {tp}," not in f"{caught.value.how},"
         return
-    plan = layouts_of(config, tp, kv_layout)  # type: ignore[arg-type]
+    plan = layouts_of(meta_model(config), tp, kv_layout)  # type: ignore[arg-type]
     widths = {
         "q_proj": (queries * 2, 48),
         "k_proj": (keys * 2, 48),

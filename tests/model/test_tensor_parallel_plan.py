@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from lema.backend.layout import Layout, column, embedding, kv, query, replicated, row, shard
 from lema.errors import ConfigError, ModelError
-from lema.model.partition import layout_at, layouts_of, layouts_of_model
+from lema.model import meta_model
+from lema.model.partition import layout_at, layouts_of
 
 TOKENS = 7
 
@@ -85,7 +86,7 @@ TYPES = [
 @pytest.mark.parametrize(("tp", "kv_layout"), [(2, "tile"), (4, "tile"), (4, "interleave")])
 def test_shards_compute_what_the_model_does(model_type: str, tp: int, kv_layout: str) -> None:
     model = whole_model(tiny_config(model_type))
-    layouts = layouts_of_model(model, tp, kv_layout)  # type: ignore[arg-type]
+    layouts = layouts_of(model, tp, kv_layout)  # type: ignore[arg-type]
     names, seen = blocks(model, layouts), {}
 
     def record(name: str) -> Any:
@@ -122,7 +123,7 @@ def small(**sizes: Any) -> PreTrainedConfig:
 def test_what_the_layouts_are() -> None:
     layer = "model.layers.*"
     attention = {"heads": 8, "kv_heads": 2, "kv_layout": "interleave"}
-    assert layouts_of(small(), 4, "interleave") == {
+    assert layouts_of(meta_model(small()), 4, "interleave") == {
         "model.embed_tokens": embedding(4, 50),
         f"{layer}.self_attn.q_proj": query(4, **attention),  # type: ignore[arg-type]
         f"{layer}.self_attn.k_proj": kv(4, **attention),  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ def test_what_the_layouts_are() -> None:
         f"{layer}.mlp.down_proj": row(4),
         "lm_head": column(4, 50),
     }
-    assert layouts_of(small(), 4, kv_multiplier=4)[f"{layer}.self_attn.k_proj"].kv_multiplier == 4
+    assert layouts_of(meta_model(small()), 4, kv_multiplier=4)[f"{layer}.self_attn.k_proj"].kv_multiplier == 4
 
 
 def test_a_module_is_found_by_its_name_or_its_pattern_or_refused() -> None:
@@ -145,13 +146,13 @@ def test_a_module_is_found_by_its_name_or_its_pattern_or_refused() -> None:
 
 
 def test_what_is_replicated_in_the_plan_is_whole() -> None:
-    layouts = layouts_of(tiny_config("deepseek_v2"), 2)
+    layouts = layouts_of(meta_model(tiny_config("deepseek_v2")), 2)
     assert layout_at("model.layers.0.self_attn.kv_a_proj_with_mqa", layouts) == replicated(2)
 
 
 def test_layers_that_are_not_alike_keep_their_names() -> None:
     """A type whose layers have different numbers of heads, by turns."""
-    layouts = layouts_of(tiny_config("mimo_v2_flash"), 2)
+    layouts = layouts_of(meta_model(tiny_config("mimo_v2_flash")), 2)
     assert any(part.isdigit() for name in layouts for part in name.split("."))
 
 
@@ -164,11 +165,11 @@ def test_layers_that_are_not_alike_keep_their_names() -> None:
 )
 def test_a_module_that_cannot_be_divided_is_named(sizes: dict[str, int], tp: int, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        layouts_of(small(**sizes), tp)
+        layouts_of(meta_model(small(**sizes)), tp)
     assert said in caught.value.what
     assert "use a tp of 1, " in caught.value.how
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(ModelError, match="no tensor-parallel plan"):
-        layouts_of(tiny_config("gpt2"), 2)
+        layouts_of(meta_model(tiny_config("gpt2")), 2)

@@ -20,7 +20,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from lema.errors import ModelError, WeightsError
 from lema.model import meta_model, read_config
-from lema.model.weight_names import checkpoint_dtype, grouped, is_rearranged, map_names, match_names, target_dtypes
+from lema.model.weight_names import checkpoint_dtype, grouped, map_names, match_names, target_dtypes
 from lema.storage import GlobalBinaryIndex
 from lema.storage.index import SINGLE_NAME
 from lema.storage.slices import AssembledRecord
@@ -73,7 +73,7 @@ def test_every_tensor_is_matched_with_its_bytes(tmp_path: Path, tied: bool, shar
     values, expected = stored_values(bare, index), model.state_dict()
     assert values.keys() == expected.keys()
     assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
-    assert not is_rearranged(bare, index)
+    assert not map_names(bare, index).rearranged
 
 
 def test_a_tie_is_filled_from_whichever_name_is_stored(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_tensor_stored_both_fused_and_by_itself_is_refused(tmp_path: Path, mon
 def test_experts_stored_one_by_one_are_assembled(tmp_path: Path) -> None:
     saved(mixtral(), tmp_path)
     index, bare = GlobalBinaryIndex(tmp_path), skeleton(tmp_path)
-    assert is_rearranged(bare, index)
+    assert map_names(bare, index).rearranged
     fused = {name: one for name, one in match_names(bare, index).items() if isinstance(one, AssembledRecord)}
     assert fused.keys() == {
         f"model.layers.{i}.mlp.experts.{part}" for i in range(2) for part in ("gate_up_proj", "down_proj")

@@ -115,8 +115,3 @@ def last_mark(text: str) -> tuple[int | None, int, str]:
     if not (marks := _MARKS.findall(text)):
         return None, 0, text
     return ord(marks[-1]) - FIRST, marks.count(marks[-1]), text[text.rindex(marks[-1]) + 1 :]
-
-
-def has_marks(text: str) -> bool:
-    """Whether a text has characters that are used as marks."""
-    return _MARKS.search(text) is not None

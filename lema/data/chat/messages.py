@@ -62,6 +62,7 @@ def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
         DataError: a message is malformed; names file, line and message.
     """
     role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
+    how = f'write {{"{role_key}": "user", "{content_key}": "..."}}'
     messages, flags = [], []
     for number, given in enumerate(list_of(row, column), 1):
         at = f"{column}, message {number}"
@@ -70,7 +71,7 @@ def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
         # Columnar files fill what a message does not have with nulls.
         message = {key: value for key, value in given.items() if value is not None}
         if role_key not in message:
-            raise row.broken(f"a message has no {role_key!r}", at=at, how=_shape(role_key, content_key))
+            raise row.broken(f"a message has no {role_key!r}", at=at, how=how)
         role = text_of(row, message.pop(role_key), f"'{role_key}'", at)
         content = message.pop(content_key, None)
         message = {"role": _ROLES.get(role, role) if "role" in fields else role, "content": content, **message}
@@ -78,14 +79,10 @@ def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
             message["tool_calls"] = _tool_calls(row, message["tool_calls"], at)
         else:
             message.pop("tool_calls", None)
-        _check_content(row, message, content_key, at, _shape(role_key, content_key))
+        _check_content(row, message, content_key, at, how)
         flags.append(_flag(row, message, at))
         messages.append(message)
     return Chat(messages, read_tools(row), None, tuple(flags) if any(one is not None for one in flags) else ())
-
-
-def _shape(role: str, content: str) -> str:
-    return f'write {{"{role}": "user", "{content}": "..."}}'
 
 
 def _check_content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) -> None:
@@ -120,25 +117,24 @@ def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
     """
     if not isinstance(calls, (list, tuple)):
         raise row.broken(f"'tool_calls' should be a list, not {type(calls).__name__}", at=at)
-    return [_tool_call(row, call, at) for call in calls]
-
-
-def _tool_call(row: Row, call: Any, at: str) -> dict[str, Any]:
-    how = 'write {"function": {"name": "...", "arguments": {...}}}'
-    function = call.get("function") or call if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise row.broken("a tool call names no function", at=at, how=how)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
-    if not isinstance(arguments if arguments is not None else {}, Mapping):
-        raise row.broken("the arguments of a tool call are no object", at=at, how=how)
-    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
-    named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
-    return {"type": "function"} | {key: value for key, value in rest.items() if value is not None} | {"function": named}
+    made, how = [], 'write {"function": {"name": "...", "arguments": {...}}}'
+    for call in calls:
+        function = call.get("function") or call if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise row.broken("a tool call names no function", at=at, how=how)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
+        if not isinstance(arguments if arguments is not None else {}, Mapping):
+            raise row.broken("the arguments of a tool call are no object", at=at, how=how)
+        named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
+        left = call.keys() - {"function", "name", "arguments"}
+        rest = {key: value for key, value in call.items() if key in left and value is not None}
+        made.append({"type": "function", **rest, "function": named})
+    return made
 
 
 def read_conversations(row: Row, fields: Mapping[str, str]) -> Chat:

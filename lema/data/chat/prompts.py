@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lema.data.chat.messages import Chat, read_messages
-from lema.data.chat.template import forms_of_messages, open_template
+from lema.data.chat.messages import read_messages
+from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles
 from lema.data.files import Row, load_rows
 from lema.data.values import text_of
@@ -55,8 +55,7 @@ def _piped(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def written(row: Row) -> dict[str, Any]:
-    """Return the columns of a row that results show, in which those of results replace its own; a line of text is its
-    `prompt`."""
+    """Return the columns of a row that results show, less those that results have; a line of text is its `prompt`."""
     values = {name: value for name, value in row.values.items() if name not in RESULTS}
     return {"prompt": values["text"]} if list(values) == ["text"] else values
 
@@ -83,25 +82,13 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
             return list(tokenizer(text, verbose=False)["input_ids"])
         given = [{"role": "user", "content": text}]
     said = read_messages(Row({**values, column: given}, row.source, row.line), column, {})
-    rendered = _as_far_as_the_answer(said, tokenizer, row)
-    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _as_far_as_the_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
-    """Render a chat and the beginning of the assistant's turn, in the first form that the template takes."""
-    if chat.messages[-1]["role"] == "assistant":
+    if said.messages[-1]["role"] == "assistant":
         how = "end with the user's; of a chat to learn from, take the answer out"
         raise row.broken("the last message is the assistant's, so there is nothing to answer", how=how)
-    template = open_template(tokenizer, chat.tools, row)
-    check_roles(chat, template, row)
-    first: DataError | None = None
-    for messages in forms_of_messages(chat.messages):
-        try:
-            return template.render(messages, row, prompt=True)
-        except DataError as error:
-            first = first or error
-    assert first is not None, "there is one form at least"
-    raise first
+    template = open_template(tokenizer, said.tools, row)
+    check_roles(said, template, row)
+    rendered = next(in_forms(said.messages, lambda messages: template.render(messages, row, prompt=True)))
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, positions: int | None) -> None:

@@ -8,26 +8,27 @@ says that the caller must), so rendering has a time limit here. The memory of a 
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
 from lema.config import timelimit
 from lema.data.files import Row
+from lema.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_SECONDS", "Template", "check_template", "forms_of_messages", "limited", "literals_of", "open_template"]
+__all__ = ["MAX_SECONDS", "Template", "guarded", "in_forms", "literals_of", "open_template"]
 
 MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Messages = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=16)
@@ -53,20 +54,12 @@ def literals_of(template: str) -> tuple[str, ...]:
 
     Words such as `user` are names of roles and keys; they occur in many messages and are looked for in none.
     """
-    found = set()
     try:
-        for _, kind, word in jinja2.Environment(autoescape=True).lex(template):
-            if kind == "string":
-                found.add(word[1:-1].replace("\\n", "\n"))
+        words = list(jinja2.Environment(autoescape=True).lex(template))
     except jinja2.TemplateError:
         return ()
+    found = {word[1:-1].replace("\\n", "\n") for _, kind, word in words if kind == "string"}
     return tuple(sorted(one for one in found if one.strip() and not one.isalpha()))
-
-
-def limited() -> AbstractContextManager[None]:
-    """Raise `TemplateError` in a `with` block that computes for more than `MAX_SECONDS` of the processor's time."""
-    error = jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} seconds")
-    return timelimit.limited(MAX_SECONDS, lambda: error, file="<template>")
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class Template:
             DataError: the template does not take them, or takes too long.
         """
         how: dict[str, Any] = {"tools": self.tools, "tokenize": False, "add_generation_prompt": prompt}
-        return str(_call(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
+        return str(guarded(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
 
     def render_marked(self, messages: Messages, row: Row) -> tuple[str, list[tuple[int, int]]]:
         """Render messages with a template that marks the assistant's words; return also where these are."""
@@ -98,27 +91,40 @@ class Template:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         how: dict[str, Any] = dict(self.tokenizer.special_tokens_map, tools=self.tools, chat_template=self.text)
 
-        texts, places = _call(row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how))
+        texts, places = guarded(row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how))
         return str(texts[0]), [(int(start), int(end)) for start, end in places[0] if start < end]
 
 
-def forms_of_messages(messages: Messages) -> Iterator[Messages]:
-    """The forms in which templates take messages, the usual one first.
+def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
+    """Yield what `render` makes of messages, in one after the other of the forms in which templates take them.
 
     Tool calls have their arguments as objects, which is what templates are told to expect. Some join them to text as
-    they are: those take JSON, and a text, perhaps an empty one, beside each call. Models that see images take blocks of
-    text.
+    they are: those take JSON, and a text, perhaps an empty one, beside each call. Models of images take blocks of text.
+
+    Raises:
+        DataError: the template takes none of the forms; it is what is said of the first.
     """
-    yield messages
+    forms, refused, taken = [messages], list[DataError](), 0
     if any(message.get("tool_calls") for message in messages):
-        yield [_written(message) for message in messages]
+        forms.append([_written(message) for message in messages])
     if any(isinstance(message["content"], str) for message in messages):
-        yield [
-            {**message, "content": [{"type": "text", "text": message["content"] or ""}]}
-            if not isinstance(message["content"], list)
-            else message
-            for message in messages
-        ]
+        forms.append([_in_blocks(message) for message in messages])
+    for form in forms:
+        try:
+            made = render(form)
+        except DataError as error:
+            refused.append(error)
+            continue
+        taken += 1
+        yield made
+    if not taken:
+        raise refused[0]
+
+
+def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(message["content"], list):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"] or ""}]}
 
 
 def _written(message: dict[str, Any]) -> dict[str, Any]:
@@ -143,16 +149,17 @@ def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None,
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
     text = tokenizer.chat_template
     if not isinstance(text, str):  # several by name, one of them for tools
-        text = _call(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
+        text = guarded(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
     if refused := check_template(text):
         raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
     return Template(text, tokenizer, tools)
 
 
-def _call(row: Row, function: Callable[[], Any]) -> Any:
-    """Call a function that runs the template, a program from outside, which may raise anything."""
+def guarded(row: Row, function: Callable[[], Any]) -> Any:
+    """Call what runs a template, a program from outside that may raise anything, for `MAX_SECONDS` of computing."""
+    slow = jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} seconds")
     try:
-        with limited():
+        with timelimit.limited(MAX_SECONDS, lambda: slow, file="<template>"):
             return function()
     except Exception as error:
         what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"

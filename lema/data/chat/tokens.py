@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from lema.data.chat.messages import Chat
@@ -10,6 +9,7 @@ from lema.data.chat.template import Template, open_template
 from lema.data.chat.turns import Known, Rendered, Span, render_chat
 from lema.data.files import Row
 from lema.data.forms import Remarks, TrainOn
+from lema.data.values import num_alike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,8 +36,7 @@ class Chats:
         and no other message's is looked at. The template writes all special tokens; none are added.
 
         Raises:
-            DataError: no template, the template refuses the chat, no assistant message, or an answer is not to be found
-                in what the template writes.
+            DataError: no template, it refuses the chat, no assistant message, or it does not write an answer.
         """
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to learn")
@@ -136,11 +135,7 @@ def _by_prefixes(
     ids = encode(text)
     inside = [False] * len(ids)
     for start, stop in spans:
-        first = _common(ids, encode(text[:start]))
-        last = len(ids) if stop == len(text) else _common(ids, encode(text[:stop]))
+        first = num_alike(ids, encode(text[:start]))
+        last = len(ids) if stop == len(text) else num_alike(ids, encode(text[:stop]))
         inside[first:last] = [True] * (last - first)
     return ids, inside
-
-
-def _common(ids: list[int], other: list[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other, strict=False)))

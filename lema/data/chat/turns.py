@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lema.data.chat.marks import FIRST, TAG, Marked, Piece, has_marks, last_mark, mark_messages, without_marks
-from lema.data.chat.template import Template, forms_of_messages, literals_of
+from lema.data.chat.marks import FIRST, TAG, Marked, Piece, last_mark, mark_messages, without_marks
+from lema.data.chat.template import Template, in_forms, literals_of
 from lema.data.files import Row
+from lema.data.values import num_alike
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -65,7 +67,6 @@ class Rendered:
     places: dict[int, list[int]]  # of the marks that are there
     tail: tuple[int | None, int, str]  # the last mark, how often it is there, and what follows it
     said: list[Span] | None  # what the template itself says is the assistant's; None: it does not say
-    _signature: list[Any] = field(default_factory=list)
 
     def span(self, number: int) -> Span:
         """The answer that is message `number`, from the end of its generation prompt to the end of its turn.
@@ -74,7 +75,10 @@ class Rendered:
             DataError: the answer, or a tool call in it, is not there, or is not where the template puts it alone.
         """
         shown = self._shown(number)
-        start, end = self._found(number, shown) if self.said is None else self._said(number, shown)
+        if self.said is None:
+            start, end = self._start(number, shown), self._end(number)
+        else:
+            start, end = self._said(number, shown)
         first, last = self._ends(shown)
         others = (places[0] for mark, places in self.places.items() if self._piece(mark).message != number)
         if not start <= first <= last <= end or any(start < place < end for place in others):
@@ -90,7 +94,7 @@ class Rendered:
         """The special token that would follow the last message if another did; empty: there is none."""
         last = self.messages[-1]
         following = {"role": "tool" if last.get("tool_calls") else "user", "content": "."}
-        key = ("next", self.template.text, following["role"], *self._signatures(len(self.messages)))
+        key = ("next", self.template.text, following["role"], *self._signatures)
         if key not in self.known.tails:
             try:
                 tail = last_mark(self.template.render([*self.marked.messages, following], self.row))[2]
@@ -126,12 +130,10 @@ class Rendered:
         if not shown:
             how = "remove the message, or say that it is not to be learnt: train: false"
             raise self.row.broken("the answer is empty: its end alone would be learnt", at=at, how=how)
-        if any(pieces[one].part == "content" and self._text_of(one) != pieces[one].words for one in shown):
+        words = {one: self.text[self.places[2 * one][0] : self.places[2 * one + 1][0]] for one in shown}
+        if any(pieces[one].part == "content" and words[one] != pieces[one].words for one in shown):
             raise self.row.broken("the chat template changes the assistant's words", at=at, how=MARK_IT)
         return shown
-
-    def _text_of(self, piece: int) -> str:
-        return self.text[self.places[2 * piece][0] : self.places[2 * piece + 1][0]]
 
     def hidden(self, number: int) -> bool:
         """Whether something of a message is left out by the template."""
@@ -155,9 +157,6 @@ class Rendered:
             what = "the chat template marks the assistant's words, and not these"
             raise self.row.broken(what, at=f"message {number + 1}", how="mend the {% generation %} of the template")
         return min(one[0] for one in spans), max(one[1] for one in spans)
-
-    def _found(self, number: int, shown: list[int]) -> Span:
-        return self._start(number, shown), self._end(number)
 
     def _start(self, number: int, shown: list[int]) -> int:
         """Where the generation prompt ends, as far as a finished turn has it: its rest, such as an opened block of
@@ -221,7 +220,7 @@ class Rendered:
         own = self.marked.of[count - 1]
         end, key = 2 * own[-1] + 1 if own else -1, None
         if end in self.places and self._piece(end).part == "content":
-            key = (self.template.text, self.template.tools is None, self._piece(end).after, *self._signatures(count))
+            key = (self.template.text, self.template.tools is None, self._piece(end).after, *self._signatures[:count])
             if (known := self.known.tails.get(key)) is not None and known[0] <= len(self.places[end]):
                 return end, self.places[end][known[0] - 1], *known[1:]
         messages = self.marked.messages[:count]
@@ -234,23 +233,21 @@ class Rendered:
             self.known.keep(key, (times, closed, prompted))
         return mark, 0 if mark is None else self.places[mark][times - 1], closed, prompted
 
-    def _signatures(self, count: int) -> list[Any]:
+    @cached_property
+    def _signatures(self) -> list[Any]:
         """What of each message a template can go by: its shape, and which of the template's own texts are in it."""
-        if not self._signature:
-            literals = literals_of(self.template.text)
-            for message in self.messages:
-                shape = [(key, type(value), bool(value)) for key, value in message.items()]
-                content = str(message.get("content"))
-                held = [number for number, one in enumerate(literals) if one in content]
-                self._signature.append((message["role"], *shape, *held))
-        return self._signature[:count]
+        found, literals = [], literals_of(self.template.text)
+        for message in self.messages:
+            shape = [(key, type(value), bool(value)) for key, value in message.items()]
+            content = str(message.get("content"))
+            held = [number for number, one in enumerate(literals) if one in content]
+            found.append((message["role"], *shape, *held))
+        return found
 
 
 def _common(one: str, other: str) -> int:
     """How many characters two texts begin with in common, counted in whole tags."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
+    length = num_alike(one, other)
     cut = next((tag.start() for tag in TAG.finditer(other) if tag.start() < length < tag.end()), length)
     return min(length, cut)
 
@@ -261,20 +258,12 @@ def render_chat(template: Template, known: Known, messages: list[dict[str, Any]]
     Raises:
         DataError: the template refuses the chat, or writes another one where words are marked.
     """
-    refused, partly = None, None
-    for form in forms_of_messages(messages):
-        try:
-            rendered = _render(template, known, form, row)
-        except DataError as error:
-            refused = refused or error
-            continue
+    found = list[Rendered]()
+    for rendered in in_forms(messages, lambda form: _render(template, known, form, row)):
         if rendered.is_whole():
             return rendered
-        partly = partly or rendered
-    if partly is not None:
-        return partly
-    assert refused is not None
-    raise refused
+        found.append(rendered)
+    return found[0]
 
 
 def _render(template: Template, known: Known, messages: list[dict[str, Any]], row: Row) -> Rendered:
@@ -283,7 +272,7 @@ def _render(template: Template, known: Known, messages: list[dict[str, Any]], ro
         text, said = template.render_marked(messages, row)
     else:
         text = template.render(messages, row)
-    if has_marks(text):
+    if without_marks(text)[1]:
         what = "a message holds characters of the last private plane of Unicode, which mark words here"
         raise row.broken(what, how=f"remove the characters from U+{FIRST:X} on")
     try:

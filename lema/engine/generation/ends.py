@@ -29,10 +29,8 @@ class Ends(StoppingCriteria):
 
     Args:
         width: tokens of every prompt, padding among them.
-        rows: texts in the batch.
         ends: tokens that end a text.
         strings: strings that end a text; they are looked for in new tokens alone.
-        tokenizer: for `strings`.
         told: called after each token with how many texts got one.
 
     Attributes:

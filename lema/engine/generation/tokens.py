@@ -42,11 +42,8 @@ def complete(
     """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each.
 
     Args:
-        max_new_tokens: for each prompt, at most.
         options: of `transformers`' `generate`.
-        keys_values: where keys and values of layers wait for the next token.
         told: called after each token with how many texts got one; of beams it is not.
-        head: the head, where its weight is leased in pieces.
 
     Raises:
         DataError: there is no prompt, or one has no tokens.

@@ -3,21 +3,18 @@
 A piece is some of the weight's rows, which follow each other where they are stored, and no larger than the largest
 layer, so that it passes through the same slots. The product by it gives a part of the logits. That is enough for the
 loss (`lema.engine.head.pieces`) where what the model does with the product afterwards it does to each logit alone, as
-soft-capping and logit scales do. Where it does more, or the head trains, is adapted or is stored otherwise, it is whole
-on the device.
+soft-capping and logit scales do. Where it does more, or the head trains, is adapted or stored otherwise, it is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel
@@ -27,16 +24,15 @@ from lema.config.units import human_bytes
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError
 from lema.model import Split
-from lema.model.capture import past_layers
+from lema.model.capture import past_layers, replaced, tensors_in
 from lema.model.outer_weights import StoredTensors
 from lema.model.row_tables import RowTables
-from lema.model.skeleton import find_layers
+from lema.model.skeleton import ends_of, find_layers
 from lema.storage.header import TensorRecord
 from lema.storage.slices import part_of
 from lema.stream.placement import PAGE, LayerBytes, place
 
 __all__ = ["HeadCut", "open_ends"]
-
 
 SETTING = "head"
 LEAST_BYTES = 16 << 20  # of a head that is cut unasked: a smaller one is worth no second reading
@@ -55,12 +51,11 @@ class HeadCut:
         model: without adapters, its weights on `meta`.
         stored: where these are.
         where: the setting. "auto": it may be cut where a limit of device memory asks for it, if it is large.
-        limited: whether there is such a limit.
-        parallel: the processes that hold the model together.
         planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
 
     Attributes:
         module: the head; None: it is whole on the device.
+        asked: whether the settings ask for it to be cut, whatever there is room for.
         why: why it is, in words; empty: it need not be, or nobody asked.
 
     Raises:
@@ -77,7 +72,7 @@ class HeadCut:
         parallel: Parallel,
         planned_for: Backend | str | None = None,
     ) -> None:
-        self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
+        self._model, self._stored, self._planned, self.asked = model, stored, planned_for is not None, where == "stream"
         self.module: nn.Linear | None = None
         self.name, self.why = "", ""
         self._others: tuple[str, ...] = ()  # names of the same weight, which are tables' looked up row by row
@@ -92,16 +87,13 @@ class HeadCut:
             self._refuse("the model's head is no plain linear module")
         elif (why := self._why_whole(found)) is not None:
             self._refuse(why)
-        elif where == "stream" or self.nbytes >= LEAST_BYTES:
+        elif self.asked or self.nbytes >= LEAST_BYTES:
             self.module = found
 
     @property
     def weight(self) -> nn.Parameter | None:
         """The weight that is not loaded; None: it is."""
-        if self.module is None:
-            return None
-        assert isinstance(self.module.weight, nn.Parameter)
-        return self.module.weight
+        return None if self.module is None else self.module._parameters["weight"]
 
     @property
     def names(self) -> frozenset[str]:
@@ -112,11 +104,6 @@ class HeadCut:
     def nbytes(self) -> int:
         """Bytes of the weight on the device, where it is whole there."""
         return self._stored.place([self.name]).nbytes if self.name else 0
-
-    @property
-    def asked(self) -> bool:
-        """Whether the settings ask for it to be cut, whatever there is room for."""
-        return self._where == "stream"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -190,7 +177,7 @@ class HeadCut:
         return placed.nbytes
 
     def _refuse(self, why: str) -> None:
-        if self._where == "stream":
+        if self.asked:
             raise ConfigError(f"the head cannot pass through in pieces: {why}", where=SETTING, how="set it to auto")
         self.why = why
 
@@ -232,11 +219,8 @@ def open_ends(
 
 def _head_of(model: PreTrainedModel) -> nn.Linear | None:
     """Return what the model calls its head, if it is a plain linear module."""
-    with suppress(NotImplementedError):  # of a model whose code does not say
-        found = model.get_output_embeddings()
-        if isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward:
-            return found
-    return None
+    found = ends_of(model)[1]
+    return found if isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward else None
 
 
 def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
@@ -262,7 +246,7 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
             def product(given: Tensor, size: int = size, follow: _Follow = follow) -> Tensor:
                 return follow.begin(given.new_empty(*given.shape[:-1], size))
 
-            with _replaced({module: product, **dict.fromkeys(tables, no_rows)}), follow:
+            with replaced({module: product, **dict.fromkeys(tables, no_rows)}), follow:
                 logits = run().logits
             found += follow.said if follow.is_made_of(logits) else [follow.said[0] if follow.said else ELSEWHERE]
         return found
@@ -275,18 +259,6 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
     if any(one is None for one in found):
         return "the model does not run on part of its vocabulary"
     return next((what for one in found for what in one or ()), None)
-
-
-@contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Replace the `forward` of modules for the length of a `with` block."""
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for module in forwards:
-            del module.forward
 
 
 ELSEWHERE = "the model's logits are not what its head returns"
@@ -317,10 +289,10 @@ class _Follow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         mine = [one for one in given if any(one is known for known in self._made)]
         if mine and func is not torch.ops.prim.device.default:
-            results = list(_tensors(made))
+            results = list(tensors_in(made))
             shape = self._made[0].shape
             alone = torch.Tag.pointwise in func.tags or func in COPIES or func is aten.slice.Tensor
             # Others of one element alone: one for each token would be made of the hidden state, which is not there
@@ -330,7 +302,3 @@ class _Follow(TorchDispatchMode):
                 self.said.append(f"the model does {func.overloadpacket.__name__} to all logits of a token together")
             self._made += results
         return made
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (one for one in tree_leaves(values) if isinstance(one, Tensor))

@@ -12,34 +12,36 @@ graph gives it, so the head then waits until the gradients have come down throug
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lema.backend import Backend
-from lema.model.capture import leaves, tensors_in
+from lema.model.capture import changed, leaves, tensors_in
 from lema.model.flow import LayerCall
 
 if TYPE_CHECKING:
     from lema.engine.head.loss import LossChunks
     from lema.engine.head.rows import RowLoss
 
-__all__ = ["EmbedHead"]
+__all__ = ["EmbedHead", "apart"]
+
+Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
+Forward: TypeAlias = Callable[[tuple[Tensor, ...], Sequence[bool]], Made]
+Backward: TypeAlias = Callable[[tuple[Tensor, ...]], Sequence[Tensor | None]]
 
 
 class EmbedHead:
     """The embeddings and the head in one step, with the gradients of their parameters.
 
     Args:
-        backend: for the generator state.
         loss: the head and the loss; None: they are somebody else's, and only the embeddings are looked after.
         hidden: each micro-batch's hidden state before the layers, with its graph where something there trains.
         calls: of each layer, the call of each micro-batch. An argument with a graph is cut off from it: layers add its
             gradient to `.grad`, from where it goes on at the end.
-        trained: the parameters outside the layers that train.
 
     Attributes:
         reach_below: whether gradients go on below the layers.
@@ -77,8 +79,8 @@ class EmbedHead:
         """Return the hidden states before the layers; what arrives as their gradients is carried on from there."""
         if not self._before:
             return tuple(self._hidden)
-        started: tuple[Tensor, ...] = _Start.apply(self, anchor)  # type: ignore[no-untyped-call] # torch's is
-        return started
+        alone = tuple(state.detach() for state in self._hidden)
+        return apart(lambda *_: alone, self._start_backward, anchor, ())
 
     def turn(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's `output`."""
@@ -109,17 +111,14 @@ class EmbedHead:
         for index in sorted(self._outputs):
             self._differentiate(index, [], [])
 
-    def start_backward(self, gradients: Sequence[Tensor]) -> None:
+    def _start_backward(self, gradients: Sequence[Tensor]) -> tuple[()]:
         """Add the gradients of what comes before the layers, given those of the hidden states."""
         for index, gradient in enumerate(gradients):
             made = [(self._hidden[index], gradient), *((tensor, leaf.grad) for tensor, leaf in self._given[index])]
             done = [(tensor, grad) for tensor, grad in made if tensor.requires_grad and grad is not None]
             self._hidden[index], self._given[index] = self._hidden[index].detach(), []  # their graphs are done with
             self._differentiate(index, [tensor for tensor, _ in done], [grad for _, grad in done])
-
-    def hidden(self) -> tuple[Tensor, ...]:
-        """Return the hidden states before the layers without their graphs."""
-        return tuple(state.detach() for state in self._hidden)
+        return ()
 
     def _differentiate(self, index: int, roots: list[Tensor], gradients: list[Tensor]) -> None:
         """Add the gradients of one micro-batch: of `roots`, and of its head if that is still to be done."""
@@ -144,31 +143,40 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
     cut: dict[int, tuple[Tensor, Tensor]] = {}
 
     def off(value: Any) -> Any:
-        if not any(tensor.requires_grad for tensor in tensors_in(value)):
-            return value
-        if isinstance(value, nn.Parameter):
-            return value  # of the model's own code between layers: its gradient is added where that is differentiated
-        if isinstance(value, Tensor):
+        # No parameter of the model's own code between layers: its gradient is added where that is differentiated.
+        if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
             return cut.setdefault(id(value), (value, value.detach().requires_grad_()))[1]
-        if isinstance(value, Mapping):
-            return {key: off(item) for key, item in value.items()}
-        return type(value)(map(off, value))
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            return changed(dict(value), off) if any(one.requires_grad for one in tensors_in(value)) else value
+        return value
 
     for call in calls:
-        call.args, call.kwargs = off(call.args), off(call.kwargs)
-        call.after = [replace(step, args=off(step.args), kwargs=off(step.kwargs)) for step in call.after]
+        call.args, call.kwargs = changed(call.args, off), changed(call.kwargs, off)
+        call.after = [
+            replace(step, args=changed(step.args, off), kwargs=changed(step.kwargs, off)) for step in call.after
+        ]
     return list(cut.values())
 
 
-class _Start(torch.autograd.Function):
-    """What comes before the layers as autograd sees it: its graph is apart, and `anchor` makes it differentiated."""
+class _Apart(torch.autograd.Function):
+    """A function with a backward of its own, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, embed_head: EmbedHead, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - autograd looks at it
-        ctx.embed_head = embed_head
-        return embed_head.hidden()
+    def forward(ctx: Any, forward: Forward[Any], backward: Backward, anchor: Tensor, *given: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
+        ctx.own_backward = backward
+        return forward(given, ctx.needs_input_grad[3:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.embed_head.start_backward(gradients)
-        return None, None
+        return None, None, None, *ctx.own_backward(gradients)
+
+
+def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Made:
+    """Return what `forward` makes of tensors, without a graph, of which it is told who needs a gradient.
+
+    Autograd calls `backward` with the gradients of what it made when these are there, for the gradients of what it was
+    given. It knows nothing of graphs inside, whose weights may be on lease only then. `anchor` requires grad, so that
+    autograd comes by even where nothing given does.
+    """
+    made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is
+    return made

@@ -8,6 +8,7 @@ own. The model itself is asked, by running its forward with labels and without v
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from lema.model.capture import PASSED_THROUGH_THE_MODEL, passed_by, without_values
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, past_layers
 
 __all__ = ["shifts_labels"]
 
@@ -30,26 +31,23 @@ def shifts_labels(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
 
     A model that does not compute a cross-entropy of labels alone is taken to shift them, as nearly all do. Warns where
     it does not, because data that are made for those would train the model to repeat its input.
-
-    Args:
-        model: it, with adapters or without.
-        layers: its decoder layers, which are not run.
     """
-    for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
-        with without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad():
-            labels = torch.ones(2, FEW_TOKENS, dtype=torch.long)
-            targets = _Targets(labels)
-            with suppress(*PASSED_THROUGH_THE_MODEL), passed_by(layers, rest), targets:
-                model(input_ids=torch.ones_like(labels), labels=labels, use_cache=False)
-            if targets.compared and targets.own:
-                warnings.warn(
-                    f"{type(model).__name__} compares a position with its own label and not with the next one's, "
-                    "and is trained so here, as by transformers: give labels that are shifted already",
-                    stacklevel=3,
-                )
-            if targets.compared:
-                return not targets.own
-    return True
+
+    def look(run: Callable[..., Any]) -> bool | None:
+        labels = torch.ones(2, FEW_TOKENS, dtype=torch.long)
+        targets = _Targets(labels)
+        with suppress(*PASSED_THROUGH_THE_MODEL), targets:
+            run(input_ids=torch.ones_like(labels), labels=labels)
+        return targets.own if targets.compared else None
+
+    if not past_layers(model, layers, look):
+        return True
+    warnings.warn(
+        f"{type(model).__name__} compares a position with its own label and not with the next one's, "
+        "and is trained so here, as by transformers: give labels that are shifted already",
+        stacklevel=3,
+    )
+    return False
 
 
 class _Targets(TorchFunctionMode):

@@ -5,8 +5,9 @@ Only positions that are asked about go through the head, in chunks, so logits of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from lema.errors import ConfigError
 if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["Likelihood", "likelihoods", "likelihoods_of"]
+__all__ = ["Likelihood", "likelihoods"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ def likelihoods(
     """Return how likely each row's targets are, in one pass over the layers.
 
     Args:
-        model: the streamed model.
         micro_batches: padded on the right. Other than in training, a label is the token *after* its position, because
             the last one is no input; -100 is not asked about.
         on_host: hidden states wait in host memory between layers.
@@ -47,44 +47,30 @@ def likelihoods(
     if model.head is not None:
         what = "likelihoods are of whole logits, and the head's weight is streamed in pieces"
         raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
-    for attempt in model.retry.passes(micro_batches, purpose="evaluation"):
-        with attempt:
-            found = _of_pass(model, attempt.micro_batches, on_host=on_host)
-    return found
+    return model.retry.run_pass(partial(_of_pass, model, on_host), micro_batches, purpose="evaluation")
 
 
-def _of_pass(model: StreamedModel, micro_batches: Sequence[Mapping[str, Tensor]], *, on_host: bool) -> list[Likelihood]:
-    # A function of its own, because an attempt that fails must leave no tensor in a variable of its caller.
-    device = model.backend.device
+def _of_pass(model: StreamedModel, on_host: bool, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:
     known = [model.padding.of(batch)["labels"] for batch in micro_batches]
-    *_, hidden = model.hidden_states(micro_batches, torch.device("cpu") if on_host else device)
+    *_, hidden = model.hidden_states(micro_batches, torch.device("cpu") if on_host else model.backend.device)
     with model.retry.at("in the head"):
-        head, chunk = model.split.head, model.loss_chunk_tokens
-        scored = (likelihoods_of(head, one, of.to(device), of, chunk) for one, of in zip(hidden, known, strict=True))
-        return [one for rows in scored for one in rows]
+        return [one for state, of in zip(hidden, known, strict=True) for one in _of_rows(model, state, of)]
 
 
-@torch.no_grad()
-def likelihoods_of(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, known: Tensor, chunk_tokens: int
-) -> list[Likelihood]:
-    """Return the likelihood of each row's targets.
+def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likelihood]:
+    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence, hidden]`.
 
-    Args:
-        head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
-        hidden: the last layer's output, `[batch, sequence, hidden]`; it may wait on another device.
-        targets: the token after each position, int64 `[batch, sequence]`; -100 where nothing is asked.
-        known: `targets` in host memory, where they can be looked at without waiting for the device.
-        chunk_tokens: logits exist for at most this many positions.
+    `known` are the targets in host memory, where they can be looked at without waiting for the device: the token after
+    each position, int64 `[batch, sequence]`; -100 where nothing is asked.
     """
     rows, columns = torch.nonzero(known != IGNORED, as_tuple=True)
-    hidden = hidden.to(targets.device)
+    hidden, targets, chunk = hidden.to(model.backend.device), known.to(model.backend.device), model.loss_chunk_tokens
     sums, greedy = [0.0] * len(known), [True] * len(known)
-    for first in range(0, len(rows), chunk_tokens):
-        of_row = rows[first : first + chunk_tokens]
-        at = of_row.to(hidden.device), columns[first : first + chunk_tokens].to(hidden.device)
+    for first in range(0, len(rows), chunk):
+        of_row = rows[first : first + chunk]
+        at = of_row.to(hidden.device), columns[first : first + chunk].to(hidden.device)
         # One token a row, because so many of one row could be more than the model has positions.
-        logits = head(hidden[at].unsqueeze(1)).squeeze(1).float()
+        logits = model.split.head(hidden[at].unsqueeze(1)).squeeze(1).float()
         target = targets[at]
         chosen = logits.gather(1, target.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
         right = logits.argmax(1) == target

@@ -142,12 +142,10 @@ class LossChunks:
 
     def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
         """Yield `scale` times each block's share of the loss, to be differentiated by the parameters of the head."""
-        for rows, columns in self._blocks(index):
-            if not self._skipped(index, rows, columns):
-                target = self._targets[index][rows, columns]
-                with torch.enable_grad():
-                    value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
-                yield value
+        for rows, columns, target in self.blocks_to_form(index):
+            with torch.enable_grad():
+                value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
+            yield value
 
     def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Return a block's share of the loss, and the leaf that it depends on unless nothing is trained."""
@@ -196,7 +194,4 @@ class LossChunks:
         return blocks(batch, sequence, self._chunk_tokens)
 
     def _sum(self, values: Iterator[Tensor] | list[Tensor]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=self._targets[0].device)
-        for value in values:
-            total = total + value
-        return total
+        return sum(values, start=torch.zeros((), dtype=torch.float32, device=self._targets[0].device))

@@ -30,31 +30,19 @@ Measured: TypeAlias = dict[str, tuple[Tensor, float]]
 
 @dataclass(frozen=True)
 class Scored:
-    """The rows of one batch that this process has, and what the model says of their tokens.
+    """The rows of one batch that this process has, and what the model says of their tokens."""
 
-    Attributes:
-        logps: `[rows, tokens]` fp32, the log-probability of each token that was asked for, 0 elsewhere.
-        trained: `[rows, tokens]` bool, which of them are of the completion.
-        chosen: places of the rows that are chosen, or desirable: of pairs, in their order.
-        rejected: of the others, likewise.
-        num_examples: of the whole batch, in all processes: pairs, or rows.
-        num_tokens: tokens asked for in the batch's chosen rows, in all processes.
-        reference: as `logps`, of the model without adapters; None: it was not asked for.
-        mismatched: `[rows]`, of each prompt with another row's completion: the model's, and the reference's.
-        advantages: `[rows]` or `[rows, tokens]`, of GRPO.
-        old_logps: `[rows, tokens]`, those of the model that made the completions; None: of this one.
-    """
-
-    logps: Tensor
-    trained: Tensor
-    chosen: Tensor
-    rejected: Tensor
-    num_examples: int
-    num_tokens: int = 0
-    reference: Tensor | None = None
+    logps: Tensor  # `[rows, tokens]` fp32, the log-probability of each token that was asked for, 0 elsewhere
+    trained: Tensor  # `[rows, tokens]` bool, which of them are of the completion
+    chosen: Tensor  # places of the rows that are chosen, or desirable: of pairs, in their order
+    rejected: Tensor  # of the others, likewise
+    num_examples: int  # of the whole batch, in all processes: pairs, or rows
+    num_tokens: int = 0  # tokens asked for in the batch's chosen rows, in all processes
+    reference: Tensor | None = None  # as `logps`, of the model without adapters; None: it was not asked for
+    # `[rows]`, of each prompt with another row's completion: the model's, and the reference's.
     mismatched: tuple[Tensor, Tensor] | None = None
-    advantages: Tensor | None = None
-    old_logps: Tensor | None = None
+    advantages: Tensor | None = None  # `[rows]` or `[rows, tokens]`, of GRPO
+    old_logps: Tensor | None = None  # `[rows, tokens]`, those of the model that made the completions; None: of this one
 
     def completions(self, logps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over completions: those of the chosen rows, and those of the rejected."""
@@ -79,21 +67,13 @@ Score: TypeAlias = Callable[[Scored], tuple[Tensor, Measured]]
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss of rows.
+    """A loss of rows."""
 
-    Attributes:
-        score: makes this process's share of a batch's mean loss, and what is measured, of the rows it has.
-        reference: whether it compares with the model without adapters.
-        mismatched: whether it needs prompts with other rows' completions, as KTO's KL term does.
-        prompts: whether the prompts of chosen rows are learnt too.
-        advantages: whether rows have advantages; otherwise they are examples of a preference.
-    """
-
-    score: Score
-    reference: bool = False
-    mismatched: bool = False
-    prompts: bool = False
-    advantages: bool = False
+    score: Score  # makes this process's share of a batch's mean loss, and what is measured, of the rows it has
+    reference: bool = False  # whether it compares with the model without adapters
+    mismatched: bool = False  # whether it needs prompts with other rows' completions, as KTO's KL term does
+    prompts: bool = False  # whether the prompts of chosen rows are learnt too
+    advantages: bool = False  # whether rows have advantages; otherwise they are examples of a preference
 
 
 def objective_of(config: LemaConfig) -> Objective | None:
@@ -126,11 +106,9 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
     """
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
     if model.objective is not None and model.objective.mismatched and model.backend.replicas.size > 1:
-        raise ConfigError(
-            "kto estimates its KL term from a whole batch, and each process has a share of it",
-            where="objective",
-            how="start one process, or set loss_type: apo_zero_unpaired",
-        )
+        what = "kto estimates its KL term from a whole batch, and each process has a share of it"
+        how = "start one process, or set loss_type: apo_zero_unpaired"
+        raise ConfigError(what, where="objective", how=how)
     if model.objective is not None:
         for module in model.split.model.modules():
             if isinstance(module, nn.Dropout):
@@ -213,8 +191,7 @@ def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesira
 
 def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
     """ORPO (arXiv:2403.07691): the odds of completions, beside the cross-entropy of chosen rows with their prompts."""
-    averages = [one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)]
-    chosen, rejected = averages
+    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     ratio = logsigmoid(odds)
     nll = -rows.logps[rows.chosen].sum() / rows.num_tokens
@@ -228,8 +205,7 @@ def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
 
 def simpo(rows: Scored, *, beta: float, gamma: float, cpo_alpha: float, smoothing: float) -> tuple[Tensor, Measured]:
     """SimPO (arXiv:2405.14734), with `cpo_alpha` times the cross-entropy of chosen completions beside it."""
-    averages = [one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)]
-    chosen, rejected = averages
+    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
     delta = (chosen - rejected) - gamma / beta
     losses = -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
     loss = losses.sum() / rows.num_examples

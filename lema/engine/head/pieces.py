@@ -13,17 +13,19 @@ for rounding, because sums over the vocabulary are added in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, suppress
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lema.backend import Backend
+from lema.engine.head.gradients import apart
 from lema.engine.head.loss import IGNORED
 from lema.model import Split
+from lema.model.capture import replaced
 from lema.stream import Lease
 
 if TYPE_CHECKING:
@@ -31,17 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PiecedHead", "piece_passes", "visit_head"]
 
-
 LOWEST = torch.finfo(torch.float32).min
 MADE_UP = 3  # rows of a weight that stands for the head's while the model is taken apart
-
-
-class Leases(Protocol):
-    """What leases the pieces: the stream of layers, or in a plan what has no bytes."""
-
-    def lease(self, layer: int) -> AbstractContextManager[Lease]:
-        """Hold a piece's weight for the length of a `with` block."""
-        ...
+OfLayer: TypeAlias = Callable[[int], AbstractContextManager[Lease]]
+"""Holds a layer's weights, or a piece's by the numbers that follow, for the length of a `with` block."""
 
 
 class Chunks(Protocol):
@@ -66,8 +61,6 @@ class PiecedHead:
     """The model's own head, of whose weight there is one piece at a time.
 
     Args:
-        split: the model in its parts.
-        backend: for the generator state.
         module: the head, its weight on `meta`.
         spans: the rows of each piece, `(first, end)`; they are leased after the layers, by the numbers that follow.
     """
@@ -78,21 +71,10 @@ class PiecedHead:
         self._width = module.in_features  # of what the head is given, before norms and the like
         self._dtype = module.weight.dtype
 
-    @property
-    def vocabulary(self) -> int:
-        """How many logits a token has."""
-        return self.spans[-1][1]
-
-    @contextmanager
-    def standing_in(self, product: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
+    def standing_in(self, product: Callable[[Tensor], Tensor] | None = None) -> AbstractContextManager[None]:
         """Have the head return what `product` makes of its input in a `with` block; None: a few logits by a weight that
         is made up, which tell the parts of the model from each other."""
-        # On the instance, because the class is the library's.
-        self._module.forward = product or _made_up  # type: ignore[assignment,method-assign]
-        try:
-            yield
-        finally:
-            del self._module.forward
+        return replaced({self._module: product or _made_up})
 
     def inputs(self, hidden: Tensor) -> Tensor:
         """Return what the product is given, `[rows, tokens, width]`, of the last layer's output; differentiable."""
@@ -121,16 +103,16 @@ class PiecedHead:
         with self.standing_in(lambda _: product):
             return self._split.head(nothing)
 
-    def leased(self, stream: Leases, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def leased(self, lease: OfLayer, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Lease the pieces one after the other, each until the next is asked for; yield numbers and weights."""
         for piece in range(len(self.spans)) if order is None else order:
-            with stream.lease(self._split.num_layers + piece) as lease:
-                yield piece, lease.weights["weight"]
+            with lease(self._split.num_layers + piece) as leased:
+                yield piece, leased.weights["weight"]
 
-    def finite(self, stream: Leases, hidden: Sequence[Tensor]) -> bool:
+    def finite(self, lease: OfLayer, hidden: Sequence[Tensor]) -> bool:
         """Whether all logits of the last layer's outputs are finite."""
         given, found = [self.inputs(state) for state in hidden], True
-        for piece, weight in self.leased(stream):
+        for piece, weight in self.leased(lease):
             for state in given if found else ():  # all are leased, because other processes may send their parts
                 found = found and bool(self.logits(state, weight, self.spans[piece]).isfinite().all())
         return found
@@ -143,27 +125,21 @@ def _made_up(given: Tensor) -> Tensor:
 
 @dataclass
 class _Block:
-    """Some tokens of a micro-batch, and what the passes have found of them so far.
+    """Some tokens of a micro-batch, and what the passes have found of them so far."""
 
-    Attributes:
-        index: of the micro-batch.
-        place: rows and columns in it.
-        given: what the product is given, `[rows, tokens, width]`.
-        targets: int64 `[tokens]`.
-        most: the largest logit of each token, fp32 as the others.
-        total: the sum of the exponentials of its logits less that.
-        hit: its target's logit.
-        gradient: of `given`, in fp32; None: it is not wanted.
-    """
+    index: int  # of the micro-batch
+    place: tuple[slice, slice]  # rows and columns in it
+    given: Tensor  # what the product is given, `[rows, tokens, width]`
+    targets: Tensor  # int64 `[tokens]`
+    differentiate: InitVar[bool]
 
-    index: int
-    place: tuple[slice, slice]
-    given: Tensor
-    targets: Tensor
-    most: Tensor
-    total: Tensor
-    hit: Tensor
-    gradient: Tensor | None = None
+    def __post_init__(self, differentiate: bool) -> None:
+        nothing = torch.zeros(self.targets.shape, dtype=torch.float32, device=self.given.device)
+        self.most = nothing + LOWEST  # the largest logit of each token
+        self.total = nothing  # the sum of the exponentials of its logits less that
+        self.hit = nothing  # its target's logit
+        wanted = torch.zeros(self.given.shape, dtype=torch.float32, device=self.given.device) if differentiate else None
+        self.gradient = wanted  # of `given`; None: it is not wanted
 
     def see(self, logits: Tensor, first: int) -> None:
         """Take note of a piece's logits `[rows, tokens, words]`, of the words from `first` on."""
@@ -197,39 +173,34 @@ class _Block:
 @torch.no_grad()
 def piece_passes(
     head: PiecedHead,
-    stream: Leases,
+    lease: OfLayer,
     chunks: Chunks,
     hidden: Sequence[Tensor],
     *,
     differentiate: bool,
     poll: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Take every micro-batch through the pieces, and back where it is differentiated.
+    """Take every micro-batch's last output of the layers through the pieces, and back where it is differentiated.
 
-    Args:
-        head: the head.
-        stream: leases its pieces.
-        chunks: the loss of the step.
-        hidden: the last layer's outputs.
-        poll: called before each micro-batch in each piece; what it raises ends the passes.
+    `poll` is called before each micro-batch in each piece; what it raises ends the passes.
 
     Returns:
         Each micro-batch's share of the loss, fp32, and the gradients of `hidden`, of `chunks.scale` times the loss.
     """
     began = head.backend.rng_state()
     blocks = [
-        _begun(head, index, state, rows, columns, targets, differentiate=differentiate)
+        _Block(index, (rows, columns), head.inputs(state[rows, columns]), targets.reshape(-1), differentiate)
         for index, state in enumerate(hidden)
         for rows, columns, targets in chunks.blocks_to_form(index)
     ]
     order = list(range(len(head.spans)))
     back = order[-2::-1] if differentiate else []
-    for number, (piece, weight) in enumerate(head.leased(stream, order + back)):
+    for number, (piece, weight) in enumerate(head.leased(lease, order + back)):
         span, up, down = head.spans[piece], number < len(order), differentiate and number >= len(order) - 1
         for block in blocks if up else ():
             poll()
             logits = head.logits(block.given, weight, span)
-            chunks.place(block.index, logits, *block.place, slice(*span), head.vocabulary)
+            chunks.place(block.index, logits, *block.place, slice(*span), head.spans[-1][1])
             block.see(logits, span[0])
             del logits  # because the next block's would be made beside them
         for block in blocks if down else ():
@@ -248,22 +219,6 @@ def piece_passes(
     gradients = [_by_hidden(head, index, state, blocks) for index, state in enumerate(hidden)]
     head.backend.set_rng_state(after)
     return values, gradients
-
-
-def _begun(
-    head: PiecedHead,
-    index: int,
-    hidden: Tensor,
-    rows: slice,
-    columns: slice,
-    targets: Tensor,
-    *,
-    differentiate: bool,
-) -> _Block:
-    given, targets = head.inputs(hidden[rows, columns]), targets.reshape(-1)
-    nothing = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
-    gradient = torch.zeros(given.shape, dtype=torch.float32, device=hidden.device) if differentiate else None
-    return _Block(index, (rows, columns), given, targets, nothing + LOWEST, nothing, nothing, gradient)
 
 
 def _back(head: PiecedHead, block: _Block, weight: Tensor, span: tuple[int, int], scale: float | Tensor) -> None:
@@ -291,35 +246,23 @@ def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_B
 
 
 def visit_head(engine: Engine, head: PiecedHead, chunks: Chunks, hidden: Sequence[Tensor]) -> Tensor:
-    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
-    loss: Tensor = _HeadVisit.apply(engine, head, chunks, engine.anchor, *hidden)  # type: ignore[no-untyped-call] # torch's is
-    return loss
+    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar.
 
+    Gradients are formed in the forward, and handed on in the backward.
+    """
+    formed = list[Tensor]()
 
-class _HeadVisit(torch.autograd.Function):
-    """Head and loss as autograd sees them: gradients are formed in the forward, handed on in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        engine: Engine,
-        head: PiecedHead,
-        chunks: Chunks,
-        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
-        *hidden: Tensor,
-    ) -> Tensor:
-        place = "in the head and the loss"
-        with engine.retry.at(place), engine.stream.trace.span("forward", "head and loss"):
-            values, ctx.gradients = piece_passes(
-                head, engine.stream, chunks, hidden, differentiate=True, poll=engine.stop.poll
-            )
-        ctx.scale = chunks.scale
-        engine.look(engine.split.num_layers, ctx.gradients)
+    def forward(hidden: Sequence[Tensor], _: Sequence[bool]) -> Tensor:
+        with engine.retry.at("in the head and the loss"), engine.stream.trace.span("forward", "head and loss"):
+            poll = engine.stop.poll
+            values, formed[:] = piece_passes(head, engine.stream.lease, chunks, hidden, differentiate=True, poll=poll)
+        engine.look(engine.split.num_layers, formed)
         return torch.stack(values).sum()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        factor = gradients[0] / ctx.scale
-        scaled = [state * factor.to(state.dtype) for state in ctx.gradients]
-        ctx.gradients = None
-        return None, None, None, None, *scaled
+    def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+        factor = gradients[0] / chunks.scale
+        scaled = [state * factor.to(state.dtype) for state in formed]
+        formed.clear()
+        return scaled
+
+    return apart(forward, backward, engine.anchor, hidden)

@@ -47,20 +47,15 @@ def mismatched_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class RowLoss:
-    """The loss of one pass as an objective makes it of its rows.
+    """The loss of one pass as an objective makes it of its rows; `head`, `chunk_tokens` and `scale` as of `LossChunks`.
 
     Args:
-        head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
-        objective: of the run.
         batches: the micro-batches, in host memory.
         targets: of each, what `row_targets` returns, on the device.
-        chunk_tokens: logits exist for at most this many tokens.
-        scale: gradients are those of `scale` times the loss.
 
     Attributes:
         targets: as given.
         at_once: gradients of the head's parameters are not formed with the log-probabilities.
-        num_examples: of the batches of this pass: examples, in all processes.
         measured: what the objective has measured, once it is settled.
 
     Raises:
@@ -84,10 +79,9 @@ class RowLoss:
         self._chunk_tokens, self.scale = chunk_tokens, scale
         self._known = [row_targets(batch, objective).cpu().numpy() for batch in batches]
         if not any((one != IGNORED).any() for one in self._known):
-            raise DataError(
-                "no token of this step is trained: every label is -100",
-                how="check the labels, or max_length if truncation cut the trained part off",
-            )
+            what = "no token of this step is trained: every label is -100"
+            how = "check the labels, or max_length if truncation cut the trained part off"
+            raise DataError(what, how=how)
         wanted = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(wanted in batch for batch in batches):
             how = "read the data with the run's objective, or give what `lema.data.preference` says of rows"
@@ -128,15 +122,12 @@ class RowLoss:
         sums: dict[nn.Parameter, Tensor],  # noqa: ARG002 - they are formed once the loss is known
     ) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s log-probabilities, and the gradient of each by its place in `hidden`."""
-        targets = self.targets[index]
-        logps = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
+        logps = torch.zeros(self.targets[index].shape, dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden)
-        for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
-            if not (self._known[index][rows, columns] != IGNORED).any():
-                continue
+        for rows, columns, target in self._blocks_to_form(index):
             leaf = hidden[rows, columns].detach().requires_grad_()
             with torch.enable_grad():
-                found = self._logps(leaf, targets[rows, columns])
+                found = self._logps(leaf, target)
                 choose(leaves([found]))
                 (gradient[rows, columns],) = torch.autograd.grad(found.sum(), leaf)
             logps[rows, columns] = found.detach()
@@ -146,17 +137,16 @@ class RowLoss:
         self,
         logps: Sequence[Tensor],
         reference: Sequence[Tensor] | None = None,
-        mismatched: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        mismatched: Sequence[Sequence[Tensor]] = (),
         *,
         differentiate: bool = True,
     ) -> Tensor:
-        """Return this process's share of the loss of the pass, an fp32 scalar.
+        """Return this process's share of the loss of the pass, an fp32 scalar; its gradients are formed as well.
 
         Args:
             logps: of each micro-batch.
             reference: likewise, of the model without adapters.
-            mismatched: of each micro-batch's mismatched rows, by the model and by the reference.
-            differentiate: form the gradients.
+            mismatched: of each micro-batch's mismatched rows, by the model and by the reference; none: not asked for.
         """
         given = [one.detach().requires_grad_(differentiate) for one in logps]
         with torch.set_grad_enabled(differentiate):
@@ -179,13 +169,18 @@ class RowLoss:
 
     def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
         """Yield what, differentiated by the parameters of the head, gives the gradients of `scale` times the loss."""
+        for rows, columns, target in self._blocks_to_form(index):
+            with torch.enable_grad():
+                logps = self._logps(hidden[rows, columns].detach(), target)
+                value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
+            yield value
+
+    def _blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
         targets = self.targets[index]
         for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
             if (self._known[index][rows, columns] != IGNORED).any():
-                with torch.enable_grad():
-                    logps = self._logps(hidden[rows, columns].detach(), targets[rows, columns])
-                    value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
-                yield value
+                yield rows, columns, targets[rows, columns]
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self._head(hidden)
@@ -194,11 +189,7 @@ class RowLoss:
         return -losses.view(targets.shape)
 
     def _batch(
-        self,
-        number: int,
-        logps: Tensor,
-        reference: Sequence[Tensor] | None,
-        mismatched: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
+        self, number: int, logps: Tensor, reference: Sequence[Tensor] | None, mismatched: Sequence[Sequence[Tensor]]
     ) -> tuple[Scored, float]:
         """Return the rows of one batch of the pass, and the share of its loss in that of the pass."""
         device, about = logps.device, self._about
@@ -211,10 +202,9 @@ class RowLoss:
         labels = _side_by_side([targets_of(batch["labels"]) for batch in self._batches], IGNORED)
         old = [targets_like(batch[OLD_LOGPS]) for batch in self._batches if OLD_LOGPS in batch]
         advantages = [batch[ADVANTAGES] for batch in self._batches if ADVANTAGES in batch]
-        sums = None
-        if mismatched is not None:
-            policy, other = (torch.cat([one.sum(dim=1) for one in each])[at] for each in mismatched)
-            sums = policy, other
+        if advantages and advantages[0].dim() > 1:  # of each token
+            advantages = [_side_by_side([targets_like(one) for one in advantages])]
+        sums = [torch.cat([one.sum(dim=1) for one in each])[at] for each in mismatched]
         scored = Scored(
             logps[at],
             (labels != IGNORED).to(device)[at],
@@ -223,8 +213,8 @@ class RowLoss:
             num_examples=int(own[0, Of.EXAMPLES]),
             num_tokens=int(own[0, Of.WHOLE if self._objective.prompts else Of.TOKENS]),
             reference=None if reference is None else _side_by_side(reference)[at],
-            mismatched=sums,
-            advantages=_rows(advantages).to(device)[at] if advantages else None,
+            mismatched=(sums[0], sums[1]) if sums else None,
+            advantages=torch.cat(advantages).to(device)[at] if advantages else None,
             old_logps=_side_by_side(old).to(device)[at] if old else None,
         )
         return scored, 1.0 / int(own[0, Of.BATCHES])
@@ -233,10 +223,6 @@ class RowLoss:
 def targets_like(values: Tensor) -> Tensor:
     """Shift values `[rows, sequence]` that stand on their tokens as `targets_of` shifts labels."""
     return pad(values, (0, 1))[..., 1:]
-
-
-def _rows(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts[0].dim() == 1 else _side_by_side([targets_like(one) for one in parts])
 
 
 def _side_by_side(parts: Sequence[Tensor], value: float = 0.0) -> Tensor:

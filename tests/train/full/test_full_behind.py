@@ -30,7 +30,7 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
     checkpoint = checkpoint_of("llama")
     with opened(checkpoint) as (model, training):
         begun = [threading.Event() for _ in range(NUM_LAYERS)]
-        trained, step, order = model.adapter._engine.trained, training._step_layer, []
+        trained, step, order = model.adapter.engine.trained, training._step_layer, []
         begin = trained.begin
 
         def note(layer: int, leaves: Weights) -> None:
@@ -64,7 +64,7 @@ def test_gradients_of_two_layers_exist_at_a_time_without_clipping(checkpoint_of:
             done(layer, gradients)
             most.append(sum(not all(one.expired() for one in refs) for refs in formed.values()))
 
-        model.adapter._engine.trained._done = counted
+        model.adapter.engine.trained._done = counted
         training.step([micro_batches(2)])
         assert len(most) == NUM_LAYERS and max(most) <= 2
         assert all(one.expired() for refs in formed.values() for one in refs)
@@ -155,7 +155,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_its_layer_is_stepped(
     bad = 5
     with opened(checkpoint_of("llama"), max_grad_norm=clipped) as (model, training):
         before = {name: master.detach().clone() for name, master in training.masters.items()}
-        trained = model.adapter._engine.trained
+        trained = model.adapter.engine.trained
         done = trained._done
 
         def spoilt(layer: int, gradients: Weights) -> None:

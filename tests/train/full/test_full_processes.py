@@ -55,7 +55,7 @@ def train(model, selection):
     assert all(torch.equal(master, found[name]) for name, master in training.masters.items())
 
     # What is not finite in one process is refused in all.
-    trained = model.adapter._engine.trained
+    trained = model.adapter.engine.trained
     done = trained._done
 
     def spoilt(layer, gradients):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lema.config.problems import SettingsError
 from lema.data import Sampling
-from lema.data.interleave import PIECES, SHAPES, UNIT, WINDOW, Fade, Interleaving, _tables, faded_rates
+from lema.data.interleave import PIECES, SHAPES, UNIT, WINDOW, Fade, Interleaving, _tables
 from lema.data.mixture import Draw, Mixture
 from lema.data.sampling import Start, rates_of
 from lema.errors import ConfigError
@@ -59,13 +59,32 @@ def mixtures(draw: st.DrawFn) -> tuple[Sampling, ...]:
     return tuple(Sampling(name, share / sum(shares)) for name, share in zip(names, shares, strict=True))
 
 
+def weight(fade: Fade, index: int) -> float:
+    """The weight of the mixture before at a sample; 0 after the fade."""
+    if index >= fade.samples:
+        return 0.0
+    weights, _ = _tables(fade.shape)
+    piece, rest = divmod(index * PIECES, fade.samples)
+    return (weights[piece] + (weights[piece + 1] - weights[piece]) * rest / fade.samples) / UNIT
+
+
+def faded_rates(samplings: Sequence[Sampling], fade: Fade | None, index: int) -> dict[str, float]:
+    """The rate of each data set at a sample: between those before and the stage's own, while they fade."""
+    rates = rates_of(samplings)
+    if fade is None:
+        return rates
+    share, before = weight(fade, index), rates_of(fade.before)
+    names = [*rates, *(name for name in before if name not in rates)]
+    return {name: share * before.get(name, 0.0) + (1 - share) * rates.get(name, 0.0) for name in names}
+
+
 @given(SHAPE_NAMES, st.integers(1, 5000))
 def test_every_slot_is_given_once_and_weights_fall_from_one_to_nothing(shape: str, samples: int) -> None:
     fade = Fade(TEXT, samples, shape)
     given_before = [fade.given(count) for count in range(samples + 3)]
     assert {after - before for before, after in pairwise(given_before)} <= {0, 1}
-    weights = [fade.weight(index) for index in range(samples)]
-    assert weights[0] == 1.0 and fade.weight(samples) == fade.weight(10**15) == 0.0
+    weights = [weight(fade, index) for index in range(samples)]
+    assert weights[0] == 1.0 and weight(fade, samples) == weight(fade, 10**15) == 0.0
     assert weights == sorted(weights, reverse=True) and min(weights) > 0
     assert fade.given(10**15) == given_before[-1] == (samples + 1) // 2  # every shape is even about its middle
     for count in range(0, samples, 1 + samples // 7):
@@ -82,7 +101,7 @@ def test_every_slot_is_given_once_and_weights_fall_from_one_to_nothing(shape: st
 )
 def test_each_shape_is_its_formula(shape: str, at: dict[int, float]) -> None:
     fade = Fade(TEXT, 400, shape)
-    assert {index: fade.weight(index) for index in at} == pytest.approx(at, abs=2e-5)
+    assert {index: weight(fade, index) for index in at} == pytest.approx(at, abs=2e-5)
 
 
 def test_the_weights_are_the_same_for_ever_and_no_rounding_of_them_is_close() -> None:
@@ -166,18 +185,18 @@ def test_shuffling_does_not_even_a_fade_out(shape: str, samples: int) -> None:
     fade = Fade(TEXT, samples, shape)
     one, part = faded(CHAT, fade), samples // 8
     for first in range(0, samples, part):
-        mean = math.fsum(fade.weight(index) for index in range(first, first + part)) / part
+        mean = math.fsum(weight(fade, index) for index in range(first, first + part)) / part
         assert one.counts(part, first)["text"] / part == pytest.approx(mean, abs=0.13)
     assert one.counts(1000, samples)["text"] == 0
     assert one.counts(samples)["text"] == pytest.approx(samples / 2, abs=1)
 
 
 def test_rates_go_from_the_mixture_before_to_the_own_one() -> None:
-    one = faded(BOTH, Fade(TEXT, 100, "linear"))
-    trace = [one.rates(index) for index in (0, 25, 50, 100, 10**9)]
-    assert [rates["text"] for rates in trace] == pytest.approx([1.0, 0.825, 0.65, 0.3, 0.3])
-    assert [rates["chat"] for rates in trace] == pytest.approx([0.0, 0.175, 0.35, 0.7, 0.7])
-    assert faded(BOTH, None).rates(0) == {"text": 0.3, "chat": 0.7}
+    one = faded(BOTH, Fade(TEXT, 100_000, "linear"))
+    counts = [one.counts(1000, start) for start in (0, 24_500, 49_500, 100_000, 10**9)]
+    assert [given["text"] / 1000 for given in counts] == pytest.approx([1.0, 0.825, 0.65, 0.3, 0.3], abs=0.05)
+    assert [given["chat"] / 1000 for given in counts] == pytest.approx([0.0, 0.175, 0.35, 0.7, 0.7], abs=0.05)
+    assert faded(BOTH, None).counts(1000)["chat"] == pytest.approx(700, abs=50)
     assert list(faded(CHAT, Fade(TEXT, 10)).counts(20)) == ["chat", "text"]
 
 

@@ -46,6 +46,11 @@ class Rows(Sequence):
         return {"input_ids": [index] * 3, "labels": [index] * 3}
 
 
+def batch_of(one: Mixture, start: int, count: int, rank: int = 0, size: int = 1, micro: int | None = None):
+    """The tokens of the rows that one of `size` processes has of `count` samples from `start` on."""
+    return one.collated(one.rows(start, count, rank, size, micro), size)
+
+
 def mixture(sizes: Sequence[int] = (5, 90, 400), rates: Sequence[float] = (0.2, 0.5, 0.3), seed: int = 3, **options):
     given_rates = [Sampling(f"data{place}", rate) for place, rate in enumerate(rates)]
     return Mixture(
@@ -99,10 +104,10 @@ def test_a_run_goes_on_anywhere(one: Mixture, first: int, batch: int, batches: i
 def test_processes_share_the_same_batch(one: Mixture, start: int, count: int, size: int, micro: int | None) -> None:
     shares = [again(one).rows(start, count, rank, size, micro) for rank in range(size)]
     assert [row for share in shares for row in share] == one.rows(start, count)
-    parts = [again(one).batch(start, count, rank, size, micro) for rank in range(size)]
+    parts = [batch_of(again(one), start, count, rank, size, micro) for rank in range(size)]
     assert [part is None for part in parts] == [not share for share in shares]
     tokens = torch.cat([part["input_ids"] for part in parts if part is not None])
-    assert torch.equal(tokens, one.batch(start, count)["input_ids"])
+    assert torch.equal(tokens, batch_of(one, start, count)["input_ids"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -178,7 +183,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
         tracemalloc.start()
         one = mixture(sizes=(count, count // 3, 1), held_out={f"data{place}": Rows(count) for place in range(3)})
         for step in range(20):
-            one.batch(count // 2 + 4 * step, 4)
+            batch_of(one, count // 2 + 4 * step, 4)
         one.validation(4)
         one.counts(count)
         _, peak = tracemalloc.get_traced_memory()
@@ -207,7 +212,7 @@ def both(packed: PackedTokens, chats: object, **options: object) -> Mixture:
 
 def test_packed_blocks_and_padded_rows_share_a_batch(packed: PackedTokens, chats) -> None:
     one = both(packed, chats)
-    batch, rows = one.batch(0, 40), one.rows(0, 40)
+    batch, rows = batch_of(one, 0, 40), one.rows(0, 40)
     assert all(tensor.shape == (40, BLOCK) and tensor.dtype == torch.long for tensor in batch.values())
     assert {draw.source for draw in rows} == {"text", "chats"}
     for place, draw in enumerate(rows):
@@ -222,7 +227,7 @@ def test_packed_blocks_and_padded_rows_share_a_batch(packed: PackedTokens, chats
 
 
 def test_rows_are_padded_to_a_block_even_where_all_are_shorter() -> None:
-    batch = mixture().batch(0, 4)
+    batch = batch_of(mixture(), 0, 4)
     assert batch["input_ids"].shape == (4, BLOCK)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]] * 4
     assert batch["labels"].eq(-100).tolist() == [[False] * 3 + [True] * 5] * 4
@@ -230,14 +235,14 @@ def test_rows_are_padded_to_a_block_even_where_all_are_shorter() -> None:
 
 def test_no_mask_where_nothing_is_padded(packed: PackedTokens) -> None:
     one = Mixture([Sampling("text", 1.0, "PMD")], {"text": packed}, 1, BLOCK)
-    assert set(one.batch(3, 5)) == {"input_ids", "labels"}
+    assert set(batch_of(one, 3, 5)) == {"input_ids", "labels"}
 
 
 def test_what_is_learnt_from_never_writes_into_the_data(packed: PackedTokens, chats) -> None:
     one = both(packed, chats)
-    before = one.batch(0, 30)["labels"].clone()
-    one.batch(0, 30)["labels"].fill_(0)
-    assert torch.equal(one.batch(0, 30)["labels"], before)
+    before = batch_of(one, 0, 30)["labels"].clone()
+    batch_of(one, 0, 30)["labels"].fill_(0)
+    assert torch.equal(batch_of(one, 0, 30)["labels"], before)
 
 
 def test_the_validation_batch_is_fixed_and_has_all_rates() -> None:
@@ -318,7 +323,7 @@ def test_data_that_do_not_fit_the_blocks_are_refused_before_training(packed: Pac
 def test_a_row_of_another_source_is_refused_when_it_comes() -> None:
     one = Mixture([Sampling("long", 1.0)], {"long": [{"input_ids": [1] * 9, "labels": [1] * 9}]}, 1, BLOCK)
     with pytest.raises(DataError, match="row of 'long' has 9 tokens") as caught:
-        one.batch(0, 1)
+        batch_of(one, 0, 1)
     assert caught.value.where == "row 0"
 
 
@@ -326,7 +331,7 @@ def test_a_token_beyond_the_vocabulary_is_met_with_its_file(tmp_path: Path) -> N
     file = write_packed(np.full(16, 300), tmp_path)
     one = Mixture([Sampling("text", 1.0, "PMD")], {"text": PackedTokens(file, BLOCK, vocab_size=256)}, 1, BLOCK)
     with pytest.raises(DataError, match="id 300 is outside the vocabulary of 256") as caught:
-        one.batch(0, 2)
+        batch_of(one, 0, 2)
     assert str(file) in caught.value.where
 
 
@@ -338,4 +343,4 @@ def test_rates_and_places_are_checked() -> None:
     with pytest.raises(IndexError):
         mixture().rows(-1, 2)
     with pytest.raises(DataError, match="batch of 0 samples"):
-        mixture().batch(0, 0)
+        batch_of(mixture(), 0, 0)
