@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from lema.backend import Finding, Level
 from lema.cli.doctor.machine import usable_processors
 
-__all__ = ["LAUNCHED", "SECTION", "environment"]
+__all__ = ["LAUNCHED", "environment"]
 
 
 SECTION = "environment"

@@ -18,7 +18,7 @@ from lema.backend import Fact, Finding, Level
 from lema.backend.hostmemory import groups, memory_limit
 from lema.config.units import human_bytes
 
-__all__ = ["SECTION", "machine"]
+__all__ = ["machine", "usable_processors"]
 
 
 SECTION = "machine"
@@ -45,13 +45,10 @@ def machine(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Iterator[
 def processors(root: Path = ROOT) -> Finding:
     """Tell how many processors there are, and how many of them this process may use."""
     total, usable = os.cpu_count() or 1, usable_processors(root)
-    facts: dict[str, Fact] = {
-        "model": _model(root),
-        "cores": psutil.cpu_count(logical=False),
-        "threads": total,
-        "usable_threads": usable,
-    }
-    what = f"{facts['model'] or 'unknown processor'}, {total} hardware threads"
+    model = _field(root / "proc/cpuinfo", "model name", "Model") or platform.processor()
+    facts: dict[str, Fact] = {"model": model, "cores": psutil.cpu_count(logical=False)}
+    facts |= {"threads": total, "usable_threads": usable}
+    what = f"{model or 'unknown processor'}, {total} hardware threads"
     what += f", of which this process may use {usable:g}." if usable < total else "."
     return Finding(SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts)
 
@@ -72,14 +69,9 @@ def usable_processors(root: Path = ROOT) -> float:
 
 def memory(root: Path = ROOT) -> Finding:
     """Tell the memory there is, and the limit of this process's control group, if it is less."""
-    known = psutil.virtual_memory()
-    limit = memory_limit(root)
-    facts: dict[str, Fact] = {
-        "total_bytes": known.total,
-        "available_bytes": known.available,
-        "swap_bytes": psutil.swap_memory().total,
-        "limit_bytes": limit,
-    }
+    known, limit = psutil.virtual_memory(), memory_limit(root)
+    facts: dict[str, Fact] = {"total_bytes": known.total, "available_bytes": known.available}
+    facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": limit}
     level, how = Level.OK, ""
     what = f"{human_bytes(known.total)} of memory, {human_bytes(known.available)} of it available"
     if limit is not None and limit < known.total:
@@ -91,7 +83,10 @@ def memory(root: Path = ROOT) -> Finding:
 
 def huge_pages(root: Path = ROOT) -> Finding:
     """Tell whether memory for layers can be in huge pages."""
-    setting = _chosen(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    setting = ""  # the one in brackets: `always [madvise] never`; empty: there is no such setting
+    with suppress(OSError):
+        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        setting = text.partition("[")[2].partition("]")[0]
     facts: dict[str, Fact] = {"setting": setting}
     if setting in ("always", "madvise"):
         return Finding(SECTION, "huge pages", Level.OK, f"Huge pages: {setting}.", facts=facts)
@@ -103,7 +98,7 @@ def huge_pages(root: Path = ROOT) -> Finding:
 def locked_memory(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Finding:
     """Tell how much memory this process may lock."""
     soft, hard = limits(resource.RLIMIT_MEMLOCK)
-    exempt = bool(_capabilities(root) & MAY_LOCK)
+    exempt = bool(int(_field(root / "proc/self/status", "CapEff") or "0", 16) & MAY_LOCK)
     facts: dict[str, Fact] = {"limit_bytes": _limit(soft), "hard_limit_bytes": _limit(hard), "exempt": exempt}
     if soft == resource.RLIM_INFINITY or exempt:
         why = "this process is exempt from the limit" if exempt else "there is no limit"
@@ -146,28 +141,14 @@ def shared_memory(root: Path = ROOT) -> Finding:
     return Finding(SECTION, "shared memory", Level.OK, f"Processes can share host memory{amount}.", facts=facts)
 
 
-def _model(root: Path) -> str:
+def _field(file: Path, *names: str) -> str:
+    """Return what a file of `/proc` says first under one of some names; empty: nothing."""
     with suppress(OSError):
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
+        for line in file.read_text().splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model"):
+            if name.strip() in names:
                 return value.strip()
-    return platform.processor()
-
-
-def _chosen(file: Path) -> str:
-    """Return the setting in brackets: `always [madvise] never`; empty: there is no such setting."""
-    with suppress(OSError):
-        return file.read_text().partition("[")[2].partition("]")[0]
     return ""
-
-
-def _capabilities(root: Path) -> int:
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/status").read_text().splitlines():
-            if line.startswith("CapEff:"):
-                return int(line.split()[1], 16)
-    return 0
 
 
 def _limit(value: int) -> int | None:
