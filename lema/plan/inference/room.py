@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -15,7 +17,7 @@ from lema.plan.cost import Allocation, Demand, Speeds, device_parts, host_parts
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
 from lema.plan.step import demand_of
 
-__all__ = ["Room", "TextPlan", "plan_texts"]
+__all__ = ["Room", "TextPlan", "most_that_fit", "plan_texts"]
 
 
 @dataclass(frozen=True)
@@ -40,22 +42,13 @@ class TextPlan:
 
 
 def plan_texts(
-    opened: OpenModel,
-    prompt: int,
-    new: int,
-    *,
-    rows: int | None,
-    most: int,
-    host: bool,
-    held: Allocation | None = None,
+    opened: OpenModel, prompt: int, new: int, *, rows: int | None, most: int, host: bool, held: Allocation | None
 ) -> TextPlan:
     """Return the batch that is asked for, or without one the widest that there is room for.
 
     Args:
-        prompt: tokens of the longest prompt.
-        new: tokens that are made for each, at most.
-        rows: of a batch; None: as many as there is room for.
-        most: with `rows` None, no more than this.
+        prompt: tokens of the longest prompt; `new` ones are made for each, at most.
+        rows: of a batch; None: as many as there is room for, and no more than `most`.
         host: keys and values of all layers but one are in host memory.
         held: what memory is spent on already; None: nothing yet, so the plan chooses it.
 
@@ -64,34 +57,27 @@ def plan_texts(
         ModelError: what the model computes depends on values.
     """
     sized = text_bytes(opened.skeleton, opened.layers, prompt, new, opened.backend.parallel)
-    room = Room.of(opened, held)
+    room, shared = Room.of(opened, held), opened.backend.memory().shared
+    away = host and not shared
 
     def plan(count: int) -> TextPlan | MemoryLimitError:
         taken = sized.of(count)
-        shared = opened.backend.memory().shared
-        found = room.fit(taken.on_device(host=host and not shared), taken.keys_values if host and not shared else 0)
-        if isinstance(found, MemoryLimitError):
-            return found
-        return TextPlan(count, prompt, new, host, taken, found)
+        found = room.fit(taken.on_device(host=away), taken.keys_values if away else 0)
+        return found if isinstance(found, MemoryLimitError) else TextPlan(count, prompt, new, host, taken, found)
 
     wanted = plan(rows or most)
     if isinstance(wanted, TextPlan):
         return wanted
-    low, high = 0, rows or most  # the widest batch that fits lies in [low, high)
-    best: TextPlan | None = None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if isinstance(tried := plan(middle), TextPlan):
-            low, best = middle, tried
-        else:
-            high = middle
-    if rows is None and best is not None:
-        return best
+    fitting = most_that_fit(plan, rows or most)
+    if rows is None and isinstance(widest := plan(max(fitting, 1)), TextPlan):
+        return widest
     need = sized.of(rows or 1)
-    how = [f"generate {low} at once (--batch-size {low})" if low else "ask for fewer new tokens, or a shorter prompt"]
-    if not host and not opened.backend.memory().shared:
+    how = ["ask for fewer new tokens, or a shorter prompt"]
+    if fitting:
+        how = [f"generate {fitting} at once (--batch-size {fitting})"]
+    if not host and not shared:
         how.append("keep keys and values in host memory (--kv host)")
-    if not low and wanted.how:
+    if not fitting and wanted.how:
         how.append(wanted.how)
     raise MemoryLimitError(
         f"{rows or 1} texts of up to {prompt:,} tokens and {new:,} new ones do not fit: their keys and values take "
@@ -99,6 +85,12 @@ def plan_texts(
         where=wanted.where,
         how=", or ".join(how),
     )
+
+
+def most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
+    """Return the largest number for which there is a plan and no MemoryLimitError; 0: not even 1 fits."""
+    counts = range(1, fewer_than)
+    return bisect_left(counts, True, key=lambda count: isinstance(plan(count), MemoryLimitError))
 
 
 @dataclass(frozen=True)

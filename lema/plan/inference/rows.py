@@ -9,7 +9,7 @@ from lema.errors import MemoryLimitError
 from lema.plan.allocate import OpenModel
 from lema.plan.cost import Allocation
 from lema.plan.inference.keyvalues import text_bytes
-from lema.plan.inference.room import Room
+from lema.plan.inference.room import Room, most_that_fit
 
 __all__ = ["RowPlan", "plan_rows"]
 
@@ -34,8 +34,7 @@ def plan_rows(
     """Return the pass that scores rows of at most `length` tokens.
 
     Args:
-        most: rows that there are.
-        at_once: rows that a layer computes at once, if there is room for them.
+        most: rows that there are; a layer computes `at_once` of them at once, if there is room.
         rows: of a pass; None: as many as there is room for.
         held: what memory is spent on already; None: nothing yet, so the plan chooses it.
 
@@ -66,18 +65,11 @@ def plan_rows(
     wanted = plan(min(rows or most, most), together)
     if isinstance(wanted, RowPlan):
         return wanted
-    low, high = 0, rows or most  # as many as fit lie in [low, high)
-    best: RowPlan | None = None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if isinstance(tried := plan(middle, together), RowPlan):
-            low, best = middle, tried
-        else:
-            high = middle
-    if rows is None and best is not None:
-        return best
+    fitting = most_that_fit(lambda count: plan(count, together), rows or most)
+    if rows is None and isinstance(widest := plan(max(fitting, 1), together), RowPlan):
+        return widest
     raise MemoryLimitError(
         f"hidden states of {rows or 1} rows of up to {length:,} tokens do not fit: {human_bytes((rows or 1) * row)}",
         where=wanted.where,
-        how=f"score {low} in a pass (--rows-per-pass {low})" if low else wanted.how or "shorten the rows",
+        how=f"score {fitting} in a pass (--rows-per-pass {fitting})" if fitting else wanted.how or "shorten the rows",
     )
