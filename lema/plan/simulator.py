@@ -100,8 +100,8 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     in_host = host_parts(demand, allocation)
     return Simulated(
         **spent,
-        device_peak=(device.host_peak - in_host["cached"] if device.shared else device.device_peak) + beside,
-        host_peak=device.host_peak + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
+        device_peak=(device.peak["host"] - in_host["cached"] if device.shared else device.peak["device"]) + beside,
+        host_peak=device.peak["host"] + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
     )
 
 

@@ -170,7 +170,7 @@ class _Answers:
         asked = [request.args for request in requests]
         keys = [json.dumps(settings, sort_keys=True, default=str) for _context, settings in asked]
         order = sorted(range(len(asked)), key=keys.__getitem__)
-        for _, group in groupby(order, key=keys.__getitem__):
+        for _same, group in groupby(order, key=keys.__getitem__):
             numbers = list(group)
             texts = self._followed([asked[number][0] for number in numbers], asked[numbers[0]][1])
             made.update(zip(numbers, texts, strict=True))
