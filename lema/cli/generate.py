@@ -88,11 +88,7 @@ def generate(
 
 
 def _sampling(*, do_sample: bool, temperature: float | None, **others: float | None) -> dict[str, Any]:
-    """Return the settings of sampling, as `transformers` names them.
-
-    Raises:
-        ConfigError: they are given where nothing is drawn.
-    """
+    """Return the settings of sampling as `transformers` names them; a ConfigError: with them nothing would be drawn."""
     given = {name: value for name, value in others.items() if value is not None}
     if temperature == 0 or not (do_sample or temperature):
         if given or do_sample:
@@ -106,8 +102,7 @@ def _sampling(*, do_sample: bool, temperature: float | None, **others: float | N
 def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, dict[str, Any]]:
     """Return the results that the output has already, by the number of their prompts.
 
-    Raises:
-        ConfigError: there is an output and it is not to be kept, or it is that of other prompts.
+    Raises a ConfigError where there is an output and it is not to be kept, or it is that of other prompts.
     """
     if output is None or not output.exists():
         if resume and output is None:

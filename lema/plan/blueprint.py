@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,6 +77,11 @@ class Blueprint:
         return (MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters
 
     @property
+    def names(self) -> Sequence[frozenset[str]]:
+        """Of each layer, the weights of its own that train, by their names in it; empty: none do, in any."""
+        return () if self.trained is None else self.trained.names
+
+    @property
     def vocabulary(self) -> int:
         """How many tokens the head tells apart."""
         return int(getattr(self.model.config.get_text_config(), "vocab_size", 0))
@@ -105,24 +110,18 @@ def draw_up(
             attached instead.
         parallel: the processes that hold the model together, of which one's part is drawn up; None: there is one.
 
-    Raises:
-        ConfigError, WeightsError: as `LemaModel`.
+    Raises `ConfigError` and `WeightsError` as `LemaModel` does.
     """
     directory, index, model, records = _opened(config, trust_remote_code)
     name, stack = find_layers(model)
     dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
     stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
     head, tables = open_ends(model, stored, config, parallel, backend or config.device)
-    outside_bytes = _outside_bytes(model, stored, name, tables.names | head.names)
+    outside, trained = place_outside(model, stored, name, tables.names | head.names)[1], None
+    outside_bytes = outside.nbytes + outside.expanded_bytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
-        trained = None
-        with tables.taken_out():
-            inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
-            touched = tables.touched()
-        if (why := head.touched()) is not None:
-            outside_bytes += head.keep_whole(tables, why)
-        outside_bytes += tables.keep_whole(tables.names.intersection(touched))
+        outside_bytes += _attach(model, config, device, tables, head)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             parallel.shard(model)
@@ -136,20 +135,9 @@ def draw_up(
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
         trained = _train_weights(model, layers, wanted, f"{name}.")
         count, adapter = trained.parameters, trained.on_device
+    ends, stored_as = (outside_bytes, tables, head), (index.nbytes, index.files)
     return Blueprint(
-        directory,
-        model,
-        layers,
-        outside_bytes,
-        tables,
-        head,
-        adapter,
-        count,
-        index.nbytes,
-        index.files,
-        parameters,
-        trained,
-        parallel=parallel,
+        directory, model, layers, *ends, adapter, count, *stored_as, parameters, trained, parallel=parallel
     )
 
 
@@ -166,9 +154,14 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
         return directory, index, model, match_names(model, index)
 
 
-def _outside_bytes(model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str]) -> int:
-    outside = place_outside(model, stored, layers_name, left_out)[1]
-    return outside.nbytes + outside.expanded_bytes
+def _attach(model: PreTrainedModel, config: LemaConfig, device: Backend, tables: RowTables, head: HeadCut) -> int:
+    """Attach the adapter of the settings; return the bytes of tables and of a head that have to be whole for it."""
+    with tables.taken_out():
+        inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+        touched = tables.touched()
+    why = head.touched()
+    of_head = 0 if why is None else head.keep_whole(tables, why)
+    return of_head + tables.keep_whole(tables.names.intersection(touched))
 
 
 def _train_weights(

@@ -146,8 +146,8 @@ def probe(
     split = Split(blueprint.model, backend, parallel=blueprint.parallel)
     speeds, dtype = _speeds(blueprint.layers, backend), main_dtype(blueprint.model)
     rate = _matmul(max(blueprint.layers, key=lambda layer: layer.nbytes), shape.micro_batch.tokens, dtype, backend)
-    names = () if blueprint.trained is None else blueprint.trained.names
-    firsts, found, hidden = _one_of_each(split, blueprint.layers, shape.micro_batch, backend, clock, names, blank=True)
+    layers, batch = blueprint.layers, shape.micro_batch
+    firsts, found, hidden = _one_of_each(split, layers, batch, backend, clock, blueprint.names, blank=True)
     whole = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
     ends = workload.head.flops / rate, 0.0  # where they are too large to be made up
     if whole <= memory_available() / FREE_PART:

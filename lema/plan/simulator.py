@@ -64,26 +64,20 @@ class Simulated:
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
     """Return layers of the sizes that a demand names, of which nothing else is known."""
-    one_run = [(ByteRun(Path(), 0, layer.read_bytes, 0),) for layer in demand.layers]
-    return [LayerBytes((), run, (), layer.slot_bytes) for run, layer in zip(one_run, demand.layers, strict=True)]
+    return [LayerBytes((), (ByteRun(Path(), 0, one.read_bytes, 0),), (), one.slot_bytes) for one in demand.layers]
 
 
 def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:
-    """Let a few steps pass in virtual time and return what the last of them was like.
-
-    Raises:
-        ScheduleError: a buffer was used before it was filled, or refilled while it was in use.
-    """
+    """Let a few steps pass in virtual time and return what the last was like; a ScheduleError: a buffer was misused."""
     clock = Clock()
     device = VirtualDevice(clock, speeds)
-    reader = VirtualReader(device)
     stream = LayerStream(
         layers_like(demand),
         cast(Backend, device),
         prefetch_depth=allocation.slots - 1,
         residents=allocation.residents,
         host_cached=allocation.host_cached,
-        reader=reader,
+        reader=VirtualReader(device),
         clock=clock,
     )
     device.synchronize()
@@ -172,10 +166,9 @@ class _Run:
 
     def _send_away(self, nbytes: int, tier: Tier) -> None:
         """Write activations behind the forward: over the link's other direction, then to the disk."""
-        device = self.device
-        _, there = device.back.do(nbytes, device.computed_until)
+        _, there = self.device.back.do(nbytes, self.device.computed_until)
         if tier == "disk":
-            device.disk.do(nbytes, there)
+            self.device.disk.do(nbytes, there)
 
     def _bring_back(self, index: int) -> None:
         """Fetch activations ahead of the backward."""

@@ -71,11 +71,7 @@ class TrainableBytes:
 
 
 def trainable_bytes(weights: Iterable[tuple[str, int, torch.dtype]]) -> TrainableBytes:
-    """Add up weights that train, each given as its name, the number of its parameters and its type.
-
-    Raises:
-        ConfigError: one is of a type that does not train.
-    """
+    """Add up weights given as name, number of parameters and type; a ConfigError: one of that type does not train."""
     weights = list(weights)
     for name, _, dtype in weights:
         if dtype not in TRAINABLE:
@@ -109,14 +105,10 @@ def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memor
     """Return the layers whose masters, moments and waiting gradients have to lie in files: as few as will do.
 
     The backward goes down, and steps layers as it goes: when a step has ended, what is used next is that of the top.
-    So the lowest layers go to files first.
-
-    Args:
-        layer_bytes: of each layer that trains, what may go to a file.
-        outside_bytes: what is in host memory in any case.
+    So the lowest layers go to files first. `layer_bytes` are those of each layer that may go to a file.
 
     Raises:
-        MemoryLimitError: the limit does not hold what is in host memory in any case.
+        MemoryLimitError: the limit does not hold `outside_bytes`, which are in host memory in any case.
     """
     left = host_memory - outside_bytes
     if left < 0:
@@ -178,18 +170,17 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
             names[int(number)].add(own)
         elif chosen(name):
             outside.append((name, parameter.numel(), parameter.dtype))
-    for index, layer in enumerate(layers):
-        if names[index] and layer.expansions:
+    inside = []
+    for index, (layer, own_names) in enumerate(zip(layers, names, strict=True)):
+        if own_names and layer.expansions:
             raise ConfigError(
                 f"layer {index} is stored quantised, and such weights do not train",
                 where="model_name_or_path",
                 how="train adapters, or open the model as it was before it was quantised",
             )
-    inside = [
-        [(one.name, one.shape.numel(), one.dtype) for one in layer.tensors if one.name in own]
-        for layer, own in zip(layers, names, strict=True)
-    ]
-    return TrainedBytes(tuple(map(frozenset, names)), tuple(map(trainable_bytes, inside)), trainable_bytes(outside))
+        trained = ((one.name, one.shape.numel(), one.dtype) for one in layer.tensors if one.name in own_names)
+        inside.append(trainable_bytes(trained))
+    return TrainedBytes(tuple(map(frozenset, names)), tuple(inside), trainable_bytes(outside))
 
 
 def lowest_trained(stack: nn.ModuleList) -> int:
@@ -204,11 +195,10 @@ def host_training(
     """Return what each process takes of host memory beside the copy that streams, and what of it goes to files.
 
     Args:
-        there: bytes that are in host memory besides.
+        there: bytes that are in host memory besides; `processes` divide them and the `limit`.
         clipped: whether gradients are, so that all of them wait for the norm, in the type that streams; else those of
             one layer pass through.
         shared: whether the device computes in host memory: what trains outside the layers is there, too.
-        processes: that divide `limit`.
 
     Raises:
         MemoryLimitError: there is no room for what cannot be in files.

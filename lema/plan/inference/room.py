@@ -12,10 +12,9 @@ from lema.backend.hostmemory import memory_available
 from lema.backend.registry import kept_unasked
 from lema.config.units import human_bytes, parse_memory
 from lema.errors import MemoryLimitError
-from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, OpenModel, allocated, of_one_process
-from lema.plan.cost import Allocation, Demand, Speeds, device_parts, host_parts
+from lema.plan.allocate import OpenModel, allocated, of_one_process, unknown_speeds
+from lema.plan.cost import Allocation, Demand, device_parts, host_parts
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
-from lema.plan.step import demand_of
 
 __all__ = ["Room", "TextPlan", "most_that_fit", "plan_texts"]
 
@@ -111,21 +110,12 @@ class Room:
         memory, replicas = backend.memory(), backend.replicas
         measured = memory.total, psutil.virtual_memory().total, memory_available()
         device, total, available = map(min, zip(*replicas.everyone(measured), strict=True))
-        head = opened.head
-        in_pieces = head.asked if held is None else held.pieces > 0
+        in_pieces = opened.head.asked if held is None else held.pieces > 0
         # Whole unless the settings ask for pieces, because each token would read all of them once more.
-        whole = 0 if in_pieces or head.module is None else head.nbytes
-        demand = demand_of(
-            opened.layers,
-            None,
-            None,
-            None,
-            outside_bytes=opened.outside_bytes + whole,
-            pieces=head.pieces(opened.layers) if in_pieces else (),
-            adapter_bytes=sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad),
-            lowest=len(opened.layers) - 1,  # because nothing is kept for a backward
-            shared=memory.shared,
-        )
+        demand = opened.demand(None, None, in_pieces=in_pieces)
+        adapters = sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad)
+        lowest = len(opened.layers) - 1  # because nothing is kept for a backward
+        demand = replace(demand, adapter_bytes=adapters, lowest=lowest)
         demand = of_one_process(demand, replicas, sharded=config.shard_weights)
         limit = None if config.device_memory is None else parse_memory(config.device_memory, device)
         host = available if config.host_memory is None else parse_memory(config.host_memory, total)
@@ -139,9 +129,8 @@ class Room:
         allocation = self.held
         if allocation is None:
             kept = kept_unasked(self.opened.backend) if config.device_memory is None and self.totals[0] else 0.0
-            speeds = Speeds(UNKNOWN_DISK) if shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
             try:
-                allocation = allocated(config, demand, speeds, *self.totals, kept=kept)
+                allocation = allocated(config, demand, unknown_speeds(shared=shared), *self.totals, kept=kept)
             except MemoryLimitError as error:
                 return error
         there = sum(device_parts(demand, allocation).values())
