@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -45,7 +45,6 @@ class Blueprint:
     adapter_bytes: int  # of what trains, with gradients and optimizer state
     adapter_parameters: int  # how many train
     stored_bytes: int  # of the model's files
-    files: tuple[Path, ...]
     parameters: int  # of the model, adapters not counted
     trained: TrainedBytes | None = None  # weights of the model that train in the place of an adapter
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
@@ -63,14 +62,6 @@ class Blueprint:
         """What a plan tells of the head."""
         return (self.head.told(self.pieces),) if self.pieces else self.head.notes
 
-    def with_whole_head(self) -> Blueprint:
-        """Return the model with its head on the device."""
-        return replace(self, outside_bytes=self.outside_bytes + self.head.nbytes, pieces=())
-
-    def with_head_in_pieces(self) -> Blueprint:
-        """Return the model with its head leased in pieces, where it may be."""
-        return replace(self, pieces=self.head.pieces(self.layers))
-
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: of each parameter that trains its value and two moments, in fp32."""
@@ -80,11 +71,6 @@ class Blueprint:
     def names(self) -> Sequence[frozenset[str]]:
         """Of each layer, the weights of its own that train, by their names in it; empty: none do, in any."""
         return () if self.trained is None else self.trained.names
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens the head tells apart."""
-        return int(getattr(self.model.config.get_text_config(), "vocab_size", 0))
 
     @property
     def lowest_adapted(self) -> int:
@@ -133,11 +119,13 @@ def draw_up(
         outside_bytes += head.keep_whole(tables, "weights of the model train")
         outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
-        trained = _train_weights(model, layers, wanted, f"{name}.")
+        for one, parameter in model.named_parameters():  # of those inside the layers each call is given the values
+            parameter.requires_grad_(wanted(one) and not one.startswith(f"{name}."))
+        trained = trained_bytes(model, layers, wanted)
         count, adapter = trained.parameters, trained.on_device
-    ends, stored_as = (outside_bytes, tables, head), (index.nbytes, index.files)
+    ends, trains = (outside_bytes, tables, head), (adapter, count)
     return Blueprint(
-        directory, model, layers, *ends, adapter, count, *stored_as, parameters, trained, parallel=parallel
+        directory, model, layers, *ends, *trains, index.nbytes, parameters, trained=trained, parallel=parallel
     )
 
 
@@ -162,12 +150,3 @@ def _attach(model: PreTrainedModel, config: LemaConfig, device: Backend, tables:
     why = head.touched()
     of_head = 0 if why is None else head.keep_whole(tables, why)
     return of_head + tables.keep_whole(tables.names.intersection(touched))
-
-
-def _train_weights(
-    model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool], inside: str
-) -> TrainedBytes:
-    """Have those outside the layers require grad, as training does; those inside are given to each call."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(chosen(name) and not name.startswith(inside))
-    return trained_bytes(model, layers, chosen)

@@ -72,8 +72,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        run = _grouped if func is aten._grouped_mm.default else func
-        result = run(*args, **kwargs)
+        result = (_grouped if func is aten._grouped_mm.default else func)(*args, **kwargs)
         formula = FORMULAS.get(func._overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.flops += flops
@@ -84,8 +83,8 @@ class Tally(TorchDispatchMode):
             if self.counts(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._alive:
-                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                    self._numbered.append(self._alive[storage._cdata][0])
+                    self._numbered.append(StorageWeakRef(storage))
+                    self._alive[storage._cdata] = self._numbered[-1], storage.nbytes()
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         product = func._overloadpacket in PRODUCTS or formula is None
         self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))

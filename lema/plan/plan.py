@@ -147,7 +147,7 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
     options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
-    options |= {"vocab_size": planner.blueprint.vocabulary or None}
+    options["vocab_size"] = getattr(planner.blueprint.model.config.get_text_config(), "vocab_size", None)
     if preferences and tokenizer is not None:
         options["labelled"] = config.objective == "kto"
         counts = prepare_preferences(config.train_data, tokenizer, **options).counts

@@ -303,14 +303,15 @@ def planner_of(
 
 def _with_head(planner: Planner) -> Planner:
     """Return the planner with the head where a run would have it: in pieces if it is asked for or does not fit."""
-    blueprint = planner.blueprint
-    whole = replace(planner, blueprint=blueprint.with_whole_head())
-    if not blueprint.head.asked:
+    blueprint, head = planner.blueprint, planner.blueprint.head
+    if not head.asked:
+        whole = replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes)
+        on_device = replace(planner, blueprint=whole)
         with suppress(MemoryLimitError):
-            whole.allocation(whole.demand())
-            blueprint.head.keep_whole(blueprint.tables)
-            return whole
-    return replace(planner, blueprint=blueprint.with_head_in_pieces())
+            on_device.allocation(on_device.demand())
+            head.keep_whole(blueprint.tables)
+            return on_device
+    return replace(planner, blueprint=replace(blueprint, pieces=head.pieces(blueprint.layers)))
 
 
 def workload_of(blueprint: Blueprint, batch: MicroBatch, config: LemaConfig) -> Workload:

@@ -56,11 +56,6 @@ class Simulated:
         busy = {"compute": self.compute, "link": self.link, "disk": self.disk}
         return max(busy, key=lambda name: busy[name])
 
-    @property
-    def bound(self) -> float:
-        """Seconds below which no schedule could come."""
-        return max(self.compute, self.link, self.disk)
-
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
     """Return layers of the sizes that a demand names, of which nothing else is known."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +41,6 @@ class Clock:
     def wait_until(self, moment: float) -> None:
         """Let time pass, if the moment is not past."""
         self.now = max(self.now, moment)
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Let another thread wait in the `with` block: afterwards it is as late as it was before."""
-        before = self.now
-        try:
-            yield
-        finally:
-            self.now = before
 
 
 class Line:
@@ -218,10 +208,10 @@ class VirtualReader(LayerReader):
     ) -> Ticket:
         """Queue the read of a layer."""
         device, known = self._on, self._on.memory_of(buffer)
-        with device.clock.elsewhere():
-            if before is not None:
-                before()
-            begin = device.clock.now
+        now = device.clock.now
+        if before is not None:
+            before()  # another thread waits in it: afterwards this one is as late as it was
+        begin, device.clock.now = device.clock.now, now
         if known.leased:
             raise ScheduleError("a buffer was refilled while its layer was on lease")
         start, done = device.disk.do(layer.read_bytes, begin)
@@ -243,5 +233,4 @@ class _Read(Ticket):
     def wait(self) -> None:
         self._clock.wait_until(self._end)
 
-    def settle(self) -> None:
-        self._clock.wait_until(self._end)
+    settle = wait

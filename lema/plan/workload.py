@@ -227,7 +227,9 @@ def _measure(
     learn(split, layers)
     with Tally() as tally:
         tally.leave_out([tokens, *split.model.parameters(), *split.model.buffers()])
-        prelude = split.prelude({"input_ids": tokens}, {}, differentiate=_trains_outside(split))
+        inside, parameters = f"{split.layers_name}.", split.model.named_parameters()
+        outside_trains = any(one.requires_grad and not name.startswith(inside) for name, one in parameters)
+        prelude = split.prelude({"input_ids": tokens}, {}, differentiate=outside_trains)
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
     inputs = _given(split, layers, prelude)
     entered, hidden = inputs[0], inputs[-1]
@@ -255,11 +257,6 @@ def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
     with Tally():  # which knows more shapes
         few = torch.ones(1, math.lcm(8, split.parallel.size), dtype=torch.long)
         split.prelude({"input_ids": few}, fake_weights(layers[0]))
-
-
-def _trains_outside(split: Split) -> bool:
-    inside = f"{split.layers_name}."
-    return any(one.requires_grad and not name.startswith(inside) for name, one in split.model.named_parameters())
 
 
 def _layer_work(

@@ -1,4 +1,4 @@
-"""The machine itself: system, processors, memory, and the limits that this process is under.
+"""The machine itself: system, processors, memory, the limits that this process is under, and its environment variables.
 
 Files such as those of `/proc` are read below `root`, which tests put elsewhere.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,14 +19,21 @@ from lema.backend import Fact, Finding, Level
 from lema.backend.hostmemory import groups, memory_limit
 from lema.config.units import human_bytes
 
-__all__ = ["machine", "usable_processors"]
+__all__ = ["LAUNCHED", "environment", "machine"]
 
 
-SECTION = "machine"
+SECTION, ENVIRONMENT = "machine", "environment"
 ROOT = Path("/")
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
 MAY_LOCK = 1 << 14  # CAP_IPC_LOCK
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by `torchrun`
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+SECRET = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+PLAIN = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "MALLOC_ARENA_MAX", "LD_PRELOAD")
+ALLOCATOR = re.compile(r"PYTORCH_(\w+_)?ALLOC_CONF")
+YES = {"1", "true", "yes", "on"}
 Limits = Callable[[int], tuple[int, int]]
 
 
@@ -153,3 +161,56 @@ def _field(file: Path, *names: str) -> str:
 
 def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
+
+
+def environment(given: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:
+    """Tell which variables that matter are set, and what they do; `threads` of the machine may be kept busy."""
+    found = [
+        *_threads(given, usable_processors() if threads is None else threads),
+        *_hub(given),
+        *(_says(name, given) for name in sorted(given) if ALLOCATOR.fullmatch(name)),
+        *(_says(name, given) for name in PLAIN if name in given),
+        *_launched(given),
+    ]
+    yield from found or [Finding(ENVIRONMENT, "variables", Level.OK, "No variable is set that matters.")]
+
+
+def _threads(given: Mapping[str, str], threads: float) -> Iterator[Finding]:
+    for name in filter(given.__contains__, THREADS):
+        asked = given[name].split(",")[0]
+        if asked.isdigit() and int(asked) < int(threads):
+            what = f"{name}={given[name]}: computing in host memory uses {asked} of {threads:g} hardware threads."
+            how = f"unset {name}, or set it to {int(threads)}"
+            yield Finding(ENVIRONMENT, name, Level.NOTE, what, how, facts={"value": given[name]})
+        else:
+            yield _says(name, given)
+
+
+def _hub(given: Mapping[str, str]) -> Iterator[Finding]:
+    for name in filter(given.__contains__, OFFLINE):
+        if given[name].lower() in YES:
+            what = f"{name}={given[name]}: nothing is fetched from the hub; models come from the cache or a directory."
+            yield Finding(ENVIRONMENT, name, Level.NOTE, what, facts={"value": given[name]})
+        else:
+            yield _says(name, given)
+    for name in SECRET:
+        if given.get(name):
+            yield Finding(ENVIRONMENT, name, Level.OK, f"{name} is set.", facts={"value": "set"})
+
+
+def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
+    """Tell what `torchrun` said: all of it, or nothing."""
+    facts = {name.lower(): given.get(name) for name in LAUNCHED}
+    if not (there := [name for name in LAUNCHED if name in given]):
+        return
+    if missing := [name for name in LAUNCHED if not given.get(name)]:
+        what = f"{', '.join(there)} set, {', '.join(missing)} not: torchrun sets all of them."
+        how = f"start the processes with torchrun, or unset {' '.join(there)}"
+        yield Finding(ENVIRONMENT, "torchrun", Level.WARNING, what, how, facts=facts)
+        return
+    what = f"torchrun started this process: {given['RANK']} of {given['WORLD_SIZE']}."
+    yield Finding(ENVIRONMENT, "torchrun", Level.NOTE, what, facts=facts)
+
+
+def _says(name: str, given: Mapping[str, str]) -> Finding:
+    return Finding(ENVIRONMENT, name, Level.OK, f"{name}={given[name]}.", facts={"value": given[name]})

@@ -19,8 +19,7 @@ from rich.text import Text
 from lema.backend import Finding, Level
 from lema.cli.doctor.device import devices, links
 from lema.cli.doctor.disk import disk
-from lema.cli.doctor.environment import environment
-from lema.cli.doctor.machine import machine
+from lema.cli.doctor.machine import environment, machine
 from lema.cli.doctor.versions import versions
 from lema.config.printing import print_table
 

@@ -1,4 +1,7 @@
-"""The batch of texts that memory has room for: weights, keys and values and one pass, within the limits of a run."""
+"""What memory has room for beside the weights, within the limits of a run: batches of texts, and rows that are scored.
+
+Texts take keys and values, and rows hidden states, which wait between layers on the device or on the host.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from lema.plan.allocate import OpenModel, allocated, of_one_process, unknown_spe
 from lema.plan.cost import Allocation, Demand, device_parts, host_parts
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
 
-__all__ = ["Room", "TextPlan", "most_that_fit", "plan_texts"]
+__all__ = ["RowPlan", "TextPlan", "plan_rows", "plan_texts"]
+
+LOGITS = 3  # copies of a chunk's logits, as fp32
+STATES = 2  # of one layer: what went in, and what comes out
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def plan_texts(
         ModelError: what the model computes depends on values.
     """
     sized = text_bytes(opened.skeleton, opened.layers, prompt, new, opened.backend.parallel)
-    room, shared = Room.of(opened, held), opened.backend.memory().shared
+    room, shared = _Room.of(opened, held), opened.backend.memory().shared
     away = host and not shared
 
     def plan(count: int) -> TextPlan | MemoryLimitError:
@@ -67,7 +73,7 @@ def plan_texts(
     wanted = plan(rows or most)
     if isinstance(wanted, TextPlan):
         return wanted
-    fitting = most_that_fit(plan, rows or most)
+    fitting = _most_that_fit(plan, rows or most)
     if rows is None and isinstance(widest := plan(max(fitting, 1)), TextPlan):
         return widest
     need = sized.of(rows or 1)
@@ -86,14 +92,72 @@ def plan_texts(
     )
 
 
-def most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
+@dataclass(frozen=True)
+class RowPlan:
+    """A pass over the weights that scores rows."""
+
+    rows: int  # of a pass
+    at_once: int  # that a layer computes at once
+    on_host: bool  # hidden states of all but those wait in host memory
+    state_bytes: int  # of all hidden states
+    allocation: Allocation  # of memory to weights, with that much left beside them
+
+
+def plan_rows(
+    opened: OpenModel, length: int, most: int, *, at_once: int, rows: int | None, held: Allocation | None
+) -> RowPlan:
+    """Return the pass that scores rows of at most `length` tokens.
+
+    Args:
+        most: rows that there are; a layer computes `at_once` of them at once, if there is room.
+        rows: of a pass; None: as many as there is room for.
+        held: what memory is spent on already; None: nothing yet, so the plan chooses it.
+
+    Raises:
+        MemoryLimitError: one row does not fit, or not so many of a pass; it names how many do.
+        ModelError: what the model computes depends on values.
+    """
+    sized = text_bytes(opened.skeleton, opened.layers, length, 1, opened.backend.parallel)
+    config = opened.skeleton.config.get_text_config()
+    row = STATES * length * config.hidden_size * opened.skeleton.dtype.itemsize
+    logits = LOGITS * opened.config.loss_chunk_tokens * config.vocab_size * 4
+    room, shared = _Room.of(opened, held), opened.backend.memory().shared
+
+    def plan(count: int, together: int) -> RowPlan | MemoryLimitError:
+        taken = sized.of(together)
+        beside = max(taken.peak - taken.keys_values, logits)
+        found = room.fit(beside + count * row, 0)
+        if isinstance(found, Allocation):
+            return RowPlan(count, together, False, count * row, found)
+        if shared:
+            return found
+        away = room.fit(beside + together * row, count * row)
+        return RowPlan(count, together, True, count * row, away) if isinstance(away, Allocation) else away
+
+    together = min(at_once, most)
+    while isinstance(plan(together, together), MemoryLimitError) and together > 1:
+        together //= 2
+    wanted = plan(min(rows or most, most), together)
+    if isinstance(wanted, RowPlan):
+        return wanted
+    fitting = _most_that_fit(lambda count: plan(count, together), rows or most)
+    if rows is None and isinstance(widest := plan(max(fitting, 1), together), RowPlan):
+        return widest
+    raise MemoryLimitError(
+        f"hidden states of {rows or 1} rows of up to {length:,} tokens do not fit: {human_bytes((rows or 1) * row)}",
+        where=wanted.where,
+        how=f"score {fitting} in a pass (--rows-per-pass {fitting})" if fitting else wanted.how or "shorten the rows",
+    )
+
+
+def _most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
     """Return the largest number for which there is a plan and no MemoryLimitError; 0: not even 1 fits."""
     counts = range(1, fewer_than)
     return bisect_left(counts, True, key=lambda count: isinstance(plan(count), MemoryLimitError))
 
 
 @dataclass(frozen=True)
-class Room:
+class _Room:
     """Memory that passes without a backward have, beside the weights."""
 
     opened: OpenModel
@@ -104,7 +168,7 @@ class Room:
     totals: tuple[int, int, int]  # of the device and the host, and what is available on the host
 
     @classmethod
-    def of(cls, opened: OpenModel, held: Allocation | None) -> Room:
+    def of(cls, opened: OpenModel, held: Allocation | None) -> _Room:
         """Return the room of an open model; processes of a group ask together, and get that of the least of them."""
         config, backend = opened.config, opened.backend
         memory, replicas = backend.memory(), backend.replicas

@@ -12,7 +12,7 @@ from lema.engine.head.likelihood import Likelihood, likelihoods
 from lema.engine.head.loss import IGNORED
 from lema.errors import DataError
 from lema.plan import Allocation
-from lema.plan.inference.rows import RowPlan, plan_rows
+from lema.plan.inference.room import RowPlan, plan_rows
 from lema.train.inference.texts import planned
 
 if TYPE_CHECKING:

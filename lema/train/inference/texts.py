@@ -13,8 +13,7 @@ from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
 from lema.errors import ConfigError, ModelError
 from lema.plan import Allocation
-from lema.plan.inference.room import TextPlan, plan_texts
-from lema.plan.inference.rows import RowPlan
+from lema.plan.inference.room import RowPlan, TextPlan, plan_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +49,7 @@ def plan_of(
     """Return what the batches of these prompts take, the widest of them counted; None: it cannot be told.
 
     Args:
-        prompts: token ids of each.
         batch_size: prompts at once; None: as many as there is room for, 64 at most.
-        keys_values: where keys and values of layers wait for the next token.
         choose: spend the limits of memory on these texts, and not on a step of training.
 
     Raises:
@@ -94,8 +91,7 @@ def texts_of(
 ) -> list[str]:
     """Return the text that follows each prompt, in their order; `batch_size` None: all at once.
 
-    Raises:
-        MemoryLimitError: keys and values of a batch do not fit; `DataError` and `ConfigError`: as `completions`.
+    Raises a MemoryLimitError where keys and values of a batch do not fit, and what `completions` does.
     """
     ids = checked(encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt))
     size = batch_size or len(ids)
@@ -126,9 +122,7 @@ def completions(
     """Yield the texts of each batch as it ends, in the order of `batches_of`.
 
     Args:
-        prompts: token ids of each.
         options: of `transformers`' `generate`, and `stop_strings`.
-        keys_values: where keys and values of layers wait for the next token.
         seed: each batch begins with this number and its own; None: random numbers go on where they are.
         done: prompts that need no text; a batch of such alone is left out, and no other batch changes by it.
         told: called after each token with how many texts got one.
