@@ -255,8 +255,7 @@ def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
 
 @lru_cache(maxsize=4096)
 def fetches(num_layers: int, slots: int, held: frozenset[int], lowest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers that one step after many others fetches on the way up, and on the way down; those that are
-    `held` are fetched once for good."""
+    """Return the layers that a step after many others fetches on the way up, and down; never those that are `held`."""
     whole = training_order(num_layers, lowest)
     first, then_up = fetched(whole, slots, held), fetched(whole + whole[:num_layers], slots, held)
     return then_up[len(first) :], fetched(whole * 2, slots, held)[len(then_up) :]

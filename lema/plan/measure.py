@@ -182,10 +182,7 @@ def _one_of_each(
     *,
     blank: bool = False,
 ) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
-    """Time one layer of each kind, whose adapters have memory but no values where they are `blank`.
-
-    Returns these layers, their seconds, and a hidden state as the head is given it.
-    """
+    """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet."""
     firsts, calls, given = calls_of(split, layers, batch, trained)
     split.model.train()
     for index in firsts:

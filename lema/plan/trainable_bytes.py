@@ -61,8 +61,7 @@ class TrainableBytes:
 
     @property
     def passing(self) -> int:
-        """Bytes of a layer's gradients on their way to the optimizer: those that arrive while those of the layer
-        before are stepped, and these in fp32."""
+        """Bytes of gradients on their way: those that arrive, those of the layer being stepped, and these in fp32."""
         return 2 * self.nbytes + MASTER_BYTES * self.count
 
     def movable(self, *, clipped: bool) -> int:
@@ -89,8 +88,7 @@ def trainable_bytes(weights: Iterable[tuple[str, int, torch.dtype]]) -> Trainabl
 
 
 def outside_bytes(outside: TrainableBytes, *, shared: bool) -> int:
-    """Return the bytes of masters and moments of weights outside the layers; on a device with memory of its own every
-    one has a master in host memory."""
+    """Return the bytes of masters and moments of weights outside the layers; unless `shared`, all have a master."""
     return outside.moments + (outside.masters if shared else MASTER_BYTES * outside.count)
 
 
@@ -145,8 +143,7 @@ class TrainedBytes:
 
     @property
     def on_device(self) -> int:
-        """Bytes beside the weights outside the layers: their gradients; one is formed before it is added to what is
-        there."""
+        """Bytes of gradients of weights outside the layers; one is formed before it is added to what is there."""
         return self.outside.nbytes + self.outside.largest
 
     @property

@@ -96,8 +96,7 @@ class Workload:
 
     @property
     def working_bytes(self) -> int:
-        """The most that one micro-batch needs at once beside the adapters and their gradients, be it before, in, or
-        after the layers."""
+        """The most that one micro-batch needs at once beside adapters and gradients, before, in or after the layers."""
         # The graph of the top layer, and the gradient of its output, wait while the head is computed.
         top = self.of(len(self.kinds) - 1).forward_bytes + self.hidden_bytes
         return self._most(top + self.head.working_bytes)
@@ -110,10 +109,8 @@ class Workload:
         return self._most(round(self.pieces.working_bytes + kept))
 
     def _most(self, turn: int) -> int:
-        """Return the most that is needed anywhere, given what the turn takes with the gradients of adapters.
-
-        These are not there yet at the turn: they come on the way down.
-        """
+        """Return the most that is needed anywhere, given what the turn takes with the gradients of adapters."""
+        # These are not there yet at the turn, because they come on the way down.
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
         return max(self.prelude_bytes, turn - to_come, *(work.working_bytes for work in self.works))
 
@@ -357,10 +354,7 @@ def _pieces_work(
 
 @contextmanager
 def without_values(model: PreTrainedModel) -> Iterator[None]:
-    """Let what is in the model's memory, or belongs there, be tensors without values for the length of a `with` block.
-
-    Weights of the decoder layers stay on `meta`: they are given to each call.
-    """
+    """Let a model's tensors have no values in a `with` block; layers' weights, given to each call, stay on `meta`."""
     training = model.training
     inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
 

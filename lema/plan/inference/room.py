@@ -16,7 +16,7 @@ from lema.backend.registry import kept_unasked
 from lema.config.units import human_bytes, parse_memory
 from lema.errors import MemoryLimitError
 from lema.plan.allocate import OpenModel, allocated, of_one_process, unknown_speeds
-from lema.plan.cost import Allocation, Demand, device_parts, host_parts
+from lema.plan.cost import Allocation, device_parts, host_parts
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
 
 __all__ = ["RowPlan", "TextPlan", "plan_rows", "plan_texts"]
@@ -62,12 +62,12 @@ def plan_texts(
         ModelError: what the model computes depends on values.
     """
     sized = text_bytes(opened.skeleton, opened.layers, prompt, new, opened.backend.parallel)
-    room, shared = _Room.of(opened, held), opened.backend.memory().shared
+    room, shared = _room(opened, held), opened.backend.memory().shared
     away = host and not shared
 
     def plan(count: int) -> TextPlan | MemoryLimitError:
         taken = sized.of(count)
-        found = room.fit(taken.on_device(host=away), taken.keys_values if away else 0)
+        found = room(taken.on_device(host=away), taken.keys_values if away else 0)
         return found if isinstance(found, MemoryLimitError) else TextPlan(count, prompt, new, host, taken, found)
 
     wanted = plan(rows or most)
@@ -99,7 +99,6 @@ class RowPlan:
     rows: int  # of a pass
     at_once: int  # that a layer computes at once
     on_host: bool  # hidden states of all but those wait in host memory
-    state_bytes: int  # of all hidden states
     allocation: Allocation  # of memory to weights, with that much left beside them
 
 
@@ -121,18 +120,15 @@ def plan_rows(
     config = opened.skeleton.config.get_text_config()
     row = STATES * length * config.hidden_size * opened.skeleton.dtype.itemsize
     logits = LOGITS * opened.config.loss_chunk_tokens * config.vocab_size * 4
-    room, shared = _Room.of(opened, held), opened.backend.memory().shared
+    room, shared = _room(opened, held), opened.backend.memory().shared
 
     def plan(count: int, together: int) -> RowPlan | MemoryLimitError:
         taken = sized.of(together)
         beside = max(taken.peak - taken.keys_values, logits)
-        found = room.fit(beside + count * row, 0)
-        if isinstance(found, Allocation):
-            return RowPlan(count, together, False, count * row, found)
-        if shared:
-            return found
-        away = room.fit(beside + together * row, count * row)
-        return RowPlan(count, together, True, count * row, away) if isinstance(away, Allocation) else away
+        found, on_host = room(beside + count * row, 0), False
+        if isinstance(found, MemoryLimitError) and not shared:
+            found, on_host = room(beside + together * row, count * row), True
+        return found if isinstance(found, MemoryLimitError) else RowPlan(count, together, on_host, found)
 
     together = min(at_once, most)
     while isinstance(plan(together, together), MemoryLimitError) and together > 1:
@@ -156,56 +152,48 @@ def _most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
     return bisect_left(counts, True, key=lambda count: isinstance(plan(count), MemoryLimitError))
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Memory that passes without a backward have, beside the weights."""
+def _room(opened: OpenModel, held: Allocation | None) -> Callable[[int, int], Allocation | MemoryLimitError]:
+    """Return what tells, of bytes on the device and on the host, what weights get beside them, or why nothing fits.
 
-    opened: OpenModel
-    weights: Demand  # without what is computed with them
-    device: int  # bytes that may be used there; 0: nobody knows
-    host: int
-    held: Allocation | None  # what weights have already; None: they are given what fits
-    totals: tuple[int, int, int]  # of the device and the host, and what is available on the host
+    Processes of a group ask together, and get the room of the least of them.
+    """
+    config, backend, replicas = opened.config, opened.backend, opened.backend.replicas
+    shared, measured = backend.memory().shared, (backend.memory().total, psutil.virtual_memory().total)
+    totals = tuple(map(min, zip(*replicas.everyone((*measured, memory_available())), strict=True)))
+    total, host_total, available = totals
+    in_pieces = opened.head.asked if held is None else held.pieces > 0
+    # Whole unless the settings ask for pieces, because each token would read all of them once more.
+    weights = opened.demand(None, None, in_pieces=in_pieces)
+    adapters = sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad)
+    lowest = len(opened.layers) - 1  # because nothing is kept for a backward
+    weights = replace(weights, adapter_bytes=adapters, lowest=lowest)
+    weights = of_one_process(weights, replicas, sharded=config.shard_weights)
+    host = available
+    if config.host_memory is not None and held is None:  # else its share is gone from what is available already
+        host = parse_memory(config.host_memory, host_total)
+    device = host if shared else total  # 0: nobody knows
+    if config.device_memory is not None:
+        device = parse_memory(config.device_memory, total) or device
+    kept = kept_unasked(backend) if config.device_memory is None and total else 0.0
 
-    @classmethod
-    def of(cls, opened: OpenModel, held: Allocation | None) -> _Room:
-        """Return the room of an open model; processes of a group ask together, and get that of the least of them."""
-        config, backend = opened.config, opened.backend
-        memory, replicas = backend.memory(), backend.replicas
-        measured = memory.total, psutil.virtual_memory().total, memory_available()
-        device, total, available = map(min, zip(*replicas.everyone(measured), strict=True))
-        in_pieces = opened.head.asked if held is None else held.pieces > 0
-        # Whole unless the settings ask for pieces, because each token would read all of them once more.
-        demand = opened.demand(None, None, in_pieces=in_pieces)
-        adapters = sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad)
-        lowest = len(opened.layers) - 1  # because nothing is kept for a backward
-        demand = replace(demand, adapter_bytes=adapters, lowest=lowest)
-        demand = of_one_process(demand, replicas, sharded=config.shard_weights)
-        limit = None if config.device_memory is None else parse_memory(config.device_memory, device)
-        host = available if config.host_memory is None else parse_memory(config.host_memory, total)
-        if held is not None:  # its share is gone from what is available already
-            host = available
-        return cls(opened, demand, limit or (host if memory.shared else device), host, held, (device, total, available))
-
-    def fit(self, on_device: int, on_host: int) -> Allocation | MemoryLimitError:
-        """Return what weights get beside so many bytes, or why nothing fits."""
-        demand, config, shared = replace(self.weights, working_bytes=on_device), self.opened.config, self.weights.shared
-        allocation = self.held
+    def fit(on_device: int, on_host: int) -> Allocation | MemoryLimitError:
+        demand, allocation = replace(weights, working_bytes=on_device), held
         if allocation is None:
-            kept = kept_unasked(self.opened.backend) if config.device_memory is None and self.totals[0] else 0.0
             try:
-                allocation = allocated(config, demand, unknown_speeds(shared=shared), *self.totals, kept=kept)
+                allocation = allocated(config, demand, unknown_speeds(shared=shared), *totals, kept=kept)
             except MemoryLimitError as error:
                 return error
         there = sum(device_parts(demand, allocation).values())
-        if shared and config.device_memory is None and self.held is not None:
+        if shared and config.device_memory is None and held is not None:
             there = on_device  # what weights have is no longer available
-        if self.device and there > self.device:
+        if device and there > device:
             return MemoryLimitError("the device's memory is too small", where=_where(config.device_memory, "device"))
-        beside = 0 if self.held is not None else sum(host_parts(demand, allocation).values())
-        if on_host * demand.processes + beside > self.host:
+        beside = 0 if held is not None else sum(host_parts(demand, allocation).values())
+        if on_host * demand.processes + beside > host:
             return MemoryLimitError("host memory is too small", where=_where(config.host_memory, "host"))
         return allocation
+
+    return fit
 
 
 def _where(setting: object, what: str) -> str:

@@ -89,10 +89,7 @@ def texts_of(
     keys_values: KeyValues,
     options: Mapping[str, Any],
 ) -> list[str]:
-    """Return the text that follows each prompt, in their order; `batch_size` None: all at once.
-
-    Raises a MemoryLimitError where keys and values of a batch do not fit, and what `completions` does.
-    """
+    """Return the text that follows each prompt; `batch_size` None: all at once. Errors: of `plan_of`, `completions`."""
     ids = checked(encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt))
     size = batch_size or len(ids)
     plan_of(model, ids, max_new_tokens, size, keys_values)
