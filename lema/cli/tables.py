@@ -103,7 +103,7 @@ def _more(plan: Plan) -> Iterator[Row]:
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
     if not machine.shared:
         yield "machine", "link", f"{human_bytes(machine.speeds.link)}/s"
-    yield "machine", "matrix products", f"{human_count(plan.flops)}FLOP/s"
+    yield "machine", "matrix products", f"{human_count(machine.flops(plan.itemsize))}FLOP/s"
     if (epoch := plan.epoch) is not None:
         yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
         yield "an epoch", "steps", f"{epoch.steps:,}"

@@ -88,11 +88,6 @@ class Plan:
         return sum(memory.host.values()) + on_device
 
     @property
-    def flops(self) -> float:
-        """Operations per second in the model's dtype."""
-        return self.machine.flops(self.itemsize)
-
-    @property
     def tokens_per_second(self) -> float:
         """Tokens that the run trains on in a second, padding included."""
         return self.tokens / self.step.seconds
@@ -177,13 +172,16 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
         richer = planner.allocation(demand, **{setting: used + bought * GB})
         return max(0.0, seconds - planner.simulated(demand, richer).seconds) / bought
 
-    config = planner.config
+    def step_fits(count: int) -> bool:
+        return planner.fits(planner.demand(StepShape(micro, count * micro.rows)))
+
+    config, micro = planner.config, planner.shape.micro_batch
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(
         crossover=_crossover(needs),
         largest_micro_batch=_largest_micro_batch(planner),
-        largest_step=_largest_step(planner),
+        largest_step=_largest(step_fits, MOST_TOKENS // micro.tokens) * micro.tokens,
         gigabyte_on_device=saved_by("device_memory", on_device),
         gigabyte_in_host=saved_by("host_memory", in_host),
     )
@@ -237,16 +235,6 @@ def _grown(one: Any, two: Any, rows: int) -> Any:
         kind: Any = type(one)
         return kind(*(_grown(getattr(one, part.name), getattr(two, part.name), rows) for part in fields(one)))
     return one + (rows - 1) * (two - one) if type(one) is int else one
-
-
-def _largest_step(planner: Planner) -> int:
-    """Return how many tokens a step can have, in micro-batches as large as the run's own."""
-    micro = planner.shape.micro_batch
-
-    def fits(count: int) -> bool:
-        return planner.fits(planner.demand(StepShape(micro, count * micro.rows)))
-
-    return _largest(fits, MOST_TOKENS // micro.tokens) * micro.tokens
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
