@@ -65,19 +65,15 @@ class OpenModel:
     head: HeadCut
 
     def allocate(self, shape: StepShape | None = None) -> Allocation:
-        """Return what the memory of a run is to be spent on.
+        """Return what the memory of a run is to be spent on, or raise a MemoryLimitError: the limits are too small.
 
         Without limits in the settings it is what streaming needs, and nothing is measured for it; or, with a backend
         on which layers stay unasked, as many of them as its memory holds. Where a device memory limit leaves a choice
         between layers that stay and layers that are not recomputed, disk, link and one layer of each kind are measured,
-        which takes a few seconds.
-
-        Several processes ask for it at once, and get the same: that of the least memory any of them has. Where they
-        hold layers together, layers are not timed. Activations count towards the limits where the shape of a step is
-        given and they can be told ahead; else weights and what trains alone, with a warning in the second case.
-
-        Raises:
-            MemoryLimitError: the limits are too small.
+        which takes a few seconds. Several processes ask for it at once, and get the same: that of the least memory any
+        of them has. Where they hold layers together, layers are not timed. Activations count towards the limits where
+        the shape of a step is given and they can be told ahead; else weights and what trains alone, with a warning in
+        the second case.
         """
         config, backend = self.config, self.backend
         speeds, timings, workload = unknown_speeds(shared=backend.memory().shared), None, None

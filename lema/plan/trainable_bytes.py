@@ -155,8 +155,7 @@ class TrainedBytes:
 def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool]) -> TrainedBytes:
     """Look at a model without adapters for what trains: those of its parameters whose names are chosen.
 
-    Raises:
-        ConfigError: a layer that trains is stored quantised, or something that trains is of a type that does not.
+    Raises a ConfigError where a layer that trains is stored quantised, or anything that does is of a type that cannot.
     """
     prefix = f"{find_layers(model)[0]}."
     names: list[set[str]] = [set() for _ in layers]

@@ -44,12 +44,7 @@ def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console
     """Fine-tune a small model on bundled text, on the CPU, without network, and show what happens.
 
     Everything is written to `directory`; a second run replaces the files of the first. The text is `almanac.txt` in
-    this package, written for this project and under its licence.
-
-    Args:
-        directory: where to put the model, the data, the config and the adapter; made where it does not exist.
-        max_steps: optimizer steps to train for; None: as `train.yaml` in this package says.
-        console: what to print on; None: standard output.
+    this package, written for this project and under its licence; `train.yaml` beside it says how many steps there are.
 
     Raises:
         ConfigError: `directory` was not made by the demo.

@@ -165,37 +165,24 @@ def _limit(value: int) -> int | None:
 
 def environment(given: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:
     """Tell which variables that matter are set, and what they do; `threads` of the machine may be kept busy."""
-    found = [
-        *_threads(given, usable_processors() if threads is None else threads),
-        *_hub(given),
-        *(_says(name, given) for name in sorted(given) if ALLOCATOR.fullmatch(name)),
-        *(_says(name, given) for name in PLAIN if name in given),
-        *_launched(given),
-    ]
+    busy = usable_processors() if threads is None else threads
+    names = (*THREADS, *OFFLINE, *SECRET, *sorted(filter(ALLOCATOR.fullmatch, given)), *PLAIN)
+    there = [name for name in names if name in given and (given[name] or name not in SECRET)]
+    found = [*(_variable(name, given[name], busy) for name in there), *_launched(given)]
     yield from found or [Finding(ENVIRONMENT, "variables", Level.OK, "No variable is set that matters.")]
 
 
-def _threads(given: Mapping[str, str], threads: float) -> Iterator[Finding]:
-    for name in filter(given.__contains__, THREADS):
-        asked = given[name].split(",")[0]
-        if asked.isdigit() and int(asked) < int(threads):
-            what = f"{name}={given[name]}: computing in host memory uses {asked} of {threads:g} hardware threads."
-            how = f"unset {name}, or set it to {int(threads)}"
-            yield Finding(ENVIRONMENT, name, Level.NOTE, what, how, facts={"value": given[name]})
-        else:
-            yield _says(name, given)
-
-
-def _hub(given: Mapping[str, str]) -> Iterator[Finding]:
-    for name in filter(given.__contains__, OFFLINE):
-        if given[name].lower() in YES:
-            what = f"{name}={given[name]}: nothing is fetched from the hub; models come from the cache or a directory."
-            yield Finding(ENVIRONMENT, name, Level.NOTE, what, facts={"value": given[name]})
-        else:
-            yield _says(name, given)
-    for name in SECRET:
-        if given.get(name):
-            yield Finding(ENVIRONMENT, name, Level.OK, f"{name} is set.", facts={"value": "set"})
+def _variable(name: str, value: str, threads: float) -> Finding:
+    level, what, how, asked = Level.OK, f"{name}={value}.", "", value.split(",")[0]
+    if name in THREADS and asked.isdigit() and int(asked) < int(threads):
+        level, how = Level.NOTE, f"unset {name}, or set it to {int(threads)}"
+        what = f"{name}={value}: computing in host memory uses {asked} of {threads:g} hardware threads."
+    elif name in OFFLINE and value.lower() in YES:
+        level = Level.NOTE
+        what = f"{name}={value}: nothing is fetched from the hub; models come from the cache or a directory."
+    elif name in SECRET:
+        what, value = f"{name} is set.", "set"
+    return Finding(ENVIRONMENT, name, level, what, how, facts={"value": value})
 
 
 def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
@@ -210,7 +197,3 @@ def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
         return
     what = f"torchrun started this process: {given['RANK']} of {given['WORLD_SIZE']}."
     yield Finding(ENVIRONMENT, "torchrun", Level.NOTE, what, facts=facts)
-
-
-def _says(name: str, given: Mapping[str, str]) -> Finding:
-    return Finding(ENVIRONMENT, name, Level.OK, f"{name}={given[name]}.", facts={"value": given[name]})
