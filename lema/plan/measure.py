@@ -143,15 +143,14 @@ def probe(
     clock: Clock = time.perf_counter,
 ) -> tuple[Machine, Timings]:
     """Measure this machine with one micro-batch of a run; the clock times computing alone, not reading and copying."""
-    split = Split(blueprint.model, backend, parallel=blueprint.parallel)
-    speeds, dtype = _speeds(blueprint.layers, backend), main_dtype(blueprint.model)
-    rate = _matmul(max(blueprint.layers, key=lambda layer: layer.nbytes), shape.micro_batch.tokens, dtype, backend)
-    layers, batch = blueprint.layers, shape.micro_batch
+    layers, batch, dtype = blueprint.layers, shape.micro_batch, main_dtype(blueprint.model)
+    split, speeds = Split(blueprint.model, backend, parallel=blueprint.parallel), _speeds(layers, backend)
+    rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
     firsts, found, hidden = _one_of_each(split, layers, batch, backend, clock, blueprint.names, blank=True)
     whole = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
     ends = workload.head.flops / rate, 0.0  # where they are too large to be made up
     if whole <= memory_available() / FREE_PART:
-        ends = _ends(blueprint, split, config, shape.micro_batch, hidden, backend, clock)
+        ends = _ends(blueprint, split, config, batch, with_values(hidden, backend), backend, clock)
     timings = Timings(found, *ends, _optimizer(blueprint, split, config, firsts, backend, clock))
     half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
     total, host = backend.memory().total, psutil.virtual_memory().total
@@ -202,7 +201,7 @@ def _one_of_each(
         )
         for index in firsts
     ]
-    return firsts, tuple(found), with_values(given[-1], backend)
+    return firsts, tuple(found), given[-1]
 
 
 def process_bytes() -> int:
