@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -107,13 +108,8 @@ def train(
 
     console = Console(highlight=False)  # one for both: a bar makes room for the lines
     with contextlib.closing(ProgressDisplay(console)) as display, tracing(trace) as recorded:
-        shared: dict[str, Any] = {
-            "resume": resume,
-            "callbacks": [progress_callback(display)],
-            "console": console,
-            "trust_remote_code": trust_remote_code,
-            "trace": recorded,
-        }
+        shared: dict[str, Any] = {"resume": resume, "console": console, "callbacks": [progress_callback(display)]}
+        shared |= {"trust_remote_code": trust_remote_code, "trace": recorded}
         if phased:
             from lema.train.phases.run import train_phases
 
@@ -129,17 +125,11 @@ def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Pat
     if weights_only and not resume:
         raise ConfigError("weights alone are taken of a checkpoint", where="--weights-only", how="give --resume, too")
     if weights_only and phased:
-        raise ConfigError(
-            "a checkpoint of phases is gone on from whole",
-            where="--weights-only",
-            how="leave it out: where the newest is damaged, an older one is taken",
-        )
+        how = "leave it out: where the newest is damaged, an older one is taken"
+        raise ConfigError("a checkpoint of phases is gone on from whole", where="--weights-only", how=how)
     if start is not None and not phased:
-        raise ConfigError(
-            "only a file of phases begins from a checkpoint elsewhere",
-            where=f"--from {start}",
-            how="use --resume for the newest checkpoint in output_dir",
-        )
+        how = "use --resume for the newest checkpoint in output_dir"
+        raise ConfigError("only a file of phases begins from a checkpoint elsewhere", where=f"--from {start}", how=how)
 
 
 def plan(
@@ -164,29 +154,25 @@ def plan(
         checked = config_of(config, settings)
     from lema.plan.machine import profile as find_profile
 
-    machine = None if profile is None else find_profile(profile)
+    shared: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
+    shared["machine"] = None if profile is None else find_profile(profile)
     from rich.console import Console
 
     if phased:
         from lema.train.phases.report import phase_report, show_report
 
-        report = phase_report(
-            file.config, file.plan, machine=machine, measure=True, price=price, trust_remote_code=trust_remote_code
-        )
-        if as_json:
-            typer.echo(json.dumps(report.to_dict(), indent=2))
-        else:
-            show_report(report, Console(highlight=False))
-        return
-
-    from lema.cli.tables import draw, show_plan
-    from lema.plan import make_plan
-
-    made, planner = make_plan(checked, machine, price=price, trust_remote_code=trust_remote_code)
-    if as_json:
-        typer.echo(json.dumps(made.to_dict(), indent=2))
+        report = phase_report(file.config, file.plan, measure=True, **shared)
+        told, show = report.to_dict(), partial(show_report, report)
     else:
-        show_plan(made, Console(highlight=False))
+        from lema.cli.tables import draw, show_plan
+        from lema.plan import make_plan
+
+        made, planner = make_plan(checked, **shared)
+        told, show = made.to_dict(), partial(show_plan, made)
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        show(Console(highlight=False))
     if plot is not None:
         draw(made, planner, plot)
 

@@ -1,4 +1,4 @@
-"""The arguments that several commands share, and how they become settings, models and rows."""
+"""The arguments that several commands share, and how they become settings and models."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,25 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from lema.errors import ConfigError, DataError
+from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from lema.config import LemaConfig
     from lema.train import LemaModel
-    from lema.train.run import Rows
 
-__all__ = [
-    "ConfigFile",
-    "Revision",
-    "Settings",
-    "Source",
-    "Trust",
-    "Verb",
-    "config_of",
-    "evaluation_rows",
-    "model_of",
-    "settings_of",
-]
+__all__ = ["ConfigFile", "Revision", "Settings", "Source", "Trust", "Verb", "config_of", "model_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.", show_default=False)]
@@ -73,11 +61,7 @@ class Verb(TyperCommand):
 
 
 def settings_of(given: list[str] | None) -> dict[str, Any]:
-    """Return what `--set` gives.
-
-    Raises:
-        ConfigError: it is not KEY=VALUE.
-    """
+    """Return what `--set` gives, or raise a ConfigError: it is not KEY=VALUE."""
     from lema.config.yaml import parse_value
 
     pairs = {}
@@ -90,11 +74,7 @@ def settings_of(given: list[str] | None) -> dict[str, Any]:
 
 
 def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
-    """Return the settings of a file, those of `--set` in place of its own.
-
-    Raises:
-        ConfigError: they are not valid; it says where each was given.
-    """
+    """Return the settings of a file, those of `--set` in place of its own; a ConfigError says where each was given."""
     from lema.config import LemaConfig
     from lema.config.problems import SettingsError
 
@@ -107,33 +87,14 @@ def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
 
 def model_of(source: Path, settings: list[str] | None, trust_remote_code: bool) -> "LemaModel":
     """Return the model of an adapter directory, or of a config with the adapter in its `output_dir`, if any."""
-    if source.is_dir():
-        overrides = settings_of(settings)
-        from lema.train import LemaModel
+    overrides = settings_of(settings) if source.is_dir() else {}
+    config = None if source.is_dir() else config_of(source, settings)
+    from lema.train import LemaModel  # after the settings, because importing it takes seconds
 
+    if config is None:
         return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
-    config = config_of(source, settings)
-    from lema.train import LemaModel
-
     if (Path(config.output_dir) / "adapter_config.json").is_file():
         given = config.model_dump(exclude_unset=True)
         return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
     typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
     return LemaModel(config, trust_remote_code=trust_remote_code)
-
-
-def evaluation_rows(model: "LemaModel", data: list[str] | None) -> "Rows":
-    """Return the rows of `data`, or else those that the model's config holds back.
-
-    Raises:
-        DataError: there are none.
-    """
-    from lema.train.batch import read_data
-    from lema.train.run import load_data
-
-    if paths := data or model.config.eval_data:
-        return read_data(model.config, model.files, paths)
-    held_back = load_data(model)[1] if model.config.train_data else None
-    if held_back is None:
-        raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
-    return held_back

@@ -77,11 +77,8 @@ def merge(
         apply_delta(adapter, out, base, size, trust_remote_code=trust_remote_code)
     else:
         if base is not None:
-            raise ConfigError(
-                "an adapter names its base itself",
-                where="--base",
-                how="leave it out, or change model_name_or_path in its lema_config.json",
-            )
+            how = "leave it out, or change model_name_or_path in its lema_config.json"
+            raise ConfigError("an adapter names its base itself", where="--base", how=how)
         from lema.convert import merge_adapter
 
         merge_adapter(

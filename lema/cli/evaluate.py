@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lema.cli.arguments import Settings, Source, Trust, evaluation_rows, model_of
+from lema.cli.arguments import Settings, Source, Trust, model_of
 from lema.config.units import human_bytes, human_duration
-from lema.errors import ConfigError
+from lema.errors import ConfigError, DataError
 
 __all__ = ["evaluate"]
 
@@ -53,11 +53,23 @@ def evaluate(
             how = Harness(limit, num_fewshot, include_path, apply_chat_template, batch_size, rows_per_pass)
             _run_tasks(model, names, how, output)
             return
-        rows = evaluation_rows(model, data)
-        measured = model.get_trainer().evaluate(rows)
+        measured = model.get_trainer().evaluate(_rows(model, data))
         if model.backend.replicas.first:
             for name, value in measured.items():
                 typer.echo(f"{name} {value:.6g}")
+
+
+def _rows(model: Any, data: list[str] | None) -> Any:
+    """Return the rows of `data`, or else those that the model's config holds back; a DataError: there are none."""
+    from lema.train.batch import read_data
+    from lema.train.run import load_data
+
+    if paths := data or model.config.eval_data:
+        return read_data(model.config, model.files, paths)
+    held_back = load_data(model)[1] if model.config.train_data else None
+    if held_back is None:
+        raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
+    return held_back
 
 
 def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> None:

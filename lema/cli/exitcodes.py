@@ -42,16 +42,11 @@ def _as_lema_error(error: Exception) -> LemaError:
         return LemaError(str(error.strerror), where=str(error.filename or ""))
     if is_out_of_memory(error):
         said, *_ = str(error).splitlines() or [""]
-        return MemoryLimitError(
-            f"the device is out of memory: {said}",
-            how="lower prefetch_depth, micro_batch_size or max_length, or set device_memory; `lema plan` shows what "
-            "takes how much",
-        )
+        how = "lower prefetch_depth, micro_batch_size or max_length, or set device_memory"
+        how += "; `lema plan` shows what takes how much"
+        return MemoryLimitError(f"the device is out of memory: {said}", how=how)
     if isinstance(error, MemoryError):
-        return MemoryLimitError(
-            "the machine is out of memory", how="lower micro_batch_size, host_memory or prefetch_depth"
-        )
-    return LemaError(
-        f"{type(error).__name__}: {error}",
-        how="this is no error lema knows; the same command with --debug shows where it arose",
-    )
+        how = "lower micro_batch_size, host_memory or prefetch_depth"
+        return MemoryLimitError("the machine is out of memory", how=how)
+    how = "this is no error lema knows; the same command with --debug shows where it arose"
+    return LemaError(f"{type(error).__name__}: {error}", how=how)

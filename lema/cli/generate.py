@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,42 +22,47 @@ if TYPE_CHECKING:
 __all__ = ["generate"]
 
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Prompts: lines of .txt, `prompt` or `messages` of .jsonl; - for standard input."
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Where results go, a JSON object a line, as batches end.")
+]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Prompts at once; by default as many as fit, 64 at most.")]
+DoSample = Annotated[
+    bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
+]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.", show_default=False)]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")]
+MinP = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="Of what is drawn; by default that of the settings.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")]
+
+
 def generate(
     source: Source,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Prompts: lines of .txt, `prompt` or `messages` of .jsonl; - for standard input."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where results go, a JSON object a line, as batches end.")
-    ] = None,
+    prompts: Prompts = None,
+    output: Output = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what is in the output, and make the rest.")] = False,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts at once; by default as many as fit, 64 at most.")
-    ] = None,
+    batch_size: BatchSize = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
-    do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0: always the likeliest token.", show_default=False)
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")
-    ] = None,
+    do_sample: DoSample = False,
+    temperature: Temperature = None,
+    top_p: TopP = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many of the likeliest.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
-    ] = None,
+    min_p: MinP = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens come again less often.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn; by default that of the settings.")] = None,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")] = False,
+    chat: Chat = False,
     kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values wait.")] = "device",
     settings: Settings = None,
     trust_remote_code: Trust = False,
@@ -66,32 +72,23 @@ def generate(
         raise ConfigError("prompts come from one place", where="--prompt", how="give --prompt TEXT or --prompts FILE")
     if kv not in ("device", "host"):
         raise ConfigError(f"{kv!r} is no place for keys and values", where="--kv", how="say device or host")
-    options: dict[str, Any] = _sampling(
-        do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
-    )
-    if repetition_penalty is not None:
-        options["repetition_penalty"] = repetition_penalty
-    if stop:
-        options["stop_strings"] = stop
+    options = _sampling(do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    options |= {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
+    options |= {"stop_strings": stop} if stop else {}
     from lema.data.chat.prompts import read_prompts
     from lema.data.files import Row
 
-    given = prompt or []
-    rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(given, 1)]
+    rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)]
     rows = rows or read_prompts(prompts or Path("-"))
     kept = _kept(output, rows, resume=resume)
     model = model_of(source, settings, trust_remote_code)
     with contextlib.closing(model):
         made = _Made(model, rows, kept, output, bare=prompts is None and output is None)
-        made.run(chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed, options=options)
+        made.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
 
 
 def _sampling(*, do_sample: bool, temperature: float | None, **others: float | None) -> dict[str, Any]:
-    """Return the settings of sampling, as `transformers` names them.
-
-    Raises:
-        ConfigError: they are given where nothing is drawn.
-    """
+    """Return the settings of sampling as `transformers` names them; a ConfigError: with them nothing would be drawn."""
     given = {name: value for name, value in others.items() if value is not None}
     if temperature == 0 or not (do_sample or temperature):
         if given or do_sample:
@@ -105,8 +102,7 @@ def _sampling(*, do_sample: bool, temperature: float | None, **others: float | N
 def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, dict[str, Any]]:
     """Return the results that the output has already, by the number of their prompts.
 
-    Raises:
-        ConfigError: there is an output and it is not to be kept, or it is that of other prompts.
+    Raises a ConfigError where there is an output and it is not to be kept, or it is that of other prompts.
     """
     if output is None or not output.exists():
         if resume and output is None:
@@ -133,99 +129,78 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
     return found
 
 
+@dataclass(frozen=True)
 class _Made:
-    """Results, written where they are wanted as batches end."""
+    """Results, written where they are wanted as batches end; the first process of a group writes for all."""
 
-    def __init__(
-        self,
-        model: "LemaModel",
-        rows: list["Row"],
-        kept: dict[int, dict[str, Any]],
-        output: Path | None,
-        *,
-        bare: bool,
-    ) -> None:
-        self._model, self._rows, self._kept, self._output, self._bare = model, rows, kept, output, bare
-        self._first = model.backend.replicas.first
+    model: "LemaModel"
+    rows: list["Row"]  # the prompts
+    kept: dict[int, dict[str, Any]]  # the results that there are, by the number of their prompts
+    output: Path | None
+    bare: bool  # print texts alone
 
     def run(
-        self, *, chat: bool, new: int, batch_size: int | None, kv: Any, seed: int | None, options: dict[str, Any]
+        self, options: dict[str, Any], *, chat: bool, new: int, batch_size: int | None, kv: Any, seed: int | None
     ) -> None:
         """Continue the prompts that have no result yet."""
         from lema.cli.progress import TokenProgress
         from lema.data.chat.prompts import fitting, prompt_ids
         from lema.train.inference.texts import completions, plan_of
 
-        model = self._model
-        ids = [prompt_ids(row, model.tokenizer, chat=chat) for row in self._rows]
-        fitting(self._rows, ids, new, getattr(model.skeleton.config, "max_position_embeddings", None))
+        model, first = self.model, self.model.backend.replicas.first
+        ids = [prompt_ids(row, model.tokenizer, chat=chat) for row in self.rows]
+        fitting(self.rows, ids, new, getattr(model.skeleton.config, "max_position_embeddings", None))
         plan = plan_of(model, ids, new, batch_size, kv, choose=True)
         size = plan.rows if plan is not None else batch_size or min(64, len(ids))
-        if plan is not None and not self._bare:
-            self._say(f"{len(ids):,} prompts, {plan.summary()}")
+        if plan is not None and first and not self.bare:
+            typer.echo(f"{len(ids):,} prompts, {plan.summary()}", err=True)
         began, before = time.monotonic(), model.memory.counters
-        with contextlib.closing(TokenProgress(len(ids), len(self._kept))) as display:
-            batches = completions(
-                model,
-                ids,
-                new,
-                size,
-                options,
-                keys_values=kv,
-                seed=model.config.seed if seed is None else seed,
-                done=self._kept.keys(),
-                told=display.made if self._first else lambda _: None,
-            )
-            tokens = self._write(batches, display.ended)
+        seed = model.config.seed if seed is None else seed
+        with contextlib.closing(TokenProgress(len(ids), len(self.kept))) as display:
+            told, done = display.made if first else lambda _: None, self.kept.keys()
+            batches = completions(model, ids, new, size, options, keys_values=kv, seed=seed, done=done, told=told)
+            tokens = self._written(batches, display.ended, first=first)
         seconds, after = time.monotonic() - began, model.memory.counters
-        if not self._bare:
-            read = human_bytes(after.bytes_read - before.bytes_read)
-            self._say(f"{tokens:,} tokens, {human_count(tokens / max(seconds, 1e-9))}/s; {read} of weights read")
+        if first and not self.bare:
+            read, rate = human_bytes(after.bytes_read - before.bytes_read), tokens / max(seconds, 1e-9)
+            typer.echo(f"{tokens:,} tokens, {human_count(rate)}/s; {read} of weights read", err=True)
 
-    def _write(self, batches: Iterable[list["Completion"]], ended: Callable[[int], None]) -> int:
-        """Write each batch as it ends, whole; the file is put in the order of the prompts at last."""
+    def _written(self, batches: Iterable[list["Completion"]], ended: Callable[[int], None], *, first: bool) -> int:
+        """Write each batch as it ends, whole, and all in the order of the prompts at last; return the tokens made."""
         tokens = 0
-        if self._output is not None and self._first:
+        if first:
             self._rewrite()  # so that it ends with a whole line
         for batch in batches:
             results = [self._result(one) for one in batch]
-            self._kept.update((one["index"], one) for one in results)
+            self.kept.update((one["index"], one) for one in results)
             tokens += sum(len(one.tokens) for one in batch)
-            if self._first and self._output is not None:
-                with self._output.open("a", encoding="utf-8") as file:
-                    file.write("".join(map(_line, results)))
-            elif self._first and not self._bare:
-                typer.echo("".join(map(_line, results)), nl=False)
+            lines = "".join(map(_line, results))
+            if first and self.output is not None:
+                with self.output.open("a", encoding="utf-8") as file:
+                    file.write(lines)
+            elif first and not self.bare:
+                typer.echo(lines, nl=False)
             ended(len(batch))
-        if self._first and self._output is not None:
+        if first:
             self._rewrite()
-        if self._first and self._bare:
-            for index in sorted(self._kept):
-                typer.echo(self._kept[index]["completion"])
+        if first and self.bare:
+            for index in sorted(self.kept):
+                typer.echo(self.kept[index]["completion"])
         return tokens
 
     def _rewrite(self) -> None:
+        """Put the results of the output in the order of the prompts."""
         from lema.storage.atomic import replace_file
 
-        assert self._output is not None
-        lines = "".join(_line(self._kept[index]) for index in sorted(self._kept))
-        replace_file(self._output, lines.encode())
+        if self.output is not None:
+            replace_file(self.output, "".join(_line(self.kept[index]) for index in sorted(self.kept)).encode())
 
     def _result(self, one: "Completion") -> dict[str, Any]:
         from lema.data.chat.prompts import written
 
-        return {
-            **written(self._rows[one.index]),
-            "index": one.index,
-            "completion": one.text,
-            "finish_reason": one.finish,
-            "prompt_tokens": one.prompt_tokens,
-            "completion_tokens": len(one.tokens),
-        }
-
-    def _say(self, text: str) -> None:
-        if self._first:
-            typer.echo(text, err=True)
+        counts = {"prompt_tokens": one.prompt_tokens, "completion_tokens": len(one.tokens)}
+        result = {"index": one.index, "completion": one.text, "finish_reason": one.finish}
+        return {**written(self.rows[one.index]), **result, **counts}
 
 
 def _line(result: dict[str, Any]) -> str:

@@ -59,8 +59,7 @@ def doctor(
     """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to mend what is not."""
     from rich.console import Console
 
-    from lema.cli.doctor import examine
-    from lema.cli.doctor.report import show_report
+    from lema.cli.doctor.report import examine, show_report
 
     waiting = Console(stderr=True)
     with waiting.status("looking") if waiting.is_terminal else contextlib.nullcontext():

@@ -38,11 +38,8 @@ whether its weights are used as they are stored, or rearranged whenever they are
 def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remote_code: bool = False) -> Iterator[Row]:
     """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come.
 
-    Names are types, directories, files, or hub ids in the cache; one that can be both is a type.
-
-    Raises:
-        ConfigError: a name is nothing of that kind.
-        WeightsError: there is no such model, or it cannot be tried.
+    Names are types, directories, files, or hub ids in the cache; one that can be both is a type. Raises a ConfigError
+    where a name is nothing of that kind, a WeightsError where there is no such model, or it cannot be tried.
     """
     known = model_types()
     for name in names:
@@ -78,7 +75,8 @@ def markdown(rows: Iterable[Row]) -> str:
     for row in known:
         name, streams, _, reason = _cells(row)
         adapters = " ".join(f"`{target}`" for target in row.targets)
-        page.append(f"| `{name}` | {streams} | {adapters} | {_escaped(reason)} |")
+        escaped = re.sub(r"([\\`*_|<>\[\]])", r"\\\1", reason)
+        page.append(f"| `{name}` | {streams} | {adapters} | {escaped} |")
     return "".join(line + "\n" for line in page)
 
 
@@ -93,10 +91,6 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
 def _summary(rows: Sequence[Row]) -> str:
     counts = {answer: sum(row.streams is answer for row in rows) for answer in (True, False, None)}
     return f"{len(rows)} in all: {counts[True]} stream, {counts[False]} do not, {counts[None]} unknown."
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text)
 
 
 def _check(name: str, known: Sequence[str]) -> None:

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["ByteProgress", "ProgressDisplay", "TokenProgress", "progress_callback"]
 
 
+Clock = Callable[[], float]  # seconds
+
 # What a row of `logs` may hold, how it is shown, and in which order; a row need not have them all.
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {loss:.4f}",
     "eval_loss": lambda loss: f"eval loss {loss:.4f}",
     "eval_perplexity": lambda value: f"perplexity {value:.2f}",
-    **{
-        f"{prefix}{name}": lambda value, shown=shown: f"{shown} {value:.3f}"  # type: ignore[misc] # of a default
-        for prefix in ("", "eval_")
-        for name, shown in (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
-    },
+    "rewards/accuracies": lambda value: f"accuracy {value:.3f}",
+    "rewards/margins": lambda value: f"margin {value:.3f}",
+    "eval_rewards/accuracies": lambda value: f"accuracy {value:.3f}",
+    "eval_rewards/margins": lambda value: f"margin {value:.3f}",
     "learning_rate": lambda rate: f"lr {rate:.2e}",
     "grad_norm": lambda norm: f"grad {norm:.3g}",
     "tokens_per_second": lambda rate: f"{human_count(rate)} tok/s",
@@ -39,8 +40,8 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 class _Bar(Progress):
     """A bar with words before and after it and a line below it; nothing is drawn but on a terminal."""
 
-    def __init__(self, console: Console, *, below: str | None = None, transient: bool = False) -> None:
-        self.below = below
+    def __init__(self, console: Console, clock: Clock, *, below: str | None = None, transient: bool = False) -> None:
+        self.below, self._clock, self._began = below, clock, clock()
         alone = Column(no_wrap=True)
         before, after = (
             TextColumn(f"{{task.fields[{key}]}}", markup=False, table_column=alone) for key in ("done", "left")
@@ -61,21 +62,24 @@ class _Bar(Progress):
         """Change what is shown."""
         self.update(self._task, **changes)
 
+    def seconds(self) -> float:
+        """Return how long the bar has been there."""
+        return max(self._clock() - self._began, 1e-9)
+
 
 class ProgressDisplay:
     """Shows steps and measurements, on a terminal with a bar, elsewhere as lines; lives from `start` to `close`."""
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console()
-        self._clock, self._began = clock, clock()
+    def __init__(self, console: Console | None = None, clock: Clock = time.monotonic) -> None:
+        self._console, self._clock = console or Console(), clock
         self._bar: _Bar | None = None
         self._total = self._first = self._step = 0
 
     def start(self, total: int, done: int = 0) -> None:
         """Begin at step `done` of `total`; a run that resumes does not begin at 0."""
         self.close()
-        self._total, self._first, self._began = total, done, self._clock()
-        self._bar = _Bar(self._console, below="")
+        self._total, self._first = total, done
+        self._bar = _Bar(self._console, self._clock, below="")
         self.advance(done)
         self._bar.start()
 
@@ -110,44 +114,37 @@ class ProgressDisplay:
     def _left(self) -> str:
         """Say how long the rest takes by the steps of this process; rich's own estimate is not there after one step."""
         done = self._step - self._first
-        if done <= 0 or self._step >= self._total:
+        if self._bar is None or done <= 0 or self._step >= self._total:
             return ""
-        return f"{human_duration((self._clock() - self._began) / done * (self._total - self._step))} left"
+        return f"{human_duration(self._bar.seconds() / done * (self._total - self._step))} left"
 
 
 class ByteProgress:
     """Shows how many bytes of a whole are done, on a terminal only; call it with both numbers, and `close` it."""
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bar = _Bar(console or Console(stderr=True), transient=True)
-        self._clock, self._began = clock, clock()
-        self._bytes = 0
+    def __init__(self, console: Console | None = None, clock: Clock = time.monotonic) -> None:
+        self._bar, self._bytes = _Bar(console or Console(stderr=True), clock, transient=True), 0
+        self.close = self._bar.stop  # leaves the terminal as it was; twice is harmless
 
     def __call__(self, done: int, total: int) -> None:
         """`done` bytes of `total` are done."""
-        self._bytes, rate = done, done / max(self._clock() - self._began, 1e-9)
+        self._bytes, rate = done, done / self._bar.seconds()
         left = f"{human_bytes(rate)}/s" + (f"  {human_duration((total - done) / rate)} left" if rate else "")
         self._bar.tell(completed=done, total=total, done=f"{human_bytes(done)} of {human_bytes(total)}", left=left)
         self._bar.start()
 
-    def close(self) -> None:
-        """Leave the terminal as it was; twice is harmless."""
-        self._bar.stop()
-
     def summary(self) -> str:
         """Say how much was done how fast, up to now: `1.4 GB in 0.9 s, 1.5 GB/s`."""
-        seconds = max(self._clock() - self._began, 1e-9)
+        seconds = self._bar.seconds()
         return f"{human_bytes(self._bytes)} in {seconds:.1f} s, {human_bytes(self._bytes / seconds)}/s"
 
 
 class TokenProgress:
     """Shows how many of `total` texts are done and how fast tokens come, on a terminal only; `close` it."""
 
-    def __init__(
-        self, total: int, done: int = 0, console: Console | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._bar = _Bar(console or Console(stderr=True), transient=True)
-        self._clock, self._began = clock, clock()
+    def __init__(self, total: int, done: int = 0) -> None:
+        self._bar = _Bar(Console(stderr=True), time.monotonic, transient=True)
+        self.close = self._bar.stop  # leaves the terminal as it was; twice is harmless
         self._total, self._done, self._tokens = total, done, 0
         self._bar.start()
 
@@ -161,13 +158,8 @@ class TokenProgress:
         self._done += texts
         self._tell()
 
-    def close(self) -> None:
-        """Leave the terminal as it was; twice is harmless."""
-        self._bar.stop()
-
     def _tell(self) -> None:
-        rate = self._tokens / max(self._clock() - self._began, 1e-9)
-        done, left = f"{self._done}/{self._total} texts", f"{human_count(rate)} tok/s"
+        done, left = f"{self._done}/{self._total} texts", f"{human_count(self._tokens / self._bar.seconds())} tok/s"
         self._bar.tell(completed=self._done, total=max(1, self._total), done=done, left=left)
 
 

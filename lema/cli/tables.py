@@ -66,28 +66,29 @@ def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> It
 
 def _step(plan: Plan) -> Iterator[Row]:
     step, allocation = plan.step, plan.allocation
-    yield "a step", "tokens, of full rows", human_count(plan.tokens)
-    yield "a step", "layers that stay on the device", str(len(allocation.residents))
-    yield "a step", "layers kept in host memory", str(len(allocation.host_cached))
-    yield "a step", "layers not recomputed", str(len(allocation.saved))
-    if allocation.saved_on == "device":
-        yield "a step", "inputs of layers wait", f"on the {allocation.boundaries}"
-    else:
-        yield "a step", "activations wait", f"on the {allocation.saved_on}"
-    yield "a step", "read from disk", human_bytes(step.bytes_read)
-    yield "a step", "copied to the device", human_bytes(step.bytes_uploaded)
-    yield "a step", "takes", f"{step.seconds:.3g} s"
-    yield "a step", "limited by", {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck]
-    for name, seconds in (
-        ("computing", step.compute),
-        ("on the link", step.link),
-        ("on the disk", step.disk),
-        ("waiting for the disk", step.stall_disk),
-        ("waiting for the link", step.stall_upload),
-        ("waiting for activations", step.stall_boundaries),
-    ):
-        yield "a step", name, f"{seconds:.3g} s"
-    yield "a step", "tokens per second", human_count(plan.tokens_per_second)
+    waiting = ("inputs of layers wait", allocation.boundaries)
+    if allocation.saved_on != "device":
+        waiting = ("activations wait", allocation.saved_on)
+    told = {
+        "tokens, of full rows": human_count(plan.tokens),
+        "layers that stay on the device": str(len(allocation.residents)),
+        "layers kept in host memory": str(len(allocation.host_cached)),
+        "layers not recomputed": str(len(allocation.saved)),
+        waiting[0]: f"on the {waiting[1]}",
+        "read from disk": human_bytes(step.bytes_read),
+        "copied to the device": human_bytes(step.bytes_uploaded),
+        "takes": f"{step.seconds:.3g} s",
+        "limited by": {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck],
+        "computing": f"{step.compute:.3g} s",
+        "on the link": f"{step.link:.3g} s",
+        "on the disk": f"{step.disk:.3g} s",
+        "waiting for the disk": f"{step.stall_disk:.3g} s",
+        "waiting for the link": f"{step.stall_upload:.3g} s",
+        "waiting for activations": f"{step.stall_boundaries:.3g} s",
+        "tokens per second": human_count(plan.tokens_per_second),
+    }
+    for what, amount in told.items():
+        yield "a step", what, amount
 
 
 def _more(plan: Plan) -> Iterator[Row]:
@@ -102,7 +103,7 @@ def _more(plan: Plan) -> Iterator[Row]:
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
     if not machine.shared:
         yield "machine", "link", f"{human_bytes(machine.speeds.link)}/s"
-    yield "machine", "matrix products", f"{human_count(plan.flops)}FLOP/s"
+    yield "machine", "matrix products", f"{human_count(machine.flops(plan.itemsize))}FLOP/s"
     if (epoch := plan.epoch) is not None:
         yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
         yield "an epoch", "steps", f"{epoch.steps:,}"
@@ -112,12 +113,7 @@ def _more(plan: Plan) -> Iterator[Row]:
 
 
 def draw(plan: Plan, planner: Planner, path: Path) -> None:
-    """Draw step time against tokens per step, with the crossover marked; what `path` ends in decides the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or knows no such format.
-        DiskError: the picture could not be written.
-    """
+    """Draw step time against tokens per step, with the crossover marked; what `path` ends in decides the format."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -132,11 +128,9 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     axes.plot(tokens, [step.compute for _, step in points], linestyle="--", label="computing alone")
     moved = [max(step.link, step.disk) for _, step in points]
     axes.plot(tokens, moved, linestyle="--", label="reading and copying alone")
-    if plan.room.crossover is not None:
-        axes.axvline(plan.room.crossover, color="gray", linestyle=":")
-        axes.annotate(
-            f" hidden from {plan.room.crossover:,.0f} tokens on", (plan.room.crossover, axes.get_ylim()[0]), va="bottom"
-        )
+    if (crossover := plan.room.crossover) is not None:
+        axes.axvline(crossover, color="gray", linestyle=":")
+        axes.annotate(f" hidden from {crossover:,.0f} tokens on", (crossover, axes.get_ylim()[0]), va="bottom")
     if tokens[0] <= plan.tokens <= tokens[-1]:
         axes.plot([plan.tokens], [plan.step.seconds], marker="o", color="black", label="this run")
     axes.set_title(f"{planner.blueprint.directory.name} on {plan.machine.name}")
@@ -144,8 +138,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
-        raise ConfigError(
-            f"matplotlib cannot draw this: {error}", where=f"--plot {path}", how="end it in .png"
-        ) from error
+        what = f"matplotlib cannot draw this: {error}"
+        raise ConfigError(what, where=f"--plot {path}", how="end it in .png") from error
     except OSError as error:
         raise DiskError(f"cannot write the picture: {error.strerror}", where=str(path)) from error

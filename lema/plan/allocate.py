@@ -31,11 +31,8 @@ from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.gather import NUM_BUFFERS
 from lema.stream.placement import LayerBytes, part_bytes
 
-__all__ = ["PARTS", "OpenModel", "allocated", "of_one_process"]
+__all__ = ["PARTS", "OpenModel", "allocated", "of_one_process", "unknown_speeds"]
 
-
-# Not known: then bytes moved are what counts, and those from disk most.
-UNKNOWN_DISK, UNKNOWN_LINK = 1.0, 10.0
 
 PARTS = {
     "slots": "layers passing through",
@@ -68,23 +65,19 @@ class OpenModel:
     head: HeadCut
 
     def allocate(self, shape: StepShape | None = None) -> Allocation:
-        """Return what the memory of a run is to be spent on.
+        """Return what the memory of a run is to be spent on, or raise a MemoryLimitError: the limits are too small.
 
         Without limits in the settings it is what streaming needs, and nothing is measured for it; or, with a backend
         on which layers stay unasked, as many of them as its memory holds. Where a device memory limit leaves a choice
         between layers that stay and layers that are not recomputed, disk, link and one layer of each kind are measured,
-        which takes a few seconds.
-
-        Several processes ask for it at once, and get the same: that of the least memory any of them has. Where they
-        hold layers together, layers are not timed. Activations count towards the limits where the shape of a step is
-        given and they can be told ahead; else weights and what trains alone, with a warning in the second case.
-
-        Raises:
-            MemoryLimitError: the limits are too small.
+        which takes a few seconds. Several processes ask for it at once, and get the same: that of the least memory any
+        of them has. Where they hold layers together, layers are not timed. Activations count towards the limits where
+        the shape of a step is given and they can be told ahead; else weights and what trains alone, with a warning in
+        the second case.
         """
         config, backend = self.config, self.backend
-        memory, speeds, timings, workload = backend.memory(), Speeds(UNKNOWN_DISK, UNKNOWN_LINK), None, None
-        kept = kept_unasked(backend) if config.device_memory is None and memory.total else 0.0
+        speeds, timings, workload = unknown_speeds(shared=backend.memory().shared), None, None
+        kept = kept_unasked(backend) if config.device_memory is None and backend.memory().total else 0.0
         limited = config.device_memory is not None or config.host_memory is not None
         if shape is not None and (limited or kept):
             try:
@@ -93,18 +86,17 @@ class OpenModel:
                 kept = 0.0
                 instead = "the memory limits are spent on weights alone" if limited else "no layer stays on the device"
                 warnings.warn(f"{error.what}: {instead}", stacklevel=2)
-        if memory.shared:
-            speeds = Speeds(UNKNOWN_DISK)
         to_choose = config.device_memory is not None and config.gradient_checkpointing
         to_choose = to_choose and backend.parallel.size == 1  # a layer that several run together is not timed alone
         if to_choose and workload is not None and shape is not None:
             speeds, timings = calibrate(self.skeleton, self.layers, workload, shape, backend)
-        if self.head.module is None:
-            return self._allocated(self._demand(shape, workload, timings), speeds, kept)
-        if not self.head.asked:
-            with suppress(MemoryLimitError):  # then it is cut
-                return self._allocated(self._demand(shape, workload, timings), speeds, kept)
-        return self._allocated(self._demand(shape, workload, timings, in_pieces=True), speeds, kept)
+        if self.head.module is None or not self.head.asked:
+            try:
+                return self._allocated(self.demand(shape, workload, timings), speeds, kept)
+            except MemoryLimitError:
+                if self.head.module is None:
+                    raise  # else it is cut
+        return self._allocated(self.demand(shape, workload, timings, in_pieces=True), speeds, kept)
 
     def _allocated(self, demand: Demand, speeds: Speeds, kept: float) -> Allocation:
         """Return the same allocation in all processes."""
@@ -130,7 +122,7 @@ class OpenModel:
 
         def demand(batch: MicroBatch, chunk: int) -> Demand:
             step = StepShape(batch, max(num_rows, batch.rows))
-            alone = self._demand(step, self._workload(batch, chunk), in_pieces=allocation.pieces > 0)
+            alone = self.demand(step, self._workload(batch, chunk), in_pieces=allocation.pieces > 0)
             return of_one_process(alone, self.backend.replicas, sharded=config.shard_weights)
 
         chunk = config.loss_chunk_tokens
@@ -153,14 +145,13 @@ class OpenModel:
         )
 
     def _workload(self, batch: MicroBatch, chunk_tokens: int) -> Workload:
-        return measure(self.skeleton, self.layers, batch, chunk_tokens, parallel=self.backend.parallel, head=self.head)
+        return measure(self.skeleton, self.layers, batch, chunk_tokens, (), self.backend.parallel, self.head)
 
-    def _demand(
+    def demand(
         self,
         shape: StepShape | None,
         workload: Workload | None,
         timings: Timings | None = None,
-        *,
         in_pieces: bool = False,
     ) -> Demand:
         """Return the bytes and seconds that a step needs, of one process alone; `in_pieces`: the head is."""
@@ -177,6 +168,11 @@ class OpenModel:
             shared=self.backend.memory().shared,
             pieces=self.head.pieces(self.layers) if in_pieces else (),
         )
+
+
+def unknown_speeds(*, shared: bool) -> Speeds:
+    """Return speeds with which bytes moved are what counts, and those from disk most."""
+    return Speeds(1.0) if shared else Speeds(1.0, 10.0)
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
@@ -203,12 +199,10 @@ def allocated(
     *,
     kept: float = 0.0,
 ) -> Allocation:
-    """Return the best allocation within the limits that the settings set.
+    """Return the best allocation within the limits that the settings set, which may be fractions of the totals.
 
     Args:
-        device_total: bytes of the device, of which a limit may be a fraction.
-        host_total: bytes of host memory, of which a limit may be a fraction.
-        host_available: those of them that are free; the limit where the settings have none.
+        host_available: bytes of host memory that are free; the limit where the settings have none.
         kept: the part of the device's memory up to which layers stay where the settings have no limit for it; what
             else there is to choose stays as streaming has it, and so do layers where none fits.
 

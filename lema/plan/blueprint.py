@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -45,7 +45,6 @@ class Blueprint:
     adapter_bytes: int  # of what trains, with gradients and optimizer state
     adapter_parameters: int  # how many train
     stored_bytes: int  # of the model's files
-    files: tuple[Path, ...]
     parameters: int  # of the model, adapters not counted
     trained: TrainedBytes | None = None  # weights of the model that train in the place of an adapter
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
@@ -63,23 +62,15 @@ class Blueprint:
         """What a plan tells of the head."""
         return (self.head.told(self.pieces),) if self.pieces else self.head.notes
 
-    def with_whole_head(self) -> Blueprint:
-        """Return the model with its head on the device."""
-        return replace(self, outside_bytes=self.outside_bytes + self.head.nbytes, pieces=())
-
-    def with_head_in_pieces(self) -> Blueprint:
-        """Return the model with its head leased in pieces, where it may be."""
-        return replace(self, pieces=self.head.pieces(self.layers))
-
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: of each parameter that trains its value and two moments, in fp32."""
         return (MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters
 
     @property
-    def vocabulary(self) -> int:
-        """How many tokens the head tells apart."""
-        return int(getattr(self.model.config.get_text_config(), "vocab_size", 0))
+    def names(self) -> Sequence[frozenset[str]]:
+        """Of each layer, the weights of its own that train, by their names in it; empty: none do, in any."""
+        return () if self.trained is None else self.trained.names
 
     @property
     def lowest_adapted(self) -> int:
@@ -105,24 +96,18 @@ def draw_up(
             attached instead.
         parallel: the processes that hold the model together, of which one's part is drawn up; None: there is one.
 
-    Raises:
-        ConfigError, WeightsError: as `LemaModel`.
+    Raises `ConfigError` and `WeightsError` as `LemaModel` does.
     """
     directory, index, model, records = _opened(config, trust_remote_code)
     name, stack = find_layers(model)
     dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
     stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
     head, tables = open_ends(model, stored, config, parallel, backend or config.device)
-    outside_bytes = _outside_bytes(model, stored, name, tables.names | head.names)
+    outside, trained = place_outside(model, stored, name, tables.names | head.names)[1], None
+    outside_bytes = outside.nbytes + outside.expanded_bytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
-        trained = None
-        with tables.taken_out():
-            inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
-            touched = tables.touched()
-        if (why := head.touched()) is not None:
-            outside_bytes += head.keep_whole(tables, why)
-        outside_bytes += tables.keep_whole(tables.names.intersection(touched))
+        outside_bytes += _attach(model, config, device, tables, head)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             parallel.shard(model)
@@ -134,22 +119,13 @@ def draw_up(
         outside_bytes += head.keep_whole(tables, "weights of the model train")
         outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
-        trained = _train_weights(model, layers, wanted, f"{name}.")
+        for one, parameter in model.named_parameters():  # of those inside the layers each call is given the values
+            parameter.requires_grad_(wanted(one) and not one.startswith(f"{name}."))
+        trained = trained_bytes(model, layers, wanted)
         count, adapter = trained.parameters, trained.on_device
+    ends, trains = (outside_bytes, tables, head), (adapter, count)
     return Blueprint(
-        directory,
-        model,
-        layers,
-        outside_bytes,
-        tables,
-        head,
-        adapter,
-        count,
-        index.nbytes,
-        index.files,
-        parameters,
-        trained,
-        parallel=parallel,
+        directory, model, layers, *ends, *trains, index.nbytes, parameters, trained=trained, parallel=parallel
     )
 
 
@@ -166,15 +142,11 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
         return directory, index, model, match_names(model, index)
 
 
-def _outside_bytes(model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str]) -> int:
-    outside = place_outside(model, stored, layers_name, left_out)[1]
-    return outside.nbytes + outside.expanded_bytes
-
-
-def _train_weights(
-    model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool], inside: str
-) -> TrainedBytes:
-    """Have those outside the layers require grad, as training does; those inside are given to each call."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(chosen(name) and not name.startswith(inside))
-    return trained_bytes(model, layers, chosen)
+def _attach(model: PreTrainedModel, config: LemaConfig, device: Backend, tables: RowTables, head: HeadCut) -> int:
+    """Attach the adapter of the settings; return the bytes of tables and of a head that have to be whole for it."""
+    with tables.taken_out():
+        inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+        touched = tables.touched()
+    why = head.touched()
+    of_head = 0 if why is None else head.keep_whole(tables, why)
+    return of_head + tables.keep_whole(tables.names.intersection(touched))

@@ -55,7 +55,6 @@ def solve(
     Every allocation that fits a limit fits a larger one, so more memory never makes the predicted step slower.
 
     Args:
-        num_slots: of the ring on the device.
         device_limit: bytes on the device; None: no more is used than streaming needs.
         host_limit: bytes of host memory for weights and activations; None: they are not counted.
         host_cache: keep in host memory, of the layers that do not stay on the device, none, as many as help, or all.
@@ -91,8 +90,13 @@ def solve(
         raise _nothing_fits(demand, refused, device_limit, host_limit)
     best = min(fitting, key=lambda entry: entry[0])[1]
     if host_cache == "fill":
-        best = _least_cached(demand, cautious, best, host_limit)
-    return _least_saved(demand, cautious, best) if recompute else best
+        fewer = (replace(best, host_cached=chosen) for chosen in _beginnings(demand, best.host_cached))
+        fewer = (one for one in fewer if _left(host_limit, host_parts(demand, one)) >= 0)
+        best = _first_as_fast(demand, cautious, fewer, best)
+    if recompute:
+        fewer = (replace(best, saved=chosen) for chosen in _beginnings(demand, best.saved))
+        best = _first_as_fast(demand, cautious, fewer, best)
+    return best
 
 
 def _candidates(
@@ -136,20 +140,13 @@ def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[
     return chosen
 
 
-def _least_cached(demand: Demand, speeds: Speeds, best: Allocation, limit: int | None) -> Allocation:
-    """Give back of the layers in host memory those that make the step no faster."""
-    options = (replace(best, host_cached=chosen) for chosen in _beginnings(demand, best.host_cached))
-    fitting = (one for one in options if _left(limit, host_parts(demand, one)) >= 0)
-    return next(one for one in fitting if seconds(demand, one, speeds) <= seconds(demand, best, speeds))
-
-
-def _least_saved(demand: Demand, speeds: Speeds, best: Allocation) -> Allocation:
-    """Give back of the activations those that make the step no faster."""
-    options = (replace(best, saved=chosen) for chosen in _beginnings(demand, best.saved))
-    return next(one for one in options if seconds(demand, one, speeds) <= seconds(demand, best, speeds))
+def _first_as_fast(demand: Demand, speeds: Speeds, fewer: Iterable[Allocation], best: Allocation) -> Allocation:
+    """Give back the memory that makes the step no faster."""
+    return next(one for one in fewer if seconds(demand, one, speeds) <= seconds(demand, best, speeds))
 
 
 def _beginnings(demand: Demand, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
+    """Yield none, one, two and so on of the layers chosen, spread about evenly."""
     ordered = [index for index in scattered(len(demand.layers)) if index in chosen]
     return (frozenset(ordered[:count]) for count in range(len(ordered) + 1))
 

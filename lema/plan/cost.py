@@ -20,13 +20,11 @@ __all__ = [
     "Demand",
     "HostTraining",
     "LayerCost",
-    "Phase",
     "Speeds",
     "Tier",
     "Traffic",
     "device_parts",
     "down_seconds",
-    "fetches",
     "host_parts",
     "phases",
     "saved_elsewhere",
@@ -52,12 +50,8 @@ class Allocation:
 
     def summary(self) -> str:
         """Say it in a few words."""
-        kept = {
-            "resident": len(self.residents),
-            "cached in host memory": len(self.host_cached),
-            "not recomputed": len(self.saved),
-        }
-        kept |= {"pieces of the head streamed": self.pieces}
+        kept = {"resident": len(self.residents), "cached in host memory": len(self.host_cached)}
+        kept |= {"not recomputed": len(self.saved), "pieces of the head streamed": self.pieces}
         parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
         waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
@@ -141,10 +135,7 @@ class Demand:
 
     @property
     def host_copies(self) -> int:
-        """How often a machine's memory has the bytes of a host-cached layer that one process works with.
-
-        Processes share what is the same for all; of parts, each has its own.
-        """
+        """How often host memory has the bytes of a host-cached layer: processes share all but parts of layers."""
         return self.processes if self.gathered_bytes else 1
 
 
@@ -178,12 +169,11 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of device memory by part, in bytes."""
     away, gone = _away(demand, allocation), saved_elsewhere(demand, allocation)
     staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
-    through = _streamed(demand, allocation, in_place=demand.shared)
     kept = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
     # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
     passing = max((demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone), default=0)
     return {
-        "slots": _ring(demand, allocation, through),
+        "slots": _ring(demand, allocation, in_place=demand.shared),
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
         "outside": demand.outside_bytes,
         "adapters": demand.adapter_bytes,
@@ -198,15 +188,12 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
 
 
 def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
-    """Return the peak of host memory by part, in bytes, of all processes of a machine.
-
-    Where the device computes in it, the ring is its slots.
-    """
+    """Return the peak of host memory by part, in bytes, of all processes; on a shared device the ring is its slots."""
     away = _away(demand, allocation) * demand.boundary_bytes
     staged = min(away, STAGED * demand.micro_boundary_bytes)
     saved, training = sum(saved_elsewhere(demand, allocation).values()), demand.training
     return {
-        "ring": demand.processes * _ring(demand, allocation, _streamed(demand, allocation, in_place=True)),
+        "ring": demand.processes * _ring(demand, allocation, in_place=True),
         "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
         "boundaries": demand.processes * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
         "saved": demand.processes * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
@@ -232,14 +219,11 @@ def _away(demand: Demand, allocation: Allocation) -> int:
     return len(demand.keeping) - len(allocation.saved.intersection(demand.keeping))
 
 
-def _streamed(demand: Demand, allocation: Allocation, *, in_place: bool) -> list[int]:
-    """Return the layers that pass through a ring; those in host memory do not where they are used `in_place`."""
+def _ring(demand: Demand, allocation: Allocation, *, in_place: bool) -> int:
+    """Return the bytes of a ring; layers in host memory do not pass through it where they are used `in_place`."""
     held = allocation.residents | (allocation.host_cached if in_place else frozenset())
-    return [layer for layer in range(len(demand.layers)) if layer not in held]
-
-
-def _ring(demand: Demand, allocation: Allocation, layers: list[int]) -> int:
-    return min(allocation.slots, len(layers)) * max((demand.layers[layer].slot_bytes for layer in layers), default=0)
+    through = [layer.slot_bytes for index, layer in enumerate(demand.layers) if index not in held]
+    return min(allocation.slots, len(through)) * max(through, default=0)
 
 
 def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phase, Phase]:
@@ -252,10 +236,9 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     moved = inputs + saved
     spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
     # On the way up activations go against the stream of weights, which the link carries both ways at once.
-    loads_up, loads_down = fetches(len(layers), allocation.slots, allocation.residents, demand.lowest)
-    reads_up, reads_down = fetches(
-        len(layers), allocation.slots, allocation.residents | allocation.host_cached, demand.lowest
-    )
+    residents, kept = allocation.residents, allocation.residents | allocation.host_cached
+    loads_up, loads_down = fetches(len(layers), allocation.slots, residents, demand.lowest)
+    reads_up, reads_down = fetches(len(layers), allocation.slots, kept, demand.lowest)
     link_up = max(sum(layers[index].upload_bytes for index in loads_up), moved) / speeds.link
     link_down = (sum(layers[index].upload_bytes for index in loads_down) + moved) / speeds.link
     link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)  # the other way
@@ -272,8 +255,7 @@ def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
 
 @lru_cache(maxsize=4096)
 def fetches(num_layers: int, slots: int, held: frozenset[int], lowest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers that one step after many others fetches on the way up, and on the way down; those that are
-    `held` are fetched once for good."""
+    """Return the layers that a step after many others fetches on the way up, and down; never those that are `held`."""
     whole = training_order(num_layers, lowest)
     first, then_up = fetched(whole, slots, held), fetched(whole + whole[:num_layers], slots, held)
     return then_up[len(first) :], fetched(whole * 2, slots, held)[len(then_up) :]

@@ -58,15 +58,8 @@ PROFILES = {
 
 
 def profile(name: str) -> Machine:
-    """Return the profile of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the profile of that name; a ConfigError: there is none."""
     if name in PROFILES:
         return PROFILES[name]
-    raise ConfigError(
-        f"there is no profile {name!r}",
-        where="--profile",
-        how=f"give one of {', '.join(PROFILES)}, or leave it out: then this machine is measured",
-    )
+    how = f"give one of {', '.join(PROFILES)}, or leave it out: then this machine is measured"
+    raise ConfigError(f"there is no profile {name!r}", where="--profile", how=how)

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,12 @@ from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Speeds
 from lema.plan.machine import Machine
 from lema.plan.step import LayerSeconds, StepShape, Timings
-from lema.plan.workload import Workload, calls_of
+from lema.plan.workload import MicroBatch, Workload, calls_of
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.speed import ENOUGH, REPEATS, Clock, median_seconds, read_speed, upload_speed
 
-__all__ = ["calibrate", "layer_seconds", "made_up", "probe", "process_bytes", "with_values"]
+__all__ = ["calibrate", "layer_seconds", "probe", "process_bytes"]
 
 
 AT_ONCE = 3  # layers being read
@@ -62,10 +61,7 @@ def layer_seconds(
 ) -> LayerSeconds:
     """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated.
 
-    Args:
-        index: of the layer, which is read.
-        call: of it, tensors without values.
-        trained: those of its weights that train themselves; their gradients are dropped.
+    The layer is read. Its `call` is of tensors without values; gradients of weights that train themselves are dropped.
     """
     call, given = call.mapped(lambda value: with_values(value, backend)), hidden.detach().requires_grad_()
     with (
@@ -147,15 +143,18 @@ def probe(
     clock: Clock = time.perf_counter,
 ) -> tuple[Machine, Timings]:
     """Measure this machine with one micro-batch of a run; the clock times computing alone, not reading and copying."""
-    split = Split(blueprint.model, backend, parallel=blueprint.parallel)
-    speeds = _speeds(blueprint.layers, backend)
-    largest = max(blueprint.layers, key=lambda layer: layer.nbytes)
+    layers, batch, dtype = blueprint.layers, shape.micro_batch, main_dtype(blueprint.model)
+    split, speeds = Split(blueprint.model, backend, parallel=blueprint.parallel), _speeds(layers, backend)
+    rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
+    firsts, found, hidden = _one_of_each(split, layers, batch, backend, clock, blueprint.names, blank=True)
+    whole = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
+    ends = workload.head.flops / rate, 0.0  # where they are too large to be made up
+    if whole <= memory_available() / FREE_PART:
+        ends = _ends(blueprint, split, config, batch, with_values(hidden, backend), backend, clock)
+    timings = Timings(found, *ends, _optimizer(blueprint, split, config, firsts, backend, clock))
+    half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
     total, host = backend.memory().total, psutil.virtual_memory().total
-    dtype = main_dtype(blueprint.model)
-    rate = _matmul(largest, shape.micro_batch.tokens, dtype, backend)
-    timings = _Timer(blueprint, config, shape, backend, split, clock).timings(workload, rate)
-    half = dtype.itemsize < 4
-    return Machine(backend.name, total, host, speeds, rate if half else math.nan, math.nan if half else rate), timings
+    return Machine(backend.name, total, host, speeds, half, single), timings
 
 
 def calibrate(
@@ -165,17 +164,44 @@ def calibrate(
     state, training = backend.rng_state(), model.training
     with torch.random.fork_rng(devices=[]):
         speeds = _speeds(layers, backend)
-        split = Split(model, backend)
-        firsts, calls, given = calls_of(split, layers, shape.micro_batch)
-        model.train()
-        found = [
-            layer_seconds(split, layers, index, calls[index], with_values(given[index], backend), backend)
-            for index in firsts
-        ]
+        _, found, _ = _one_of_each(Split(model, backend), layers, shape.micro_batch, backend, time.perf_counter)
     model.train(training)
     backend.set_rng_state(state)
     rate = max(work.forward / max(one.forward, 1e-9) for work, one in zip(workload.works, found, strict=True))
-    return speeds, Timings(tuple(found), workload.head.flops / max(rate, 1.0))
+    return speeds, Timings(found, workload.head.flops / max(rate, 1.0))
+
+
+def _one_of_each(
+    split: Split,
+    layers: Sequence[LayerBytes],
+    batch: MicroBatch,
+    backend: Backend,
+    clock: Clock,
+    trained: Sequence[Collection[str]] = (),
+    *,
+    blank: bool = False,
+) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
+    """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet."""
+    firsts, calls, given = calls_of(split, layers, batch, trained)
+    split.model.train()
+    for index in firsts:
+        for parameter in split.layers[index].parameters():
+            if blank and not parameter.is_meta:
+                made_up(parameter)
+    found = [
+        layer_seconds(
+            split,
+            layers,
+            index,
+            calls[index],
+            with_values(given[index], backend),
+            backend,
+            clock,
+            trained[index] if trained else (),
+        )
+        for index in firsts
+    ]
+    return firsts, tuple(found), given[-1]
 
 
 def process_bytes() -> int:
@@ -207,79 +233,49 @@ def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend
     return 2 * tokens * rows * columns / median_seconds(lambda: states @ weight.t(), backend)
 
 
-@dataclass(frozen=True)
-class _Timer:
-    """Times the parts of a step."""
+def _ends(
+    blueprint: Blueprint,
+    split: Split,
+    config: LemaConfig,
+    batch: MicroBatch,
+    hidden: Tensor,
+    backend: Backend,
+    clock: Clock,
+) -> tuple[float, float]:
+    """Return the seconds of the head with the loss, and of what comes before the layers."""
+    tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=backend.device)
+    model = blueprint.model
+    left_out = {id(parameter) for parameter in split.layers.parameters()}
+    left_out |= {id(model.get_parameter(name)) for name in blueprint.tables.names}  # which are not loaded
 
-    blueprint: Blueprint
-    config: LemaConfig
-    shape: StepShape
-    backend: Backend
-    split: Split
-    clock: Clock
+    def with_memory(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) or not tensor.is_meta or id(tensor) in left_out:
+            return tensor
+        real = torch.empty(tensor.shape, dtype=tensor.dtype, device=backend.device)
+        return nn.Parameter(made_up(real), requires_grad=False)
 
-    def timings(self, workload: Workload, rate: float) -> Timings:
-        blueprint = self.blueprint
-        names = () if blueprint.trained is None else blueprint.trained.names
-        firsts, calls, given = calls_of(self.split, blueprint.layers, self.shape.micro_batch, names)
-        blueprint.model.train()
-        hidden = with_values(given[-1], self.backend)
-        for index in firsts:
-            for parameter in self.split.layers[index].parameters():
-                if not parameter.is_meta:  # the adapter's, which has memory and no values yet
-                    made_up(parameter)
-        found = [
-            layer_seconds(
-                self.split,
-                blueprint.layers,
-                index,
-                calls[index],
-                with_values(given[index], self.backend),
-                self.backend,
-                self.clock,
-                names[index] if names else (),
-            )
-            for index in firsts
-        ]
-        return Timings(tuple(found), *self._ends(workload, hidden, rate), self._optimizer(firsts))
+    with replaced_tensors(model, with_memory):
+        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens)
+        head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), backend, clock)
+        prelude = median_seconds(lambda: split.prelude({"input_ids": tokens}, {}), backend, clock)
+    return head, prelude
 
-    def _ends(self, workload: Workload, hidden: Tensor, rate: float) -> tuple[float, float]:
-        """Return the seconds of the head with the loss, and of what comes before the layers; of a model whose ends are
-        too large to be made up, what the head's operations take."""
-        whole = self.blueprint.outside_bytes + (self.blueprint.head.nbytes if self.blueprint.head.module else 0)
-        if whole > memory_available() / FREE_PART:
-            return workload.head.flops / rate, 0.0
-        batch = self.shape.micro_batch
-        tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=self.backend.device)
-        model, tables = self.blueprint.model, self.blueprint.tables.names
-        left_out = {id(parameter) for parameter in self.split.layers.parameters()}
-        left_out |= {id(model.get_parameter(name)) for name in tables}  # which are not loaded
 
-        def with_memory(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter) or not tensor.is_meta or id(tensor) in left_out:
-                return tensor
-            real = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.backend.device)
-            return nn.Parameter(made_up(real), requires_grad=False)
-
-        with replaced_tensors(model, with_memory):
-            chunks = LossChunks(self.split.head, [tokens], self.config.loss_chunk_tokens)
-            head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), self.backend, self.clock)
-            prelude = median_seconds(lambda: self.split.prelude({"input_ids": tokens}, {}), self.backend, self.clock)
-        return head, prelude
-
-    def _optimizer(self, firsts: Sequence[int]) -> float:
-        """Return the seconds of the optimizer's step, from that over the adapters of one layer of each kind."""
-        trained = self.blueprint.trained
-        if trained is not None:  # in host memory, in fp32
-            parameters = [nn.Parameter(made_up(torch.empty(max(trained.layers[index].count, 1)))) for index in firsts]
-        else:
-            parameters = [one for index in firsts for one in self.split.layers[index].parameters() if one.requires_grad]
-        if not parameters:
-            return 0.0
-        optimizer = make_optimizer(parameters, self.config)
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        seconds = median_seconds(optimizer.step, self.backend, self.clock)
-        for parameter in parameters:
-            parameter.grad = None
-        return seconds * self.blueprint.adapter_parameters / sum(parameter.numel() for parameter in parameters)
+def _optimizer(
+    blueprint: Blueprint, split: Split, config: LemaConfig, firsts: Sequence[int], backend: Backend, clock: Clock
+) -> float:
+    """Return the seconds of the optimizer's step, from that over the adapters of one layer of each kind."""
+    trained = blueprint.trained
+    if trained is not None:  # in host memory, in fp32
+        parameters = [nn.Parameter(made_up(torch.empty(max(trained.layers[index].count, 1)))) for index in firsts]
+    else:
+        parameters = [one for index in firsts for one in split.layers[index].parameters() if one.requires_grad]
+    if not parameters:
+        return 0.0
+    optimizer = make_optimizer(parameters, config)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    seconds = median_seconds(optimizer.step, backend, clock)
+    for parameter in parameters:
+        parameter.grad = None
+    return seconds * blueprint.adapter_parameters / sum(parameter.numel() for parameter in parameters)

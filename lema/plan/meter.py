@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ class Tally(TorchDispatchMode):
         self._steps_to_saved = len(self._steps)
 
     def flops_to_saved(self) -> int:
-        """Return the operations that make what was saved: all as far as the last of it, but for matrix products that
-        reach none of it."""
+        """Return the operations as far as the last of what was saved, but for matrix products that reach none of it."""
         wanted, flops = set(self._saved), 0
         for step in reversed(self._steps[: self._steps_to_saved]):
             if step.made & wanted or not step.product:
@@ -72,8 +72,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        run = _grouped if func is aten._grouped_mm.default else func
-        result = run(*args, **kwargs)
+        result = (_grouped if func is aten._grouped_mm.default else func)(*args, **kwargs)
         formula = FORMULAS.get(func._overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.flops += flops
@@ -84,8 +83,8 @@ class Tally(TorchDispatchMode):
             if self.counts(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._alive:
-                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                    self._numbered.append(self._alive[storage._cdata][0])
+                    self._numbered.append(StorageWeakRef(storage))
+                    self._alive[storage._cdata] = self._numbered[-1], storage.nbytes()
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         product = func._overloadpacket in PRODUCTS or formula is None
         self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
@@ -123,18 +122,15 @@ def _grouped_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
     return int(2 * first.shape[-2] * second.numel())
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+def _attention(count: Callable[..., int], tensors: int, *args: Any, **_: Any) -> int:
+    """Return the operations of attention, which depend on the shapes of its first `tensors` arguments."""
+    return int(count(*(tensor.shape for tensor in args[:tensors])))
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     # What torch's own table leaves out.
     aten._grouped_mm: _grouped_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: partial(_attention, sdpa_flop_count, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(_attention, sdpa_backward_flop_count, 4),
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from lema.config import LemaConfig
@@ -16,13 +17,13 @@ from lema.plan.cost import Allocation, phases, saved_elsewhere
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, workload_of
 from lema.plan.simulator import Simulated
-from lema.plan.step import StepShape, of_rows
-from lema.plan.workload import MicroBatch
+from lema.plan.step import StepShape
+from lema.plan.workload import MicroBatch, Workload
 from lema.storage.modelfiles import load_tokenizer
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
-__all__ = ["Epoch", "Headroom", "Plan", "PlannedMemory", "make_plan", "plan_with", "step_curve"]
+__all__ = ["Plan", "make_plan", "plan_with", "step_curve"]
 
 
 GB = 10**9
@@ -87,35 +88,21 @@ class Plan:
         return sum(memory.host.values()) + on_device
 
     @property
-    def flops(self) -> float:
-        """Operations per second in the model's dtype."""
-        return self.machine.flops(self.itemsize)
-
-    @property
     def tokens_per_second(self) -> float:
         """Tokens that the run trains on in a second, padding included."""
         return self.tokens / self.step.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
-        whole = {
-            **asdict(self),
-            "tokens_per_second": self.tokens_per_second,
-            "bottleneck": self.step.bottleneck,
-            "device_peak": self.step.device_peak,
-            "host_peak": self.host_peak,
-        }
+        whole = {**asdict(self), "tokens_per_second": self.tokens_per_second, "bottleneck": self.step.bottleneck}
+        whole |= {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
         return {key: _plain(value) for key, value in whole.items()}
 
 
 def make_plan(
     config: LemaConfig, machine: Machine | None = None, *, price: float | None = None, trust_remote_code: bool = False
 ) -> tuple[Plan, Planner]:
-    """Plan a run.
-
-    Args:
-        machine: to plan for; None: this one, which is measured.
-        price: of an hour, in any currency.
+    """Plan a run on a machine, or with None on this one, which is measured; `price` is of an hour, in any currency.
 
     Raises:
         MemoryLimitError: the limits of the settings, or the machine's memory, are too small.
@@ -131,7 +118,7 @@ def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code
     demand, allocation = needs.demand, needs.allocation
     step, memory = planner.simulated(demand, allocation), _memory(needs)
     return Plan(
-        machine=planner.machine,
+        machine=planner.site.machine,
         measured=planner.site.speeds == "measured",
         itemsize=main_dtype(planner.blueprint.model).itemsize,
         tokens=planner.shape.tokens,
@@ -155,10 +142,10 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
     options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
-    options |= {"vocab_size": planner.blueprint.vocabulary or None}
+    options["vocab_size"] = getattr(planner.blueprint.model.config.get_text_config(), "vocab_size", None)
     if preferences and tokenizer is not None:
-        labelled = config.objective == "kto"
-        counts = prepare_preferences(config.train_data, tokenizer, labelled=labelled, **options).counts
+        options["labelled"] = config.objective == "kto"
+        counts = prepare_preferences(config.train_data, tokenizer, **options).counts
     else:
         counts = prepare_data(config.train_data, tokenizer, **options).counts
     rows, tokens = counts.rows, counts.tokens
@@ -172,19 +159,9 @@ def _memory(needs: StepNeeds) -> PlannedMemory:
     planner, demand, allocation = needs.planner, needs.demand, needs.allocation
     spilled = len(demand.keeping) * demand.boundary_bytes * (allocation.boundaries == "disk")
     saved = sum(saved_elsewhere(demand, allocation).values()) * (allocation.saved_on == "disk")
-    device_limit, host_limit = planner.limits
-    return PlannedMemory(
-        device=needs.device,
-        host=needs.host | {"process": planner.site.process_bytes},
-        disk={
-            "model": planner.blueprint.stored_bytes,
-            "boundaries": spilled,
-            "saved": saved,
-            "checkpoint": planner.blueprint.checkpoint_bytes,
-        },
-        device_limit=device_limit,
-        host_limit=host_limit,
-    )
+    model, checkpoint = planner.blueprint.stored_bytes, planner.blueprint.checkpoint_bytes
+    on_disk = {"model": model, "boundaries": spilled, "saved": saved, "checkpoint": checkpoint}
+    return PlannedMemory(needs.device, needs.host | {"process": planner.site.process_bytes}, on_disk, *planner.limits)
 
 
 def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headroom:
@@ -195,13 +172,16 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
         richer = planner.allocation(demand, **{setting: used + bought * GB})
         return max(0.0, seconds - planner.simulated(demand, richer).seconds) / bought
 
-    config = planner.config
+    def step_fits(count: int) -> bool:
+        return planner.fits(planner.demand(StepShape(micro, count * micro.rows)))
+
+    config, micro = planner.config, planner.shape.micro_batch
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(
         crossover=_crossover(needs),
         largest_micro_batch=_largest_micro_batch(planner),
-        largest_step=_largest_step(planner),
+        largest_step=_largest(step_fits, MOST_TOKENS // micro.tokens) * micro.tokens,
         gigabyte_on_device=saved_by("device_memory", on_device),
         gigabyte_in_host=saved_by("host_memory", in_host),
     )
@@ -210,7 +190,7 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
 def _crossover(needs: StepNeeds) -> float | None:
     """Return the tokens per step from which on weights are read and uploaded no longer than layers compute."""
     weights_alone = replace(needs.demand, boundary_bytes=0), replace(needs.allocation, saved_on="device")
-    both = phases(*weights_alone, needs.planner.machine.speeds)
+    both = phases(*weights_alone, needs.planner.site.machine.speeds)
     needed = [max(phase.link, phase.disk) / phase.compute for phase in both if phase.compute > 0]
     return needs.planner.shape.tokens * max(needed, default=0.0) or None
 
@@ -229,31 +209,41 @@ def _largest_micro_batch(planner: Planner) -> int:
 
     def fits(rows: int) -> bool:
         shape = StepShape(replace(own, rows=rows), max(rows, planner.shape.num_rows))
-        return planner.fits(planner.demand(shape, of_rows(one, two, rows, at_once), rows / own.rows))
+        return planner.fits(planner.demand(shape, _of_rows(one, two, rows, at_once), rows / own.rows))
 
     return _largest(fits, MOST_TOKENS // own.length)
 
 
-def _largest_step(planner: Planner) -> int:
-    """Return how many tokens a step can have, in micro-batches as large as the run's own."""
-    micro = planner.shape.micro_batch
+def _of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
+    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head, whose
+    logits exist for no more than `rows_at_once`."""
+    whole: Workload = _grown(one, two, rows)
+    chunk: Workload = _grown(one, two, min(rows, rows_at_once))
+    pieces = whole.pieces
+    if pieces is not None and chunk.pieces is not None:
+        # What waits grows with all rows, and what works on it with those of a chunk.
+        more = pieces.kept_bytes - chunk.pieces.kept_bytes
+        pieces = replace(pieces, working_bytes=chunk.pieces.working_bytes + more)
+    return replace(whole, head=chunk.head, pieces=pieces)
 
-    def fits(count: int) -> bool:
-        return planner.fits(planner.demand(StepShape(micro, count * micro.rows)))
 
-    return _largest(fits, MOST_TOKENS // micro.tokens) * micro.tokens
+def _grown(one: Any, two: Any, rows: int) -> Any:
+    """Return every number of a description as it is of so many rows, given it of one row and of two."""
+    if isinstance(one, tuple):
+        return tuple(_grown(*both, rows) for both in zip(one, two, strict=True))
+    if is_dataclass(one):
+        kind: Any = type(one)
+        return kind(*(_grown(getattr(one, part.name), getattr(two, part.name), rows) for part in fields(one)))
+    return one + (rows - 1) * (two - one) if type(one) is int else one
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
     """Return the largest number up to `most` that fits; 0: not even 1 does."""
-    low, high = 0, 1
+    high = 1
     while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        high *= 2
+    left = range(high // 2 + 1, min(high, most + 1))
+    return high // 2 + bisect_left(left, True, key=lambda number: not fits(number))
 
 
 def step_curve(planner: Planner, allocation: Allocation, around: float) -> Iterator[tuple[int, Simulated]]:
@@ -267,11 +257,11 @@ def step_curve(planner: Planner, allocation: Allocation, around: float) -> Itera
 
 
 def _notes(planner: Planner, memory: PlannedMemory) -> tuple[str, ...]:
-    notes = [planner.machine.note] * bool(planner.machine.note)
+    notes = [planner.site.machine.note] * bool(planner.site.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.tables.notes
     notes += planner.blueprint.head_notes
-    if sum(memory.device.values()) > planner.machine.device_memory:
+    if sum(memory.device.values()) > planner.site.machine.device_memory:
         notes.append("this does not fit the device: set device_memory, gradient_checkpointing or micro_batch_size")
     return tuple(notes)
 

@@ -22,13 +22,13 @@ from lema.config.units import parse_memory
 from lema.errors import MemoryLimitError, ModelError
 from lema.model.partition import open_backend, planned_parallel
 from lema.model.skeleton import main_dtype
-from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, allocated
+from lema.plan.allocate import allocated, unknown_speeds
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import Allocation, Demand, HostTraining, Speeds, Traffic, device_parts, host_parts, traffic
+from lema.plan.cost import Allocation, Demand, HostTraining, Traffic, device_parts, host_parts, traffic
 from lema.plan.machine import Machine
 from lema.plan.measure import probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
-from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, step_shape, untimed
+from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, step_shape
 from lema.plan.trainable_bytes import TrainedBytes, host_training
 from lema.plan.workload import MicroBatch, Workload, measure
 
@@ -61,12 +61,9 @@ class Site:
 def site_of(
     config: LemaConfig, machine: Machine | None = None, *, backend: Backend | None = None, measured: bool = False
 ) -> Site:
-    """Return the site that a run is planned for.
+    """Return the site that a run is planned for: that of a profile, or this machine, whose backend may be open already.
 
-    Args:
-        machine: the profile of another machine; None: this one.
-        backend: of this machine, where one is open already.
-        measured: whether a planner measures the speeds of this machine; else they are not known.
+    A planner measures the speeds of this machine if it is to be `measured`; else they are not known.
     """
     if machine is not None:
         return Site(machine, machine.host_memory, "profile", kept_unasked(config.device))
@@ -79,7 +76,7 @@ def site_of(
 def _this_machine(backend: Backend, *, measured: bool) -> Site:
     memory, host_total = backend.memory(), psutil.virtual_memory().total
     available = min(backend.replicas.exchange(memory_available()))  # processes that share a machine must agree
-    machine = Machine(backend.name, memory.total, host_total, _unknown_speeds(shared=memory.shared), 0.0, 0.0)
+    machine = Machine(backend.name, memory.total, host_total, unknown_speeds(shared=memory.shared), 0.0, 0.0)
     return Site(machine, available, "measured" if measured else "unknown", kept_unasked(backend))
 
 
@@ -87,10 +84,6 @@ def _alone(config: LemaConfig) -> Backend:
     """Open the backend for one process, which measures what each of several would see: they need not be there."""
     alone = {"tensor_parallel_size": 1, "sequence_parallel": False} if planned_parallel(config).size > 1 else {}
     return open_backend(config.model_copy(update=alone))
-
-
-def _unknown_speeds(*, shared: bool) -> Speeds:
-    return Speeds(UNKNOWN_DISK) if shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
 
 
 @dataclass(frozen=True)
@@ -108,11 +101,6 @@ class Planner:
     note: str = ""  # what is not counted, and why; empty: everything is
 
     @property
-    def machine(self) -> Machine:
-        """The machine planned for."""
-        return self.site.machine
-
-    @property
     def limits(self) -> tuple[int, int]:
         """Bytes of device and of host memory that may be used."""
         device = self.config.device_memory if self.device_memory is None else self.device_memory
@@ -121,10 +109,8 @@ class Planner:
     def demand(self, shape: StepShape | None = None, workload: Workload | None = None, scale: float = 1.0) -> Demand:
         """Return the bytes of memory and the seconds of computing that one optimizer step needs, layer by layer.
 
-        Args:
-            shape: the rows and tokens of the step; None: those of the run.
-            workload: the bytes and operations of one of its micro-batches; None: those of the run's.
-            scale: by how much longer a micro-batch computes than one of the run's.
+        Its shape and the workload of a micro-batch are the run's where there is None; such a micro-batch computes
+        `scale` times as long as one of the run's.
         """
         workload = workload or self.workload
         known = demand_of(
@@ -135,7 +121,7 @@ class Planner:
             outside_bytes=self.blueprint.outside_bytes,
             adapter_bytes=self.blueprint.adapter_bytes,
             lowest=self.blueprint.lowest_adapted,
-            shared=self.machine.shared,
+            shared=self.site.machine.shared,
             trained=self.blueprint.trained,
             pieces=self.blueprint.pieces,
         )
@@ -151,9 +137,9 @@ class Planner:
         Raises:
             MemoryLimitError: it does not fit.
         """
-        config, machine, speeds = self.config.model_copy(update=changes), self.machine, self.machine.speeds
+        config, machine, speeds = self.config.model_copy(update=changes), self.site.machine, self.site.machine.speeds
         if config.device_memory is None or not config.gradient_checkpointing:
-            demand, speeds = untimed(demand), _unknown_speeds(shared=machine.shared)
+            demand, speeds = _untimed(demand), unknown_speeds(shared=machine.shared)
         memory = machine.device_memory, machine.host_memory, self.site.host_available
         kept = self.site.kept if self.blueprint.trained is None else 0.0  # weights that train pass through
         try:
@@ -164,11 +150,7 @@ class Planner:
             raise
 
     def needs(self) -> StepNeeds:
-        """Return what a step of the run takes of memory, and what memory is spent on.
-
-        Raises:
-            MemoryLimitError: a limit, or the memory there is, is too small.
-        """
+        """Return what a step of the run takes of memory, and what memory is spent on, or raise a MemoryLimitError."""
         demand = self.demand()
         allocation = self.allocation(demand)
         if (trained := self.blueprint.trained) is not None:
@@ -178,7 +160,7 @@ class Planner:
 
     def simulated(self, demand: Demand, allocation: Allocation) -> Simulated:
         """Return the seconds and bytes of one step in the middle of a run."""
-        return simulate(demand, allocation, self.machine.speeds)
+        return simulate(demand, allocation, self.site.machine.speeds)
 
     def fits(self, demand: Demand) -> bool:
         """Whether a step fits the limits, those of the settings and those of the machine."""
@@ -186,7 +168,7 @@ class Planner:
             allocation = self.allocation(demand)
         except MemoryLimitError:
             return False
-        return sum(device_parts(demand, allocation).values()) <= self.machine.device_memory
+        return sum(device_parts(demand, allocation).values()) <= self.site.machine.device_memory
 
     def _host_training(self, demand: Demand, allocation: Allocation, trained: TrainedBytes) -> HostTraining:
         """Return the bytes that masters and moments take of host memory, as many of them in files as has to be."""
@@ -223,6 +205,12 @@ class Planner:
         )
 
 
+def _untimed(demand: Demand) -> Demand:
+    """Return a demand of which only the bytes are known."""
+    layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
+    return replace(demand, layers=layers, turn=0.0, rest=0.0)
+
+
 @dataclass(frozen=True)
 class StepNeeds:
     """What a step of a run or of a phase takes of memory, and what memory is spent on."""
@@ -230,11 +218,6 @@ class StepNeeds:
     planner: Planner  # that says so
     demand: Demand  # the bytes and seconds of a step
     allocation: Allocation  # what memory is spent on
-
-    @property
-    def blueprint(self) -> Blueprint:
-        """The model."""
-        return self.planner.blueprint
 
     @cached_property
     def device(self) -> dict[str, int]:
@@ -245,7 +228,7 @@ class StepNeeds:
     def host(self) -> dict[str, int]:
         """Bytes of host memory at the peak, by part, of all processes, beside those of a device that computes in it."""
         parts = host_parts(self.demand, self.allocation)
-        if (trained := self.blueprint.trained) is not None:  # each process writes to a copy of its own
+        if (trained := self.planner.blueprint.trained) is not None:  # each process writes to a copy of its own
             own = sum(layer.slot_bytes for layer, names in zip(self.demand.layers, trained.names, strict=True) if names)
             parts["cached"] += (self.demand.processes - 1) * own
         return parts
@@ -263,7 +246,7 @@ class StepNeeds:
 
     def traffic(self, steps: int) -> Traffic:
         """Return the bytes that so many steps read, upload and download, with those before the first of them."""
-        return traffic(self.demand, self.allocation, steps, rewritten=self.blueprint.trained is not None)
+        return traffic(self.demand, self.allocation, steps, rewritten=self.planner.blueprint.trained is not None)
 
 
 def planner_of(
@@ -280,16 +263,13 @@ def planner_of(
     """Learn what the model of a run or phase needs, and what the machine gives; weights are read only to time them.
 
     Args:
-        config: of the run, or of the phase: its batch, micro-batch and length, and its adapters.
-        machine: the profile to plan for; None: this machine, which is measured.
-        site: what is known of the machine, in the place of `machine`.
+        machine: the profile to plan for; None: this machine, which is measured, or of which `site` is known.
         chosen: given the model, returns what says of a parameter's name whether it trains; None: adapters do.
         device_memory: the limit of a phase that trains weights, which has none in `config`.
         processes: that share each batch, all of them on one machine.
         strict: whether a model whose activations cannot be told is an error; else weights alone are counted.
 
-    Raises:
-        ConfigError: as training would raise it.
+    Raises `ConfigError` as training would.
     """
     parallel = SingleProcess() if chosen is not None else planned_parallel(config)
     with ExitStack() as stack:
@@ -323,29 +303,18 @@ def planner_of(
 
 def _with_head(planner: Planner) -> Planner:
     """Return the planner with the head where a run would have it: in pieces if it is asked for or does not fit."""
-    blueprint = planner.blueprint
-    whole = replace(planner, blueprint=blueprint.with_whole_head())
-    if not blueprint.head.asked:
+    blueprint, head = planner.blueprint, planner.blueprint.head
+    if not head.asked:
+        whole = replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes)
+        on_device = replace(planner, blueprint=whole)
         with suppress(MemoryLimitError):
-            whole.allocation(whole.demand())
-            blueprint.head.keep_whole(blueprint.tables)
-            return whole
-    return replace(planner, blueprint=blueprint.with_head_in_pieces())
+            on_device.allocation(on_device.demand())
+            head.keep_whole(blueprint.tables)
+            return on_device
+    return replace(planner, blueprint=replace(blueprint, pieces=head.pieces(blueprint.layers)))
 
 
 def workload_of(blueprint: Blueprint, batch: MicroBatch, config: LemaConfig) -> Workload:
-    """Return the bytes and operations of one micro-batch of a model.
-
-    Raises:
-        ModelError: the model cannot be streamed, or what it computes depends on values.
-    """
-    names = () if blueprint.trained is None else blueprint.trained.names
-    return measure(
-        blueprint.model,
-        blueprint.layers,
-        batch,
-        config.loss_chunk_tokens,
-        names,
-        parallel=blueprint.parallel,
-        head=blueprint.head,
-    )
+    """Return the bytes and operations of one micro-batch of a model; errors as `measure`."""
+    names, (model, layers) = blueprint.names, (blueprint.model, blueprint.layers)
+    return measure(model, layers, batch, config.loss_chunk_tokens, names, blueprint.parallel, blueprint.head)

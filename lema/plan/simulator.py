@@ -56,34 +56,23 @@ class Simulated:
         busy = {"compute": self.compute, "link": self.link, "disk": self.disk}
         return max(busy, key=lambda name: busy[name])
 
-    @property
-    def bound(self) -> float:
-        """Seconds below which no schedule could come."""
-        return max(self.compute, self.link, self.disk)
-
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
     """Return layers of the sizes that a demand names, of which nothing else is known."""
-    one_run = [(ByteRun(Path(), 0, layer.read_bytes, 0),) for layer in demand.layers]
-    return [LayerBytes((), run, (), layer.slot_bytes) for run, layer in zip(one_run, demand.layers, strict=True)]
+    return [LayerBytes((), (ByteRun(Path(), 0, one.read_bytes, 0),), (), one.slot_bytes) for one in demand.layers]
 
 
 def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:
-    """Let a few steps pass in virtual time and return what the last of them was like.
-
-    Raises:
-        ScheduleError: a buffer was used before it was filled, or refilled while it was in use.
-    """
+    """Let a few steps pass in virtual time and return what the last was like; a ScheduleError: a buffer was misused."""
     clock = Clock()
     device = VirtualDevice(clock, speeds)
-    reader = VirtualReader(device)
     stream = LayerStream(
         layers_like(demand),
         cast(Backend, device),
         prefetch_depth=allocation.slots - 1,
         residents=allocation.residents,
         host_cached=allocation.host_cached,
-        reader=reader,
+        reader=VirtualReader(device),
         clock=clock,
     )
     device.synchronize()
@@ -100,8 +89,8 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     in_host = host_parts(demand, allocation)
     return Simulated(
         **spent,
-        device_peak=(device.host_peak - in_host["cached"] if device.shared else device.device_peak) + beside,
-        host_peak=device.host_peak + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
+        device_peak=(device.peak["host"] - in_host["cached"] if device.shared else device.peak["device"]) + beside,
+        host_peak=device.peak["host"] + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
     )
 
 
@@ -172,10 +161,9 @@ class _Run:
 
     def _send_away(self, nbytes: int, tier: Tier) -> None:
         """Write activations behind the forward: over the link's other direction, then to the disk."""
-        device = self.device
-        _, there = device.back.do(nbytes, device.computed_until)
+        _, there = self.device.back.do(nbytes, self.device.computed_until)
         if tier == "disk":
-            device.disk.do(nbytes, there)
+            self.device.disk.do(nbytes, there)
 
     def _bring_back(self, index: int) -> None:
         """Fetch activations ahead of the backward."""

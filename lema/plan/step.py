@@ -1,13 +1,9 @@
-"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds.
-
-The cost of micro-batches of many rows is extrapolated from those of one row and of two.
-"""
+"""One optimizer step as the settings make it: its micro-batches, its bytes, its seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from lema.config import LemaConfig
 from lema.config.objective import OF_PAIRS
@@ -18,7 +14,7 @@ from lema.engine.padding import padding_of
 from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
 from lema.plan.trainable_bytes import TrainedBytes
-from lema.plan.workload import HeadWork, LayerWork, MicroBatch, Workload
+from lema.plan.workload import MicroBatch, Workload
 from lema.stream.placement import LayerBytes
 
 __all__ = [
@@ -28,15 +24,12 @@ __all__ = [
     "by_arithmetic",
     "demand_of",
     "micro_batch_of",
-    "of_rows",
     "rows_each",
     "step_shape",
-    "untimed",
 ]
 
 
 PRODUCTS = 2  # by the head's weight, forward and backward; in pieces the first is formed twice
-T = TypeVar("T", Workload, LayerWork, HeadWork)
 
 
 @dataclass(frozen=True)
@@ -87,11 +80,10 @@ class Timings:
 
 
 def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, parts: int = 1) -> StepShape:
-    """Return the step that the settings ask for, every row as long as it may be.
+    """Return the step that the settings ask for, every row as long as it may be, of the first process, which has most.
 
     Args:
         positions: the longest row that the model takes; None: any.
-        processes: that share a batch; the step is that of the first, which has most.
         parts: processes that hold one copy of the model together, and may each have a part of every row.
 
     Raises:
@@ -149,14 +141,11 @@ def demand_of(
     trained: TrainedBytes | None = None,
     pieces: Sequence[LayerBytes] = (),
 ) -> Demand:
-    """Return what one step needs.
+    """Return what one step needs, but for what weights that train themselves take of host memory.
 
     Args:
-        workload: of one micro-batch; None: weights alone are counted.
+        workload: of one micro-batch, given with the `shape` of the step; None: weights alone are counted.
         timings: of one micro-batch; None: unknown.
-        shape: of the step, given with `workload`.
-        trained: weights of the layers that train themselves; None: none do. What they take of host memory is not in
-            the demand yet.
         pieces: of the head's weight, where they are leased after the layers.
     """
     times = 0.0 if shape is None else shape.num_micro_batches
@@ -187,17 +176,11 @@ def demand_of(
     )
     if workload is None or shape is None:
         return known
-    whole = _with_activations(known, workload, timings, times)
-    return _with_others(whole, workload, timings, times, shape.micro_batch)
+    return _with_activations(known, workload, timings, shape)
 
 
-def untimed(demand: Demand) -> Demand:
-    """Return a demand of which only the bytes are known."""
-    layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
-    return replace(demand, layers=layers, turn=0.0, rest=0.0)
-
-
-def _with_activations(known: Demand, workload: Workload, timings: Timings | None, times: float) -> Demand:
+def _with_activations(known: Demand, workload: Workload, timings: Timings | None, shape: StepShape) -> Demand:
+    times, batch = shape.num_micro_batches, shape.micro_batch
     hidden = round(times * workload.hidden_bytes)
     known = replace(known, lowest=0 if workload.starts_below else known.lowest)
     # Beside each boundary waits the generator's state, which other devices have but a few bytes of; beside the hidden
@@ -209,44 +192,16 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
         turn /= PRODUCTS * known.pieces  # the last piece's second product: its other seconds are its own
     else:
         beside += workload.of(known.top).gradient_bytes
+    turn *= 1 + batch.beside / 3  # rows beside those that train have their part of the head's forward
+    if batch.settled and timings is not None:
+        turn += times * timings.layers[workload.kinds[known.top]].forward
     return replace(
         known,
         working_bytes=workload.in_pieces(times) if known.pieces else workload.working_bytes,
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in working_bytes.
-        flight_bytes=2 * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
+        flight_bytes=(2 + batch.beside) * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
         boundary_bytes=hidden,
         micro_boundary_bytes=min(hidden, workload.hidden_bytes),
         turn=turn,
         rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
     )
-
-
-def _with_others(known: Demand, workload: Workload, timings: Timings | None, times: float, batch: MicroBatch) -> Demand:
-    """Add what rows beside those that train need: their hidden states, and their part of the head's forward."""
-    turn = known.turn * (1 + batch.beside / 3)
-    if batch.settled and timings is not None:
-        turn += times * timings.layers[workload.kinds[known.top]].forward
-    return replace(known, turn=turn, flight_bytes=known.flight_bytes + batch.beside * known.boundary_bytes)
-
-
-def of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
-    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head, whose
-    logits exist for no more than `rows_at_once`."""
-    parts = ("saved_bytes", "working_bytes", "forward_bytes")
-    works = tuple(_grown(*layers, rows, *parts) for layers in zip(one.works, two.works, strict=True))
-    head = _grown(one.head, two.head, min(rows, rows_at_once), "working_bytes")
-    if one.pieces is not None and two.pieces is not None:
-        at_once = _grown(one.pieces, two.pieces, min(rows, rows_at_once), "working_bytes")
-        kept = _grown(one.pieces, two.pieces, rows, "kept_bytes").kept_bytes
-        # What waits grows with all rows, and what works on it with those of a chunk.
-        more = kept - _grown(one.pieces, two.pieces, min(rows, rows_at_once), "kept_bytes").kept_bytes
-        pieces = replace(at_once, working_bytes=at_once.working_bytes + more, kept_bytes=kept)
-        one = replace(one, pieces=pieces)
-    whole = _grown(one, two, rows, "hidden_bytes", "call_bytes", "prelude_bytes")
-    return replace(whole, works=works, head=head)
-
-
-def _grown(one: T, two: T, rows: int, *parts: str) -> T:
-    """Return `one` with the bytes of these parts as they are of so many rows."""
-    more = {part: (rows - 1) * (getattr(two, part) - getattr(one, part)) for part in parts}
-    return replace(one, **{part: getattr(one, part) + growth for part, growth in more.items()})

@@ -61,8 +61,7 @@ class TrainableBytes:
 
     @property
     def passing(self) -> int:
-        """Bytes of a layer's gradients on their way to the optimizer: those that arrive while those of the layer
-        before are stepped, and these in fp32."""
+        """Bytes of gradients on their way: those that arrive, those of the layer being stepped, and these in fp32."""
         return 2 * self.nbytes + MASTER_BYTES * self.count
 
     def movable(self, *, clipped: bool) -> int:
@@ -71,11 +70,7 @@ class TrainableBytes:
 
 
 def trainable_bytes(weights: Iterable[tuple[str, int, torch.dtype]]) -> TrainableBytes:
-    """Add up weights that train, each given as its name, the number of its parameters and its type.
-
-    Raises:
-        ConfigError: one is of a type that does not train.
-    """
+    """Add up weights given as name, number of parameters and type; a ConfigError: one of that type does not train."""
     weights = list(weights)
     for name, _, dtype in weights:
         if dtype not in TRAINABLE:
@@ -93,8 +88,7 @@ def trainable_bytes(weights: Iterable[tuple[str, int, torch.dtype]]) -> Trainabl
 
 
 def outside_bytes(outside: TrainableBytes, *, shared: bool) -> int:
-    """Return the bytes of masters and moments of weights outside the layers; on a device with memory of its own every
-    one has a master in host memory."""
+    """Return the bytes of masters and moments of weights outside the layers; unless `shared`, all have a master."""
     return outside.moments + (outside.masters if shared else MASTER_BYTES * outside.count)
 
 
@@ -109,14 +103,10 @@ def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memor
     """Return the layers whose masters, moments and waiting gradients have to lie in files: as few as will do.
 
     The backward goes down, and steps layers as it goes: when a step has ended, what is used next is that of the top.
-    So the lowest layers go to files first.
-
-    Args:
-        layer_bytes: of each layer that trains, what may go to a file.
-        outside_bytes: what is in host memory in any case.
+    So the lowest layers go to files first. `layer_bytes` are those of each layer that may go to a file.
 
     Raises:
-        MemoryLimitError: the limit does not hold what is in host memory in any case.
+        MemoryLimitError: the limit does not hold `outside_bytes`, which are in host memory in any case.
     """
     left = host_memory - outside_bytes
     if left < 0:
@@ -153,8 +143,7 @@ class TrainedBytes:
 
     @property
     def on_device(self) -> int:
-        """Bytes beside the weights outside the layers: their gradients; one is formed before it is added to what is
-        there."""
+        """Bytes of gradients of weights outside the layers; one is formed before it is added to what is there."""
         return self.outside.nbytes + self.outside.largest
 
     @property
@@ -166,8 +155,7 @@ class TrainedBytes:
 def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool]) -> TrainedBytes:
     """Look at a model without adapters for what trains: those of its parameters whose names are chosen.
 
-    Raises:
-        ConfigError: a layer that trains is stored quantised, or something that trains is of a type that does not.
+    Raises a ConfigError where a layer that trains is stored quantised, or anything that does is of a type that cannot.
     """
     prefix = f"{find_layers(model)[0]}."
     names: list[set[str]] = [set() for _ in layers]
@@ -178,18 +166,17 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
             names[int(number)].add(own)
         elif chosen(name):
             outside.append((name, parameter.numel(), parameter.dtype))
-    for index, layer in enumerate(layers):
-        if names[index] and layer.expansions:
+    inside = []
+    for index, (layer, own_names) in enumerate(zip(layers, names, strict=True)):
+        if own_names and layer.expansions:
             raise ConfigError(
                 f"layer {index} is stored quantised, and such weights do not train",
                 where="model_name_or_path",
                 how="train adapters, or open the model as it was before it was quantised",
             )
-    inside = [
-        [(one.name, one.shape.numel(), one.dtype) for one in layer.tensors if one.name in own]
-        for layer, own in zip(layers, names, strict=True)
-    ]
-    return TrainedBytes(tuple(map(frozenset, names)), tuple(map(trainable_bytes, inside)), trainable_bytes(outside))
+        trained = ((one.name, one.shape.numel(), one.dtype) for one in layer.tensors if one.name in own_names)
+        inside.append(trainable_bytes(trained))
+    return TrainedBytes(tuple(map(frozenset, names)), tuple(inside), trainable_bytes(outside))
 
 
 def lowest_trained(stack: nn.ModuleList) -> int:
@@ -204,11 +191,10 @@ def host_training(
     """Return what each process takes of host memory beside the copy that streams, and what of it goes to files.
 
     Args:
-        there: bytes that are in host memory besides.
+        there: bytes that are in host memory besides; `processes` divide them and the `limit`.
         clipped: whether gradients are, so that all of them wait for the norm, in the type that streams; else those of
             one layer pass through.
         shared: whether the device computes in host memory: what trains outside the layers is there, too.
-        processes: that divide `limit`.
 
     Raises:
         MemoryLimitError: there is no room for what cannot be in files.

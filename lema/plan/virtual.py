@@ -8,20 +8,20 @@ uses a buffer too early gets a `ScheduleError`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lema.backend import Alone, DeviceSlots, MemoryStats, Upload
+from lema.backend import Alone
 from lema.plan.cost import Speeds
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.workers import Ticket
 
-__all__ = ["BufferState", "Clock", "Line", "ScheduleError", "VirtualDevice", "VirtualReader"]
+__all__ = ["Clock", "ScheduleError", "VirtualDevice", "VirtualReader"]
 
 
 class ScheduleError(Exception):
@@ -41,15 +41,6 @@ class Clock:
     def wait_until(self, moment: float) -> None:
         """Let time pass, if the moment is not past."""
         self.now = max(self.now, moment)
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Let another thread wait in the `with` block: afterwards it is as late as it was before."""
-        before = self.now
-        try:
-            yield
-        finally:
-            self.now = before
 
 
 class Line:
@@ -90,14 +81,10 @@ class VirtualDevice:
         # Seconds that the device waited for bytes that were not read yet, for the link, and for boundary activations.
         self.stall_disk = self.stall_upload = self.stall_boundaries = 0.0
         self.computed = self.computed_until = 0.0
-        self.device_bytes = self.device_peak = self.host_bytes = self.host_peak = 0
+        self.device = torch.device("meta")  # where tensors have no bytes
+        self._bytes, self.peak = Counter[str](), Counter[str]()  # of buffers, on the device and in host memory
         self._known: dict[int, BufferState] = {}
         self._ready = self._read = 0.0  # what was waited for last: there on the device, there in host memory
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors have no bytes."""
-        return torch.device("meta")
 
     def memory_of(self, tensor: Tensor) -> BufferState:
         """Return what is known of the buffer that `tensor` is a part of."""
@@ -105,17 +92,12 @@ class VirtualDevice:
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:  # noqa: ARG002 - as in Backend
         """Return a buffer without memory, and count it for as long as it lives."""
-        self.host_bytes += nbytes
-        self.host_peak = max(self.host_peak, self.host_bytes)
-        return self._made(nbytes, self._free_host)
+        return self._made("host", nbytes)
 
-    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        """Return slots without memory, or the sources themselves where the device computes in host memory."""
-        if self.shared:
-            return _SharedSlots(self)
-        self.device_bytes += nbytes * count
-        self.device_peak = max(self.device_peak, self.device_bytes)
-        return _Slots(self, [self._made(nbytes, self._free_device) for _ in range(count)])
+    def device_slots(self, nbytes: int, count: int) -> _Slot:
+        """Return a slot without memory, or the source itself where the device computes in host memory."""
+        assert count == 1, "a stream asks for one slot at a time"
+        return _Slot(self, None if self.shared else self._made("device", nbytes))
 
     def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
         """Queue computation, with the weights of `layer` in the slot `lease` where they are given."""
@@ -145,10 +127,6 @@ class VirtualDevice:
         """Let the training thread wait until everything queued is done."""
         self.clock.wait_until(max(self.computed_until, self.link.free, self.back.free))
 
-    def memory(self) -> MemoryStats:
-        """Return the bytes of slots and residents."""
-        return MemoryStats(self.device_bytes, self.device_peak, self.device_peak)
-
     def uploaded(self, ready: float, read: float) -> None:
         """Note when the layer now leased is on the device, and when it was in host memory."""
         self._ready, self._read = ready, read
@@ -160,93 +138,57 @@ class VirtualDevice:
         self.stall_disk += on_disk
         self.stall_upload += min(pause - on_disk, max(0.0, self._ready - self._read))
 
-    def _made(self, nbytes: int, freed: Callable[[int], None]) -> Tensor:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    def _made(self, where: str, nbytes: int) -> Tensor:
+        self._bytes[where] += nbytes
+        self.peak[where] = max(self.peak[where], self._bytes[where])
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._known[tensor.untyped_storage()._cdata] = BufferState()
-        weakref.finalize(tensor, freed, nbytes)
+        weakref.finalize(tensor, self._bytes.subtract, {where: nbytes})
         return tensor
 
-    def _free_host(self, nbytes: int) -> None:
-        self.host_bytes -= nbytes
 
-    def _free_device(self, nbytes: int) -> None:
-        self.device_bytes -= nbytes
+@dataclass(frozen=True)
+class _Slot:
+    """A slot of the device; without memory of its own it is the host buffer itself."""
 
+    device: VirtualDevice
+    memory: Tensor | None
 
-class _Slots:
-    """Slots with memory of their own, which take turns."""
-
-    def __init__(self, device: VirtualDevice, slots: list[Tensor]) -> None:
-        self._device, self.free = device, slots
-
-    def upload(self, source: Tensor) -> Upload:
-        if not self.free:
-            raise ScheduleError("more layers are held than there are slots")
-        device, known = self._device, self._device.memory_of(source)
+    def upload(self, source: Tensor) -> _Upload:
+        device, known = self.device, self.device.memory_of(source)
         if known.content is None or known.filled > device.clock.now:
             raise ScheduleError("a buffer was uploaded before it was filled")
-        slot = self.free.pop(0)
-        target = device.memory_of(slot)
+        if self.memory is None:
+            return _Upload(device, source, known, known.filled, known.filled)
+        target = device.memory_of(self.memory)
+        if target.leased:
+            raise ScheduleError("more layers are held than there are slots")
         _, done = device.link.do(source.numel(), max(device.clock.now, target.in_use))
         known.in_use = max(known.in_use, done)
-        target.content, target.filled, target.in_use = known.content, done, done
-        return _Upload(self, slot, done, known.filled)
+        target.content, target.filled, target.in_use, target.leased = known.content, done, done, True
+        return _Upload(device, self.memory, target, known.filled, done)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Upload:
-    """A copy in a slot; it may be leased more than once before the slot is refilled."""
+    """A layer in a buffer, which may be leased more than once before it is refilled."""
 
-    slots: _Slots
-    slot: Tensor
-    done: float
-    read: float
-    _given: bool = False
-
-    def wait(self) -> Tensor:
-        if self._given:  # leased again; nobody has refilled it
-            self.slots.free = [slot for slot in self.slots.free if slot is not self.slot]
-            self._given = False
-        self.slots._device.uploaded(self.done, self.read)
-        return self.slot
-
-    def release(self) -> None:
-        self.slots.free.append(self.slot)
-        self._given = True
-
-    def drained(self) -> None:
-        self.slots._device.clock.wait_until(self.done)
-
-
-class _SharedSlots:
-    """Slots that are the host buffers themselves."""
-
-    def __init__(self, device: VirtualDevice) -> None:
-        self._device = device
-
-    def upload(self, source: Tensor) -> Upload:
-        known = self._device.memory_of(source)
-        if known.content is None or known.filled > self._device.clock.now:
-            raise ScheduleError("a buffer was leased before it was filled")
-        return _Alias(self._device, source)
-
-
-@dataclass
-class _Alias:
     device: VirtualDevice
-    source: Tensor
+    buffer: Tensor
+    known: BufferState  # of the buffer
+    read: float  # when the layer was in host memory
+    done: float  # when it was on the device
 
     def wait(self) -> Tensor:
-        known = self.device.memory_of(self.source)
-        known.leased = True
-        self.device.uploaded(known.filled, known.filled)
-        return self.source
+        self.known.leased = True
+        self.device.uploaded(self.done, self.read)
+        return self.buffer
 
     def release(self) -> None:
-        self.device.memory_of(self.source).leased = False
+        self.known.leased = False
 
     def drained(self) -> None:
-        self.device.clock.wait_until(self.device.memory_of(self.source).in_use)
+        self.device.clock.wait_until(self.known.in_use if self.device.shared else self.done)
 
 
 class VirtualReader(LayerReader):
@@ -266,10 +208,10 @@ class VirtualReader(LayerReader):
     ) -> Ticket:
         """Queue the read of a layer."""
         device, known = self._on, self._on.memory_of(buffer)
-        with device.clock.elsewhere():
-            if before is not None:
-                before()
-            begin = device.clock.now
+        now = device.clock.now
+        if before is not None:
+            before()  # another thread waits in it: afterwards this one is as late as it was
+        begin, device.clock.now = device.clock.now, now
         if known.leased:
             raise ScheduleError("a buffer was refilled while its layer was on lease")
         start, done = device.disk.do(layer.read_bytes, begin)
@@ -291,5 +233,4 @@ class _Read(Ticket):
     def wait(self) -> None:
         self._clock.wait_until(self._end)
 
-    def settle(self) -> None:
-        self._clock.wait_until(self._end)
+    settle = wait

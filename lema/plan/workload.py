@@ -33,7 +33,7 @@ from lema.plan.meter import Tally
 from lema.stream import Lease
 from lema.stream.placement import LayerBytes
 
-__all__ = ["HeadWork", "LayerWork", "MicroBatch", "Workload", "calls_of", "measure"]
+__all__ = ["MicroBatch", "Workload", "calls_of", "measure"]
 
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -96,23 +96,23 @@ class Workload:
 
     @property
     def working_bytes(self) -> int:
-        """The most that one micro-batch needs at once beside the adapters and their gradients, be it before, in, or
-        after the layers."""
-        top = self.of(len(self.kinds) - 1)
-        # The graph of the top layer, and the gradient of its output, wait while the head is computed. The gradients of
-        # adapters are not there yet: they come on the way down.
-        to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
-        turn = top.forward_bytes + self.hidden_bytes + self.head.working_bytes - to_come
-        return max(self.prelude_bytes, turn, *(work.working_bytes for work in self.works))
+        """The most that one micro-batch needs at once beside adapters and gradients, before, in or after the layers."""
+        # The graph of the top layer, and the gradient of its output, wait while the head is computed.
+        top = self.of(len(self.kinds) - 1).forward_bytes + self.hidden_bytes
+        return self._most(top + self.head.working_bytes)
 
     def in_pieces(self, times: float) -> int:
         """The same where the head is in pieces, through each of which so many micro-batches go before the next."""
         assert self.pieces is not None
-        to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
         # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
         kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)
-        turn = round(self.pieces.working_bytes + kept) - to_come
-        return max(self.prelude_bytes, turn, *(work.working_bytes for work in self.works))
+        return self._most(round(self.pieces.working_bytes + kept))
+
+    def _most(self, turn: int) -> int:
+        """Return the most that is needed anywhere, given what the turn takes with the gradients of adapters."""
+        # These are not there yet at the turn, because they come on the way down.
+        to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
+        return max(self.prelude_bytes, turn - to_come, *(work.working_bytes for work in self.works))
 
 
 def measure(
@@ -126,9 +126,9 @@ def measure(
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
 
+    The model, with the decoder layers' weights on `meta`, is left as it was.
+
     Args:
-        model: adapters attached; the decoder layers' weights on `meta`. It is left as it was.
-        batch: the micro-batch; of processes that hold the model together each can have a part of its rows.
         loss_chunk_tokens: logits exist for this many tokens at a time.
         trained: of each layer, the weights of its own that train; empty: none do, in any.
         parallel: the processes that its layers have been divided among; None: they are whole.
@@ -224,7 +224,9 @@ def _measure(
     learn(split, layers)
     with Tally() as tally:
         tally.leave_out([tokens, *split.model.parameters(), *split.model.buffers()])
-        prelude = split.prelude({"input_ids": tokens}, {}, differentiate=_trains_outside(split))
+        inside, parameters = f"{split.layers_name}.", split.model.named_parameters()
+        outside_trains = any(one.requires_grad and not name.startswith(inside) for name, one in parameters)
+        prelude = split.prelude({"input_ids": tokens}, {}, differentiate=outside_trains)
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
     inputs = _given(split, layers, prelude)
     entered, hidden = inputs[0], inputs[-1]
@@ -254,18 +256,8 @@ def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
         split.prelude({"input_ids": few}, fake_weights(layers[0]))
 
 
-def _trains_outside(split: Split) -> bool:
-    inside = f"{split.layers_name}."
-    return any(one.requires_grad and not name.startswith(inside) for name, one in split.model.named_parameters())
-
-
 def _layer_work(
-    split: Split,
-    index: int,
-    stored: LayerBytes,
-    call: LayerCall,
-    states: Sequence[Tensor],
-    trained: Collection[str],
+    split: Split, index: int, stored: LayerBytes, call: LayerCall, states: Sequence[Tensor], trained: Collection[str]
 ) -> LayerWork:
     layer, weights = split.layers[index], fake_weights(stored)
     # Of the top layer's output a process that holds part of it has no more than of its input.
@@ -295,15 +287,8 @@ def _layer_work(
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     for parameter in parameters:
         parameter.grad = None
-    return LayerWork(
-        forward,
-        tally.flops_to_saved(),
-        tally.flops - forward,
-        sum(saved.values()),
-        tally.peak,
-        forward_bytes,
-        gradients,
-    )
+    flops = forward, tally.flops_to_saved(), tally.flops - forward
+    return LayerWork(*flops, sum(saved.values()), tally.peak, forward_bytes, gradients)
 
 
 def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
@@ -369,10 +354,7 @@ def _pieces_work(
 
 @contextmanager
 def without_values(model: PreTrainedModel) -> Iterator[None]:
-    """Let what is in the model's memory, or belongs there, be tensors without values for the length of a `with` block.
-
-    Weights of the decoder layers stay on `meta`: they are given to each call.
-    """
+    """Let a model's tensors have no values in a `with` block; layers' weights, given to each call, stay on `meta`."""
     training = model.training
     inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
 

@@ -20,10 +20,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lema.cli.app import app
-from lema.cli.demo import run_demo
-from lema.cli.demo.place import claim
-from lema.cli.demo.report import MOST_DIFFERENCE, Outcome, check, next_commands
-from lema.cli.demo.run import logit_difference
+from lema.cli.demo import claim, run_demo
+from lema.cli.demo.run import MOST_DIFFERENCE, Outcome, check, logit_difference, next_commands
 from lema.cli.exitcodes import run
 from lema.config import LemaConfig
 from lema.data import prepare_data

@@ -8,10 +8,11 @@ import pytest
 
 from lema.backend import Finding, Level
 from lema.backend.hostmemory import memory_left, memory_limit
-from lema.cli.doctor.environment import LAUNCHED, environment
 from lema.cli.doctor.machine import (
     ENOUGH_FILES,
+    LAUNCHED,
     Limits,
+    environment,
     huge_pages,
     locked_memory,
     machine,

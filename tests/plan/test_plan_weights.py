@@ -58,7 +58,7 @@ def test_a_real_step_takes_what_was_told(tmp_path: Path, dtype: torch.dtype, cli
     that may have left it already, and not 3% more."""
     config = config_of(write_model(tmp_path / "model", dtype=dtype, **WIDE), tmp_path, max_grad_norm=clipped)
     needs = told(config)
-    trained = needs.blueprint.trained
+    trained = needs.planner.blueprint.trained
     assert trained is not None
     with trains(config) as (model, training):
         training.step([micro_batches()])  # the first makes what later ones use again
@@ -74,7 +74,7 @@ def test_a_real_step_takes_what_was_told(tmp_path: Path, dtype: torch.dtype, cli
         parts = sum(needs.host[part] for part in ("masters", "moments", "waiting"))
         assert training.places.host_bytes == parts + sum(weight.nbytes for weight in streamed.values())
         count = sum(master.numel() for master in training.masters.values())
-        assert trained.parameters == count == needs.blueprint.parameters
+        assert trained.parameters == count == needs.planner.blueprint.parameters
         if dtype == torch.bfloat16:
             assert needs.host["masters"] + needs.host["moments"] == 12 * count
         real = peak_of_a_step(model, training)
@@ -104,9 +104,9 @@ def test_the_device_peak_does_not_grow_with_depth(tmp_path: Path) -> None:
             training.step([micro_batches()])
             real = peak_of_a_step(model, training)
         needs = told(config)
-        assert needs.device["gradients"] == 2 * 4 * needs.blueprint.trained.layers[0].count  # type: ignore[union-attr]
+        assert needs.device["gradients"] == 2 * 4 * needs.planner.blueprint.trained.layers[0].count  # type: ignore[union-attr]
         away = told(config_of(directory, tmp_path, boundary_activations="host"), site=apart())
-        assert away.device["slots"] == 3 * needs.blueprint.layers[0].nbytes
+        assert away.device["slots"] == 3 * needs.planner.blueprint.layers[0].nbytes
         found.append((real, needs.device["boundaries"], sum(away.device.values())))
     (few, waiting, told_of_8), (many, waiting_more, told_of_16) = found
     assert told_of_8 == told_of_16
@@ -130,9 +130,10 @@ def test_bytes_that_move_are_those_of_a_run(tmp_path: Path, clipped: float | Non
             training.step([[{key: tensor[:, :16] for key, tensor in micro_batches()[0].items()}]])
         counters = model.memory.counters
     moved = needs.traffic(3)
-    assert moved.uploaded == counters.bytes_uploaded + needs.blueprint.outside_bytes
+    blueprint = needs.planner.blueprint
+    assert moved.uploaded == counters.bytes_uploaded + blueprint.outside_bytes
     assert moved.downloaded == device.downloaded > 0
-    assert moved.read == sum(layer.read_bytes for layer in needs.blueprint.layers) + needs.blueprint.outside_bytes
+    assert moved.read == sum(layer.read_bytes for layer in blueprint.layers) + blueprint.outside_bytes
 
 
 class Downloads(LateDevice):
@@ -164,7 +165,7 @@ def test_a_part_that_trains_is_counted_alone(tmp_path: Path) -> None:
 
     config = config_of(write_model(tmp_path / "model"), tmp_path)
     needs, whole = told(config, last_two), told(config)
-    trained = needs.blueprint.trained
+    trained = needs.planner.blueprint.trained
     assert trained is not None and trained.parameters == 2 * 32 * 32 and trained.lowest == 6
     assert needs.host["moments"] == 8 * trained.parameters and needs.device["adapters"] == 0
     assert needs.device["boundaries"] == whole.device["boundaries"] // 7  # one layer is visited twice

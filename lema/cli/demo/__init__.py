@@ -1,28 +1,50 @@
-"""`lema demo`: makes a small model, fine-tunes it by streaming, saves it, and compares it with what PEFT reads."""
+"""`lema demo`: makes a small model, fine-tunes it by streaming, saves it, and compares it with what PEFT reads.
 
+Its directory is marked as its own, so that running twice replaces its files and nothing else.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lema.cli.demo.place import claim
+from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lema.cli.demo.report import Outcome
+    from lema.cli.demo.run import Outcome
 
-__all__ = ["run_demo"]
+__all__ = ["claim", "run_demo"]
+
+
+MARK = ".lema-demo"
+_MARK_TEXT = "`lema demo` made this directory, and replaces its own files in it when it runs again.\n"
+
+# All that a run writes.
+_OWN = (
+    "train.yaml",
+    "model/model*.safetensors*",
+    "model/config.json",
+    "model/generation_config.json",
+    "model/tokenizer*.json",
+    "model/chat_template.jinja",
+    "data/text.txt",
+    "data/chat.jsonl",
+    "data/pairs.jsonl",
+    "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+    "adapter/README.md",
+    "adapter/lema_config.json",
+    "adapter/loss.png",
+    "adapter/metrics.jsonl",
+)
 
 
 def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console | None" = None) -> "Outcome":
     """Fine-tune a small model on bundled text, on the CPU, without network, and show what happens.
 
     Everything is written to `directory`; a second run replaces the files of the first. The text is `almanac.txt` in
-    this package, written for this project and under its licence.
-
-    Args:
-        directory: where to put the model, the data, the config and the adapter; made where it does not exist.
-        max_steps: optimizer steps to train for; None: as `train.yaml` in this package says.
-        console: what to print on; None: standard output.
+    this package, written for this project and under its licence; `train.yaml` beside it says how many steps there are.
 
     Raises:
         ConfigError: `directory` was not made by the demo.
@@ -32,3 +54,31 @@ def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console
     from lema.cli.demo.run import run
 
     return run(directory, max_steps=max_steps, console=console)
+
+
+def claim(directory: Path) -> None:
+    """Make the directory, or take away what an earlier run wrote to it.
+
+    Raises:
+        ConfigError: there is something at this path that the demo did not make; nothing was touched.
+    """
+    if problem := next(_problems(directory), None):
+        where, what = problem
+        how = "name a directory that does not exist yet, as in: lema demo DIRECTORY"
+        raise ConfigError(what, where=str(where), how=how)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARK).write_text(_MARK_TEXT, encoding="utf-8")
+    for pattern in _OWN:
+        for file in directory.glob(pattern):
+            file.unlink()
+
+
+def _problems(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Yield what at this path is not the demo's, and why."""
+    for folder in (directory, directory / "model", directory / "data", directory / "adapter"):
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            yield folder, "this is not a directory that the demo made"
+        if folder == directory and folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
+            yield folder, "this directory was not made by the demo, and it is not empty"
+    for checkpoint in (directory / "adapter").glob("checkpoint-*"):
+        yield checkpoint, "there are checkpoints of another run in the demo's directory"

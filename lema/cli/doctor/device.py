@@ -10,21 +10,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
 
 import psutil
 
 from lema.backend import Fact, Finding, Level
 from lema.config.units import human_bytes
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["LINK", "SECTION", "devices", "links"]
+__all__ = ["devices", "links"]
 
 
-SECTION = "devices"
-LINK = "link"
+SECTION, LINK = "devices", "link"
 COPY = 256 << 20  # bytes of one copy
 PART = 16  # of the device's memory, and of what is available in the host, no more than one part in so many
 Clock = Callable[[], float]
@@ -86,26 +81,15 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
                     level, how = Level.PROBLEM, ""
                     if locked:
                         level, how = Level.WARNING, "raise the limit of locked memory: ulimit -l unlimited"
-                    what = f"Copying {kind} memory to {name} failed: {_first_line(error)}."
+                    first_line = str(error).partition("\n")[0] or type(error).__name__
+                    what = f"Copying {kind} memory to {name} failed: {first_line}."
                     yield Finding(LINK, f"{name} {kind}", level, what, how)
                     continue
-                yield _link(name, kind, nbytes, up, down)
-
-
-def _link(name: str, kind: str, nbytes: int, upload: float, download: float) -> Finding:
-    what = f"{kind.capitalize()} memory is copied to {name} at {human_bytes(upload)}/s, "
-    what += f"and back at {human_bytes(download)}/s."
-    facts: dict[str, Fact] = {
-        "copied": True,
-        "copy_bytes": nbytes,
-        "upload_bytes_per_second": upload,
-        "download_bytes_per_second": download,
-    }
-    return Finding(LINK, f"{name} {kind}", Level.OK, what, facts=facts)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+                what = f"{kind.capitalize()} memory is copied to {name} at {human_bytes(up)}/s, "
+                what += f"and back at {human_bytes(down)}/s."
+                facts: dict[str, Fact] = {"copied": True, "copy_bytes": nbytes}
+                facts |= {"upload_bytes_per_second": up, "download_bytes_per_second": down}
+                yield Finding(LINK, f"{name} {kind}", Level.OK, what, facts=facts)
 
 
 @contextmanager

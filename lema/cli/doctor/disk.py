@@ -7,14 +7,13 @@ its name before its first byte is written, so nothing is left however this proce
 from __future__ import annotations
 
 import errno
-import math
 import mmap
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,7 @@ import psutil
 from lema.backend import Fact, Finding, Level
 from lema.config.units import human_bytes
 
-__all__ = ["SECTION", "DiskSpeeds", "disk", "disk_speeds"]
+__all__ = ["disk", "disk_speeds"]
 
 
 SECTION = "disk"
@@ -40,15 +39,6 @@ REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse.sshfs", "9p")
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True)
-class DiskSpeeds:
-    """What was measured."""
-
-    nbytes: int  # of the file
-    write: float  # bytes per second, until they are on the disk
-    read: float  # bytes per second, none of them from the page cache
-
-
 def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_counter) -> Iterator[Finding]:
     """Tell what the disk that a directory is on has free and how fast it reads, and where the hub's cache is."""
     yield _space("space", directory, f"{directory.absolute()} has")
@@ -63,8 +53,10 @@ def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_coun
     yield _hub()
 
 
-def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) -> DiskSpeeds:
+def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) -> tuple[int, float, float]:
     """Write at most `nbytes` in some seconds, drop them from the page cache, and read them with training's reader.
+
+    Returns how many bytes were written, and the bytes per second of writing and of reading.
 
     Raises:
         OSError: it could not be written.
@@ -86,7 +78,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         for buffer in buffers:
             buffer.zero_()  # its pages are there before the clock runs, as in the second step of a run
         read = read_speed((LayerBytes((), (run,), (), run.nbytes) for run in runs), buffers, clock)
-    return DiskSpeeds(written, write, read)
+    return written, write, read
 
 
 def _speed(directory: Path, clock: Clock) -> Finding:
@@ -94,14 +86,9 @@ def _speed(directory: Path, clock: Clock) -> Finding:
     nbytes = min(LARGEST, free // FREE_PART) // PAGE * PAGE
     if nbytes == 0:
         return Finding(SECTION, "read", Level.WARNING, "The disk is too full to measure.", "free some space")
-    found = disk_speeds(directory, nbytes, clock)
-    read, write = human_bytes(found.read), human_bytes(found.write)
-    what = f"Layers are read at {read}/s from a disk that is written at {write}/s."
-    facts: dict[str, Fact] = {
-        "file_bytes": found.nbytes,
-        "read_bytes_per_second": found.read,
-        "write_bytes_per_second": found.write,
-    }
+    written, write, read = disk_speeds(directory, nbytes, clock)
+    what = f"Layers are read at {human_bytes(read)}/s from a disk that is written at {human_bytes(write)}/s."
+    facts = {"file_bytes": written, "read_bytes_per_second": read, "write_bytes_per_second": write}
     return Finding(SECTION, "read", Level.OK, what, facts=facts)
 
 
@@ -109,7 +96,7 @@ def _direct(directory: Path) -> Finding:
     """Tell whether a file can be read past the page cache."""
     with _nameless(directory) as (descriptor, path):
         os.write(descriptor, bytes(PAGE))
-        works = _reads_directly(path)
+        works = hasattr(os, "O_DIRECT") and _reads_directly(path)
     if works:
         return Finding(SECTION, "direct", Level.OK, "Reads go past the page cache (O_DIRECT).", facts={"works": True})
     what = "Reads go through the page cache: this file system has no O_DIRECT. Each byte costs one more copy."
@@ -118,34 +105,20 @@ def _direct(directory: Path) -> Finding:
 
 
 def _reads_directly(path: Path) -> bool:
-    if not hasattr(os, "O_DIRECT"):
-        return False
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb", buffering=0) as file:
+            os.preadv(file.fileno(), [mmap.mmap(-1, PAGE)], 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return False
-    try:
-        os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0)
-        return True
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-    finally:
-        os.close(descriptor)
+    return True
 
 
 def _space(name: str, directory: Path, what: str) -> Finding:
-    status = psutil.disk_usage(str(directory))
-    kind = _file_system(directory)
-    facts: dict[str, Fact] = {
-        "directory": str(directory.absolute()),
-        "file_system": kind,
-        "total_bytes": status.total,
-        "free_bytes": status.free,
-    }
+    status, kind = psutil.disk_usage(str(directory)), _file_system(directory)
+    facts: dict[str, Fact] = {"directory": str(directory.absolute()), "file_system": kind}
+    facts |= {"total_bytes": status.total, "free_bytes": status.free}
     where = f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} free{f' ({kind})' if kind else ''}"
     level, said, how = Level.OK, "", ""
     if status.free < LITTLE:
@@ -167,7 +140,7 @@ def _hub() -> Finding:
     if not facts["writable"]:
         what, how = f"The hub's cache {cache} cannot be written.", "set HF_HOME to a directory that can be"
         return Finding(SECTION, "hub cache", Level.WARNING, what, how, facts=facts)
-    return Finding(SECTION, "hub cache", found.level, found.what, found.how, facts=facts)
+    return replace(found, facts=facts)
 
 
 @contextmanager
@@ -199,15 +172,13 @@ def _write(descriptor: int, nbytes: int, more: Callable[[], bool]) -> int:
         if done == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += done
-    return math.floor(written / PAGE) * PAGE
+    return written // PAGE * PAGE
 
 
 def _file_system(directory: Path) -> str:
     """Return the kind of file system that a directory is on; empty: it cannot be told."""
     where = directory.resolve()
-    mounted = [
-        (len(Path(part.mountpoint).parts), number, part.fstype)  # of two mounted at one place the later one is seen
-        for number, part in enumerate(psutil.disk_partitions(all=True))
-        if where.is_relative_to(part.mountpoint)
-    ]
-    return max(mounted)[2] if mounted else ""
+    mounted = [part for part in psutil.disk_partitions(all=True) if where.is_relative_to(part.mountpoint)]
+    mounted.reverse()  # of two mounted at one place the later one is seen
+    nearest = max(mounted, key=lambda part: len(Path(part.mountpoint).parts), default=None)
+    return "" if nearest is None else nearest.fstype

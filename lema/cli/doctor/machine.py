@@ -1,4 +1,4 @@
-"""The machine itself: system, processors, memory, and the limits that this process is under.
+"""The machine itself: system, processors, memory, the limits that this process is under, and its environment variables.
 
 Files such as those of `/proc` are read below `root`, which tests put elsewhere.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,14 +19,21 @@ from lema.backend import Fact, Finding, Level
 from lema.backend.hostmemory import groups, memory_limit
 from lema.config.units import human_bytes
 
-__all__ = ["SECTION", "machine"]
+__all__ = ["LAUNCHED", "environment", "machine"]
 
 
-SECTION = "machine"
+SECTION, ENVIRONMENT = "machine", "environment"
 ROOT = Path("/")
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
 MAY_LOCK = 1 << 14  # CAP_IPC_LOCK
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by `torchrun`
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+SECRET = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+PLAIN = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "MALLOC_ARENA_MAX", "LD_PRELOAD")
+ALLOCATOR = re.compile(r"PYTORCH_(\w+_)?ALLOC_CONF")
+YES = {"1", "true", "yes", "on"}
 Limits = Callable[[int], tuple[int, int]]
 
 
@@ -45,13 +53,10 @@ def machine(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Iterator[
 def processors(root: Path = ROOT) -> Finding:
     """Tell how many processors there are, and how many of them this process may use."""
     total, usable = os.cpu_count() or 1, usable_processors(root)
-    facts: dict[str, Fact] = {
-        "model": _model(root),
-        "cores": psutil.cpu_count(logical=False),
-        "threads": total,
-        "usable_threads": usable,
-    }
-    what = f"{facts['model'] or 'unknown processor'}, {total} hardware threads"
+    model = _field(root / "proc/cpuinfo", "model name", "Model") or platform.processor()
+    facts: dict[str, Fact] = {"model": model, "cores": psutil.cpu_count(logical=False)}
+    facts |= {"threads": total, "usable_threads": usable}
+    what = f"{model or 'unknown processor'}, {total} hardware threads"
     what += f", of which this process may use {usable:g}." if usable < total else "."
     return Finding(SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts)
 
@@ -72,14 +77,9 @@ def usable_processors(root: Path = ROOT) -> float:
 
 def memory(root: Path = ROOT) -> Finding:
     """Tell the memory there is, and the limit of this process's control group, if it is less."""
-    known = psutil.virtual_memory()
-    limit = memory_limit(root)
-    facts: dict[str, Fact] = {
-        "total_bytes": known.total,
-        "available_bytes": known.available,
-        "swap_bytes": psutil.swap_memory().total,
-        "limit_bytes": limit,
-    }
+    known, limit = psutil.virtual_memory(), memory_limit(root)
+    facts: dict[str, Fact] = {"total_bytes": known.total, "available_bytes": known.available}
+    facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": limit}
     level, how = Level.OK, ""
     what = f"{human_bytes(known.total)} of memory, {human_bytes(known.available)} of it available"
     if limit is not None and limit < known.total:
@@ -91,7 +91,10 @@ def memory(root: Path = ROOT) -> Finding:
 
 def huge_pages(root: Path = ROOT) -> Finding:
     """Tell whether memory for layers can be in huge pages."""
-    setting = _chosen(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    setting = ""  # the one in brackets: `always [madvise] never`; empty: there is no such setting
+    with suppress(OSError):
+        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        setting = text.partition("[")[2].partition("]")[0]
     facts: dict[str, Fact] = {"setting": setting}
     if setting in ("always", "madvise"):
         return Finding(SECTION, "huge pages", Level.OK, f"Huge pages: {setting}.", facts=facts)
@@ -103,7 +106,7 @@ def huge_pages(root: Path = ROOT) -> Finding:
 def locked_memory(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Finding:
     """Tell how much memory this process may lock."""
     soft, hard = limits(resource.RLIMIT_MEMLOCK)
-    exempt = bool(_capabilities(root) & MAY_LOCK)
+    exempt = bool(int(_field(root / "proc/self/status", "CapEff") or "0", 16) & MAY_LOCK)
     facts: dict[str, Fact] = {"limit_bytes": _limit(soft), "hard_limit_bytes": _limit(hard), "exempt": exempt}
     if soft == resource.RLIM_INFINITY or exempt:
         why = "this process is exempt from the limit" if exempt else "there is no limit"
@@ -146,29 +149,51 @@ def shared_memory(root: Path = ROOT) -> Finding:
     return Finding(SECTION, "shared memory", Level.OK, f"Processes can share host memory{amount}.", facts=facts)
 
 
-def _model(root: Path) -> str:
+def _field(file: Path, *names: str) -> str:
+    """Return what a file of `/proc` says first under one of some names; empty: nothing."""
     with suppress(OSError):
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
+        for line in file.read_text().splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model"):
+            if name.strip() in names:
                 return value.strip()
-    return platform.processor()
-
-
-def _chosen(file: Path) -> str:
-    """Return the setting in brackets: `always [madvise] never`; empty: there is no such setting."""
-    with suppress(OSError):
-        return file.read_text().partition("[")[2].partition("]")[0]
     return ""
-
-
-def _capabilities(root: Path) -> int:
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/status").read_text().splitlines():
-            if line.startswith("CapEff:"):
-                return int(line.split()[1], 16)
-    return 0
 
 
 def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
+
+
+def environment(given: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:
+    """Tell which variables that matter are set, and what they do; `threads` of the machine may be kept busy."""
+    busy = usable_processors() if threads is None else threads
+    names = (*THREADS, *OFFLINE, *SECRET, *sorted(filter(ALLOCATOR.fullmatch, given)), *PLAIN)
+    there = [name for name in names if name in given and (given[name] or name not in SECRET)]
+    found = [*(_variable(name, given[name], busy) for name in there), *_launched(given)]
+    yield from found or [Finding(ENVIRONMENT, "variables", Level.OK, "No variable is set that matters.")]
+
+
+def _variable(name: str, value: str, threads: float) -> Finding:
+    level, what, how, asked = Level.OK, f"{name}={value}.", "", value.split(",")[0]
+    if name in THREADS and asked.isdigit() and int(asked) < int(threads):
+        level, how = Level.NOTE, f"unset {name}, or set it to {int(threads)}"
+        what = f"{name}={value}: computing in host memory uses {asked} of {threads:g} hardware threads."
+    elif name in OFFLINE and value.lower() in YES:
+        level = Level.NOTE
+        what = f"{name}={value}: nothing is fetched from the hub; models come from the cache or a directory."
+    elif name in SECRET:
+        what, value = f"{name} is set.", "set"
+    return Finding(ENVIRONMENT, name, level, what, how, facts={"value": value})
+
+
+def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
+    """Tell what `torchrun` said: all of it, or nothing."""
+    facts = {name.lower(): given.get(name) for name in LAUNCHED}
+    if not (there := [name for name in LAUNCHED if name in given]):
+        return
+    if missing := [name for name in LAUNCHED if not given.get(name)]:
+        what = f"{', '.join(there)} set, {', '.join(missing)} not: torchrun sets all of them."
+        how = f"start the processes with torchrun, or unset {' '.join(there)}"
+        yield Finding(ENVIRONMENT, "torchrun", Level.WARNING, what, how, facts=facts)
+        return
+    what = f"torchrun started this process: {given['RANK']} of {given['WORLD_SIZE']}."
+    yield Finding(ENVIRONMENT, "torchrun", Level.NOTE, what, facts=facts)

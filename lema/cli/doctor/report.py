@@ -19,15 +19,13 @@ from rich.text import Text
 from lema.backend import Finding, Level
 from lema.cli.doctor.device import devices, links
 from lema.cli.doctor.disk import disk
-from lema.cli.doctor.environment import environment
-from lema.cli.doctor.machine import machine
+from lema.cli.doctor.machine import environment, machine
 from lema.cli.doctor.versions import versions
 from lema.config.printing import print_table
 
-__all__ = ["GROUP", "Report", "examine", "show_report"]
+__all__ = ["Report", "examine", "show_report"]
 
 
-GROUP = "lema.doctors"
 FORMAT = 1  # of the JSON; it grows when a key goes or changes its meaning
 NOT_READY = 2  # the exit code of a config that cannot run here
 Look = Callable[[], Iterable[Finding]]
@@ -68,27 +66,20 @@ class Report:
 
 def examine(directory: Path, *, measure: bool = True) -> Report:
     """Look at everything, at the disk that `directory` is on too; timing disk and links takes some seconds."""
-    looks: list[tuple[str, Look]] = [
-        ("versions", versions),
-        ("machine", machine),
-        ("environment", environment),
-        ("devices", devices),
-        *(_own_doctors()),
-    ]
+    looks: list[tuple[str, Look]] = [("versions", versions), ("machine", machine), ("environment", environment)]
+    looks.append(("devices", devices))
+    of_backends = sorted(entry_points(group="lema.doctors"), key=lambda point: point.name)
+    looks += [(point.name, partial(_asked, point)) for point in of_backends]
     if measure:
         looks.append(("link", links))
     looks.append(("disk", partial(disk, directory, measure=measure)))
     return Report(tuple(finding for section, look in looks for finding in _careful(section, look)), measure)
 
 
-def _own_doctors() -> Iterator[tuple[str, Look]]:
-    """Yield the doctor of every backend that has one: an entry point of the group `lema.doctors`."""
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        yield point.name, partial(_asked, point)
-
-
-def _asked(point: EntryPoint) -> Iterator[Finding]:
-    yield from point.load()()
+def _asked(point: EntryPoint) -> Iterable[Finding]:
+    """Load a backend's doctor and ask it: both may fail, and neither may end the report."""
+    findings: Iterable[Finding] = point.load()()
+    return findings
 
 
 def _careful(section: str, look: Look) -> Iterator[Finding]:
@@ -110,24 +101,18 @@ def show_report(report: Report, console: Console) -> None:
     """Print the report: columns are section, what was looked at, level, and the sentence with how to mend it; a table
     leaves out the second, which the sentence says."""
     if console.is_terminal:
-        print_table(map(_styled, report.findings), console)
+        levels = (Text(one.level.value, STYLES[one.level]) for one in report.findings)
+        sentences = (_sentence(one, "\n") for one in report.findings)
+        print_table(zip((one.section for one in report.findings), levels, sentences, strict=True), console)
         console.print(Text(_summary(report), style=STYLES[_level(report)]))
         return
     cells = [(one.section, one.name, one.level.value, _sentence(one, " ")) for one in report.findings]
     print_table([*cells, ("in all", "", _level(report).value, _summary(report))], console)
 
 
-def _styled(finding: Finding) -> tuple[str | Text, ...]:
-    return finding.section, Text(finding.level.value, STYLES[finding.level]), Text(_sentence(finding, "\n"))
-
-
-def _sentence(finding: Finding, between: str) -> str:
-    parts = [finding.what]
-    if finding.how:
-        parts.append(f"mend: {finding.how}")
-    if finding.source:
-        parts.append(f"see: {finding.source}")
-    return between.join(parts)
+def _sentence(finding: Finding, between: str) -> Text:
+    mend, see = finding.how and f"mend: {finding.how}", finding.source and f"see: {finding.source}"
+    return Text(between.join(filter(None, (finding.what, mend, see))))
 
 
 def _level(report: Report) -> Level:

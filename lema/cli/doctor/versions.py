@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from importlib.metadata import metadata, requires
+from itertools import starmap
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -14,7 +15,7 @@ from packaging.version import InvalidVersion
 from lema.backend import Finding, Level
 from lema.backend.findings import PAIRS, installed_version, known_bad
 
-__all__ = ["SECTION", "versions"]
+__all__ = ["versions"]
 
 
 SECTION = "versions"
@@ -27,8 +28,7 @@ def versions() -> Iterator[Finding]:
     own = metadata("lema")
     yield Finding(SECTION, "lema", Level.OK, f"lema {own['Version']}.", facts=_facts(own["Version"]))
     yield _python(own["Requires-Python"])
-    for requirement, extra in _wanted("lema"):
-        yield _standing(requirement, extra)
+    yield from starmap(_standing, _wanted("lema"))
     for name in BESIDE:
         found = installed_version(name)
         text = f"{name} {found}." if found else f"{name} is not installed; nothing of LEMA needs it."

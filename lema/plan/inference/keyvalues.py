@@ -51,33 +51,31 @@ def text_bytes(
 ) -> TextBytes:
     """Run a prompt, and then the last token, through the model, on tensors without values; return what rows take.
 
-    Of layers that cost alike and keep alike one is run for all.
+    Of layers that cost alike and keep alike one is run for all. The model, with the decoder layers' weights on `meta`,
+    is left as it was.
 
     Args:
-        model: adapters attached; the decoder layers' weights on `meta`. It is left as it was.
-        prompt: tokens of each row, padding among them.
-        new: tokens that are made.
+        prompt: tokens of each row, padding among them; `new` ones are made.
         parallel: the processes that its layers have been divided among; None: they are whole.
 
     Raises:
         ModelError: what the model computes depends on values.
     """
-    split = Split(model, load("cpu"), parallel=parallel)
-    kinds = cost_kinds(split, layers)
+    split, failure = Split(model, load("cpu"), parallel=parallel), None
+    alike = cost_kinds(split, layers)
+    each = tuple(range(len(layers)))  # tried in the end, because layers may take keys and values that others made
     with without_values(model), values_unread(), torch.no_grad(), split.autocast():
         model.eval()
-        try:
-            return _measured(split, layers, kinds, prompt, new)
-        except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError):
-            kinds = tuple(range(len(layers)))  # because layers may take keys and values that others made
-        try:
-            return _measured(split, layers, kinds, prompt, new)
-        except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError) as error:
-            raise ModelError(
-                "what this model computes depends on values, so the memory of its texts cannot be told from its config",
-                where=type(model).__name__,
-                how="begin with few prompts at once, and look at what they take",
-            ) from error
+        for kinds in (alike, each):
+            try:
+                return _measured(split, layers, kinds, prompt, new)
+            except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError) as error:
+                failure = error
+    raise ModelError(
+        "what this model computes depends on values, so the memory of its texts cannot be told from its config",
+        where=type(model).__name__,
+        how="begin with few prompts at once, and look at what they take",
+    ) from failure
 
 
 def _measured(split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...], prompt: int, new: int) -> TextBytes:
@@ -85,26 +83,15 @@ def _measured(split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...]
     with split.replaced([runs.of(index) for index in range(split.num_layers)]):
         with runs.tallied() as tally:
             runs.forward(prompt)
-        first = tally.peak + runs.elsewhere.held
+        first = tally.peak + runs.held_elsewhere
         with runs.tallied() as tally:
             cache = runs.forward(prompt + new - 1)
             # Where the model has no cache of layers, all that is left is what it keeps.
-            keys_values = runs.here.kept + runs.elsewhere.kept or tally.live
+            keys_values = runs.kept or tally.live
             largest, before = runs.largest or keys_values, tally.live
             tally.peak = before
             runs.forward(1, prompt + new, cache)
     return TextBytes(max(first, keys_values + tally.peak - before), keys_values, largest)
-
-
-@dataclass
-class _Kept:
-    """Bytes of keys and values: what is `kept` is a part of what is `held` where it is a view of more."""
-
-    kept: int = 0
-    held: int = 0
-
-    def add(self, other: _Kept) -> None:
-        self.kept, self.held = self.kept + other.kept, self.held + other.held
 
 
 class _Runs:
@@ -114,8 +101,9 @@ class _Runs:
         self._split, self._kinds = split, kinds
         self._weights = [fake_weights(layers[kinds.index(kind)]) for kind in range(max(kinds) + 1)]
         self._tally = Tally()
-        self._made: dict[Any, tuple[Any, _Kept]] = {}
-        self.here, self.elsewhere = _Kept(), _Kept()  # by the layers that were run, and those they stand for
+        self._made: dict[Any, tuple[Any, int, int]] = {}
+        # Bytes of keys and values of all layers; and of those that another stands for, with what they are views of.
+        self.kept = self.held_elsewhere = 0
         self.largest = 0  # of one layer
 
     def tallied(self) -> Tally:
@@ -133,14 +121,13 @@ class _Runs:
             own = kept_by(index, args, kwargs)
             alike = self._kinds[index], *((type(one), getattr(one, "sliding_window", None)) for one in own)
             if alike in self._made:
-                made, kept = self._made[alike]
-                self.elsewhere.add(kept)
+                made, kept, held = self._made[alike]
+                self.kept, self.held_elsewhere = self.kept + kept, self.held_elsewhere + held
                 return made
             made = self._split.call_layer(index, self._weights[self._kinds[index]], args, kwargs)
             found = [one for layer in kept_by(index, args, kwargs) for one in tensors_in(vars(layer))]
-            kept = _Kept(sum(one.nbytes for one in found), sum(one.untyped_storage().nbytes() for one in found))
-            self.here.add(kept)
-            self.largest, self._made[alike] = max(self.largest, kept.kept), (made, kept)
+            kept, held = sum(one.nbytes for one in found), sum(one.untyped_storage().nbytes() for one in found)
+            self.kept, self.largest, self._made[alike] = self.kept + kept, max(self.largest, kept), (made, kept, held)
             return made
 
         return run
@@ -148,7 +135,7 @@ class _Runs:
     def forward(self, tokens: int, so_far: int | None = None, cache: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run `tokens` tokens of each row, of `so_far` in all; return the cache by the name under which it is given."""
         self._made.clear()
-        self.here, self.elsewhere = _Kept(), _Kept()
+        self.kept = self.held_elsewhere = 0
         model = self._split.model
         few = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
         output = model(

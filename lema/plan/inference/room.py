@@ -1,7 +1,12 @@
-"""The batch of texts that memory has room for: weights, keys and values and one pass, within the limits of a run."""
+"""What memory has room for beside the weights, within the limits of a run: batches of texts, and rows that are scored.
+
+Texts take keys and values, and rows hidden states, which wait between layers on the device or on the host.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -10,12 +15,14 @@ from lema.backend.hostmemory import memory_available
 from lema.backend.registry import kept_unasked
 from lema.config.units import human_bytes, parse_memory
 from lema.errors import MemoryLimitError
-from lema.plan.allocate import UNKNOWN_DISK, UNKNOWN_LINK, OpenModel, allocated, of_one_process
-from lema.plan.cost import Allocation, Demand, Speeds, device_parts, host_parts
+from lema.plan.allocate import OpenModel, allocated, of_one_process, unknown_speeds
+from lema.plan.cost import Allocation, device_parts, host_parts
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
-from lema.plan.step import demand_of
 
-__all__ = ["Room", "TextPlan", "plan_texts"]
+__all__ = ["RowPlan", "TextPlan", "plan_rows", "plan_texts"]
+
+LOGITS = 3  # copies of a chunk's logits, as fp32
+STATES = 2  # of one layer: what went in, and what comes out
 
 
 @dataclass(frozen=True)
@@ -40,22 +47,13 @@ class TextPlan:
 
 
 def plan_texts(
-    opened: OpenModel,
-    prompt: int,
-    new: int,
-    *,
-    rows: int | None,
-    most: int,
-    host: bool,
-    held: Allocation | None = None,
+    opened: OpenModel, prompt: int, new: int, *, rows: int | None, most: int, host: bool, held: Allocation | None
 ) -> TextPlan:
     """Return the batch that is asked for, or without one the widest that there is room for.
 
     Args:
-        prompt: tokens of the longest prompt.
-        new: tokens that are made for each, at most.
-        rows: of a batch; None: as many as there is room for.
-        most: with `rows` None, no more than this.
+        prompt: tokens of the longest prompt; `new` ones are made for each, at most.
+        rows: of a batch; None: as many as there is room for, and no more than `most`.
         host: keys and values of all layers but one are in host memory.
         held: what memory is spent on already; None: nothing yet, so the plan chooses it.
 
@@ -64,34 +62,27 @@ def plan_texts(
         ModelError: what the model computes depends on values.
     """
     sized = text_bytes(opened.skeleton, opened.layers, prompt, new, opened.backend.parallel)
-    room = Room.of(opened, held)
+    room, shared = _room(opened, held), opened.backend.memory().shared
+    away = host and not shared
 
     def plan(count: int) -> TextPlan | MemoryLimitError:
         taken = sized.of(count)
-        shared = opened.backend.memory().shared
-        found = room.fit(taken.on_device(host=host and not shared), taken.keys_values if host and not shared else 0)
-        if isinstance(found, MemoryLimitError):
-            return found
-        return TextPlan(count, prompt, new, host, taken, found)
+        found = room(taken.on_device(host=away), taken.keys_values if away else 0)
+        return found if isinstance(found, MemoryLimitError) else TextPlan(count, prompt, new, host, taken, found)
 
     wanted = plan(rows or most)
     if isinstance(wanted, TextPlan):
         return wanted
-    low, high = 0, rows or most  # the widest batch that fits lies in [low, high)
-    best: TextPlan | None = None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if isinstance(tried := plan(middle), TextPlan):
-            low, best = middle, tried
-        else:
-            high = middle
-    if rows is None and best is not None:
-        return best
+    fitting = _most_that_fit(plan, rows or most)
+    if rows is None and isinstance(widest := plan(max(fitting, 1)), TextPlan):
+        return widest
     need = sized.of(rows or 1)
-    how = [f"generate {low} at once (--batch-size {low})" if low else "ask for fewer new tokens, or a shorter prompt"]
-    if not host and not opened.backend.memory().shared:
+    how = ["ask for fewer new tokens, or a shorter prompt"]
+    if fitting:
+        how = [f"generate {fitting} at once (--batch-size {fitting})"]
+    if not host and not shared:
         how.append("keep keys and values in host memory (--kv host)")
-    if not low and wanted.how:
+    if not fitting and wanted.how:
         how.append(wanted.how)
     raise MemoryLimitError(
         f"{rows or 1} texts of up to {prompt:,} tokens and {new:,} new ones do not fit: their keys and values take "
@@ -102,65 +93,107 @@ def plan_texts(
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory that passes without a backward have, beside the weights."""
+class RowPlan:
+    """A pass over the weights that scores rows."""
 
-    opened: OpenModel
-    weights: Demand  # without what is computed with them
-    device: int  # bytes that may be used there; 0: nobody knows
-    host: int
-    held: Allocation | None  # what weights have already; None: they are given what fits
-    totals: tuple[int, int, int]  # of the device and the host, and what is available on the host
+    rows: int  # of a pass
+    at_once: int  # that a layer computes at once
+    on_host: bool  # hidden states of all but those wait in host memory
+    allocation: Allocation  # of memory to weights, with that much left beside them
 
-    @classmethod
-    def of(cls, opened: OpenModel, held: Allocation | None) -> Room:
-        """Return the room of an open model; processes of a group ask together, and get that of the least of them."""
-        config, backend = opened.config, opened.backend
-        memory, replicas = backend.memory(), backend.replicas
-        measured = memory.total, psutil.virtual_memory().total, memory_available()
-        device, total, available = map(min, zip(*replicas.everyone(measured), strict=True))
-        head = opened.head
-        in_pieces = head.asked if held is None else held.pieces > 0
-        # Whole unless the settings ask for pieces, because each token would read all of them once more.
-        whole = 0 if in_pieces or head.module is None else head.nbytes
-        demand = demand_of(
-            opened.layers,
-            None,
-            None,
-            None,
-            outside_bytes=opened.outside_bytes + whole,
-            pieces=head.pieces(opened.layers) if in_pieces else (),
-            adapter_bytes=sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad),
-            lowest=len(opened.layers) - 1,  # because nothing is kept for a backward
-            shared=memory.shared,
-        )
-        demand = of_one_process(demand, replicas, sharded=config.shard_weights)
-        limit = None if config.device_memory is None else parse_memory(config.device_memory, device)
-        host = available if config.host_memory is None else parse_memory(config.host_memory, total)
-        if held is not None:  # its share is gone from what is available already
-            host = available
-        return cls(opened, demand, limit or (host if memory.shared else device), host, held, (device, total, available))
 
-    def fit(self, on_device: int, on_host: int) -> Allocation | MemoryLimitError:
-        """Return what weights get beside so many bytes, or why nothing fits."""
-        demand, config, shared = replace(self.weights, working_bytes=on_device), self.opened.config, self.weights.shared
-        allocation = self.held
+def plan_rows(
+    opened: OpenModel, length: int, most: int, *, at_once: int, rows: int | None, held: Allocation | None
+) -> RowPlan:
+    """Return the pass that scores rows of at most `length` tokens.
+
+    Args:
+        most: rows that there are; a layer computes `at_once` of them at once, if there is room.
+        rows: of a pass; None: as many as there is room for.
+        held: what memory is spent on already; None: nothing yet, so the plan chooses it.
+
+    Raises:
+        MemoryLimitError: one row does not fit, or not so many of a pass; it names how many do.
+        ModelError: what the model computes depends on values.
+    """
+    sized = text_bytes(opened.skeleton, opened.layers, length, 1, opened.backend.parallel)
+    config = opened.skeleton.config.get_text_config()
+    row = STATES * length * config.hidden_size * opened.skeleton.dtype.itemsize
+    logits = LOGITS * opened.config.loss_chunk_tokens * config.vocab_size * 4
+    room, shared = _room(opened, held), opened.backend.memory().shared
+
+    def plan(count: int, together: int) -> RowPlan | MemoryLimitError:
+        taken = sized.of(together)
+        beside = max(taken.peak - taken.keys_values, logits)
+        found, on_host = room(beside + count * row, 0), False
+        if isinstance(found, MemoryLimitError) and not shared:
+            found, on_host = room(beside + together * row, count * row), True
+        return found if isinstance(found, MemoryLimitError) else RowPlan(count, together, on_host, found)
+
+    together = min(at_once, most)
+    while isinstance(plan(together, together), MemoryLimitError) and together > 1:
+        together //= 2
+    wanted = plan(min(rows or most, most), together)
+    if isinstance(wanted, RowPlan):
+        return wanted
+    fitting = _most_that_fit(lambda count: plan(count, together), rows or most)
+    if rows is None and isinstance(widest := plan(max(fitting, 1), together), RowPlan):
+        return widest
+    raise MemoryLimitError(
+        f"hidden states of {rows or 1} rows of up to {length:,} tokens do not fit: {human_bytes((rows or 1) * row)}",
+        where=wanted.where,
+        how=f"score {fitting} in a pass (--rows-per-pass {fitting})" if fitting else wanted.how or "shorten the rows",
+    )
+
+
+def _most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
+    """Return the largest number for which there is a plan and no MemoryLimitError; 0: not even 1 fits."""
+    counts = range(1, fewer_than)
+    return bisect_left(counts, True, key=lambda count: isinstance(plan(count), MemoryLimitError))
+
+
+def _room(opened: OpenModel, held: Allocation | None) -> Callable[[int, int], Allocation | MemoryLimitError]:
+    """Return what tells, of bytes on the device and on the host, what weights get beside them, or why nothing fits.
+
+    Processes of a group ask together, and get the room of the least of them.
+    """
+    config, backend, replicas = opened.config, opened.backend, opened.backend.replicas
+    shared, measured = backend.memory().shared, (backend.memory().total, psutil.virtual_memory().total)
+    totals = tuple(map(min, zip(*replicas.everyone((*measured, memory_available())), strict=True)))
+    total, host_total, available = totals
+    in_pieces = opened.head.asked if held is None else held.pieces > 0
+    # Whole unless the settings ask for pieces, because each token would read all of them once more.
+    weights = opened.demand(None, None, in_pieces=in_pieces)
+    adapters = sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad)
+    lowest = len(opened.layers) - 1  # because nothing is kept for a backward
+    weights = replace(weights, adapter_bytes=adapters, lowest=lowest)
+    weights = of_one_process(weights, replicas, sharded=config.shard_weights)
+    host = available
+    if config.host_memory is not None and held is None:  # else its share is gone from what is available already
+        host = parse_memory(config.host_memory, host_total)
+    device = host if shared else total  # 0: nobody knows
+    if config.device_memory is not None:
+        device = parse_memory(config.device_memory, total) or device
+    kept = kept_unasked(backend) if config.device_memory is None and total else 0.0
+
+    def fit(on_device: int, on_host: int) -> Allocation | MemoryLimitError:
+        demand, allocation = replace(weights, working_bytes=on_device), held
         if allocation is None:
-            kept = kept_unasked(self.opened.backend) if config.device_memory is None and self.totals[0] else 0.0
-            speeds = Speeds(UNKNOWN_DISK) if shared else Speeds(UNKNOWN_DISK, UNKNOWN_LINK)
             try:
-                allocation = allocated(config, demand, speeds, *self.totals, kept=kept)
+                allocation = allocated(config, demand, unknown_speeds(shared=shared), *totals, kept=kept)
             except MemoryLimitError as error:
                 return error
         there = sum(device_parts(demand, allocation).values())
-        if shared and config.device_memory is None and self.held is not None:
+        if shared and config.device_memory is None and held is not None:
             there = on_device  # what weights have is no longer available
-        if self.device and there > self.device:
+        if device and there > device:
             return MemoryLimitError("the device's memory is too small", where=_where(config.device_memory, "device"))
-        beside = 0 if self.held is not None else sum(host_parts(demand, allocation).values())
-        if on_host * demand.processes + beside > self.host:
+        beside = 0 if held is not None else sum(host_parts(demand, allocation).values())
+        if on_host * demand.processes + beside > host:
             return MemoryLimitError("host memory is too small", where=_where(config.host_memory, "host"))
         return allocation
+
+    return fit
 
 
 def _where(setting: object, what: str) -> str:

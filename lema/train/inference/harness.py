@@ -29,23 +29,16 @@ NEW_TOKENS = 256  # where a task says nothing; the harness's own
 
 @dataclass(frozen=True)
 class Harness:
-    """How tasks are run.
+    """How tasks are run."""
 
-    Attributes:
-        limit: examples of each task, or if below 1 the part of them; None: all.
-        num_fewshot: examples that are shown; None: as each task has it.
-        include_path: a directory of further tasks.
-        apply_chat_template: put what is asked through the tokenizer's template.
-        batch_size: rows that a layer computes at once, and texts that are made at once; None: as memory allows.
-        rows_per_pass: rows that are scored by one pass over the weights; None: as many as there is room for.
-    """
-
-    limit: float | None = None
-    num_fewshot: int | None = None
-    include_path: Path | None = None
-    apply_chat_template: bool = False
-    batch_size: int | None = None
-    rows_per_pass: int | None = None
+    limit: float | None = None  # examples of each task, or if below 1 the part of them; None: all
+    num_fewshot: int | None = None  # examples that are shown; None: as each task has it
+    include_path: Path | None = None  # a directory of further tasks
+    apply_chat_template: bool = False  # put what is asked through the tokenizer's template
+    batch_size: int | None = (
+        None  # rows that a layer computes, and texts that are made, at once; None: as memory allows
+    )
+    rows_per_pass: int | None = None  # that one pass over the weights scores; None: as many as there is room for
 
 
 def evaluate_tasks(
@@ -57,9 +50,8 @@ def evaluate_tasks(
         ConfigError: the harness is not installed, or knows no such task.
     """
     lm_eval = _harness()
-    manager = lm_eval.tasks.TaskManager(
-        include_path=None if harness.include_path is None else str(harness.include_path)
-    )
+    own = None if harness.include_path is None else str(harness.include_path)
+    manager = lm_eval.tasks.TaskManager(include_path=own)
     if unknown := [one for one in tasks if not manager.match_tasks([one])]:
         how = "`lm_eval ls tasks` lists them; --include-path DIR adds your own"
         raise ConfigError(f"the harness knows no task of this name: {', '.join(unknown)}", where="--tasks", how=how)
@@ -103,117 +95,85 @@ def harness_model(
 ) -> Any:
     """Return a model as the harness takes it, an `lm_eval.api.model.LM`."""
     _harness()
-    # A class within a function, because its base is imported only where somebody evaluates tasks.
+    # The class is made here, because its base is imported only where somebody evaluates tasks.
     from lm_eval.api.model import TemplateLM
 
-    requests = _Requests(model, harness or Harness(), told)
-
-    class StreamedLM(TemplateLM):  # type: ignore[misc] # the harness is no part of the environment that is checked
-        """The harness's base class, with what is asked of a model passed on."""
-
-        tokenizer = model.tokenizer
-        max_length = requests.positions
-        eot_token_id = model.tokenizer.eos_token_id
-        prefix_token_id = requests.prefix
-        tokenizer_name = str(model.config.model_name_or_path).replace("/", "__")
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            """Return the token ids of a text."""
-            return requests.encode(string, add_special_tokens)
-
-        def _loglikelihood_tokens(self, requests_: Any, **_: Any) -> list[tuple[float, bool]]:
-            return requests.likelihoods([(context, continuation) for _, context, continuation in requests_])
-
-        def loglikelihood_rolling(self, requests_: Any, **_: Any) -> list[float]:
-            """Return the log-likelihood of each whole text."""
-            return requests.rolling([one.args[0] for one in requests_])
-
-        def generate_until(self, requests_: Any, **_: Any) -> list[str]:
-            """Return what follows each text, up to a string it is to stop at."""
-            return requests.texts([one.args for one in requests_])
-
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            """Return a chat as the tokenizer's template writes it."""
-            return str(
-                model.tokenizer.apply_chat_template(
-                    chat_history,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=not add_generation_prompt,
-                )
-            )
-
-    return StreamedLM()
+    tokenizer, config = model.tokenizer, model.skeleton.config.get_text_config()
+    told_of_it = {
+        "tokenizer": tokenizer,
+        "tokenizer_name": str(model.config.model_name_or_path).replace("/", "__"),
+        "max_length": int(getattr(config, "max_position_embeddings", None) or POSITIONS),
+        "eot_token_id": tokenizer.eos_token_id,
+        "prefix_token_id": int(tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id),
+    }
+    return type("StreamedLM", (_Answers, TemplateLM), told_of_it)(model, harness or Harness(), told)
 
 
-class _Requests:
-    """What the harness asks, answered by passes over the layers."""
+class _Answers:
+    """What the harness asks of a model, answered by passes over the layers; the names are those of its base class."""
+
+    tokenizer: Any
+    max_length: int  # tokens that the model has positions for
+    prefix_token_id: int  # the token before the first of a text
 
     def __init__(self, model: LemaModel, harness: Harness, told: Callable[[str], object]) -> None:
+        super().__init__()
         self._model, self._harness, self._told = model, harness, told
-        config, tokenizer = model.skeleton.config.get_text_config(), model.tokenizer
-        self.positions = int(getattr(config, "max_position_embeddings", None) or POSITIONS)
-        self.prefix = int(tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
-        self._scored = 0
 
-    def encode(self, text: str, special: bool | None) -> list[int]:
-        """Return the token ids of a text; with `special` None special tokens are added unless it has the first one."""
-        tokenizer: Any = self._model.tokenizer
-        if special is None and text.startswith(tokenizer.decode(self.prefix)):
-            special = False
-        return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return the token ids of a text; None: special tokens are added unless it has the first of them."""
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **special))
 
-    def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a chat as the tokenizer's template writes it."""
+        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends))
+
+    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Return how likely each continuation is after its context, which is cut at its beginning if it is too long."""
         rows: list[Scored] = []
-        for context, continuation in pairs:
-            rows.append(((context + continuation)[-(self.positions + 1) :], len(continuation)))
+        for _key, context, continuation in requests:
+            rows.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+        done = 0
 
         def scored(count: int) -> None:
-            self._scored += count
-            self._told(f"{self._scored:,} of {len(rows):,} rows scored")
+            nonlocal done
+            done += count
+            self._told(f"{done:,} of {len(rows):,} rows scored")
 
-        self._scored = 0
-        found = scores(
-            self._model,
-            rows,
-            batch_size=self._harness.batch_size,
-            rows_per_pass=self._harness.rows_per_pass,
-            choose=True,
-            told=scored,
-        )
+        sizes = {"batch_size": self._harness.batch_size, "rows_per_pass": self._harness.rows_per_pass}
+        found = scores(self._model, rows, **sizes, choose=True, told=scored)
         return [(one.log_likelihood, one.greedy) for one in found]
 
-    def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-likelihood of each text, cut into windows where it is too long; all share passes."""
+    def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+        """Return the log-likelihood of each whole text, cut into windows where it is too long; all share passes."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows, owners = [], []
-        for number, text in enumerate(texts):
-            parts = get_rolling_token_windows(
-                token_list=self.encode(text, None),
-                prefix_token=self.prefix,
-                max_seq_len=self.positions,
-                context_len=1,
-            )
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            parts = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             for part in map(make_disjoint_window, parts):
-                windows.append(part)
+                windows.append((None, *part))
                 owners.append(number)
-        sums = [0.0] * len(texts)
-        for number, (value, _) in zip(owners, self.likelihoods(windows), strict=True):
+        sums = [0.0] * len(requests)
+        for number, (value, _greedy) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
             sums[number] += value
         return sums
 
-    def texts(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Return what follows each context; those with the same settings are made together."""
+    def generate_until(self, requests: Any, **_: Any) -> list[str]:
+        """Return what follows each text, up to a string it stops at; those with the same settings are made together."""
         made: dict[int, str] = {}
-        keys = [json.dumps(settings, sort_keys=True, default=str) for _, settings in asked]
+        asked = [request.args for request in requests]
+        keys = [json.dumps(settings, sort_keys=True, default=str) for _context, settings in asked]
         order = sorted(range(len(asked)), key=keys.__getitem__)
-        for _, group in groupby(order, key=keys.__getitem__):
+        for _same, group in groupby(order, key=keys.__getitem__):
             numbers = list(group)
-            contexts = [asked[number][0] for number in numbers]
-            for number, text in zip(numbers, self._followed(contexts, asked[numbers[0]][1]), strict=True):
-                made[number] = text
+            texts = self._followed([asked[number][0] for number in numbers], asked[numbers[0]][1])
+            made.update(zip(numbers, texts, strict=True))
         return [made[number] for number in range(len(asked))]
 
     def _followed(self, contexts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
@@ -224,12 +184,12 @@ class _Requests:
         end = model.tokenizer.decode(model.tokenizer.eos_token_id)
         until = [one for one in handle_stop_sequences(options.pop("until", None), eos=end) if one]
         new = int(options.pop("max_gen_toks"))
-        if new >= self.positions:
-            what = f"{new} new tokens are asked for, and the model has {self.positions} positions"
+        if new >= self.max_length:
+            what = f"{new} new tokens are asked for, and the model has {self.max_length} positions"
             raise ConfigError(what, where="max_gen_toks", how="lower it in the task")
         if not options.get("do_sample"):
             options.pop("temperature", None)
-        ids = [self.encode(context, None)[-(self.positions - new) :] for context in contexts]
+        ids = [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts]
         plan = plan_of(model, ids, new, self._harness.batch_size, choose=True)
         size = plan.rows if plan is not None else self._harness.batch_size or 1
         found: dict[int, str] = {}

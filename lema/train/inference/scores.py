@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,10 @@ from torch import Tensor
 
 from lema.engine.head.likelihood import Likelihood, likelihoods
 from lema.engine.head.loss import IGNORED
-from lema.errors import DataError, ModelError
-from lema.plan.inference.rows import RowPlan, plan_rows
+from lema.errors import DataError
+from lema.plan import Allocation
+from lema.plan.inference.room import RowPlan, plan_rows
+from lema.train.inference.texts import planned
 
 if TYPE_CHECKING:
     from lema.train.model import LemaModel
@@ -54,42 +55,28 @@ def scores(
         return []
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
     at_once = batch_size or model.config.micro_batch_size or AT_ONCE
-    plan = _plan(model, rows, at_once, rows_per_pass, choose=choose)
-    size = plan.rows if plan is not None else min(rows_per_pass or PER_PASS, len(rows))
-    at_once = plan.at_once if plan is not None else at_once
+    longest = max(len(tokens) for tokens, _ in rows) - 1
+
+    def plan_within(held: Allocation | None) -> RowPlan:
+        return plan_rows(model.opened, longest, len(rows), at_once=at_once, rows=rows_per_pass, held=held)
+
+    plan = planned(model, plan_within, "rows", choose=choose)
+    size, on_host = min(rows_per_pass or PER_PASS, len(rows)), False
+    if plan is not None:
+        size, at_once, on_host = plan.rows, plan.at_once, plan.on_host
     found: dict[int, Likelihood] = {}
     was_training = model.skeleton.training
     model.skeleton.eval()
     try:
         for first in range(0, len(order), size):
             some = order[first : first + size]
-            packed = [
-                _packed([rows[index] for index in some[at : at + at_once]]) for at in range(0, len(some), at_once)
-            ]
-            on_host = plan is not None and plan.on_host
+            parts = (some[at : at + at_once] for at in range(0, len(some), at_once))
+            packed = [_packed([rows[index] for index in part]) for part in parts]
             found.update(zip(some, likelihoods(model.adapter, packed, on_host=on_host), strict=True))
             told(len(some))
     finally:
         model.skeleton.train(was_training)
     return [found[index] for index in range(len(rows))]
-
-
-def _plan(
-    model: LemaModel, rows: Sequence[Scored], at_once: int, rows_per_pass: int | None, *, choose: bool
-) -> RowPlan | None:
-    """Return what a pass takes; None: it cannot be told."""
-    if choose:
-        model.spend_anew()
-    held = None if choose else model.allocation
-    longest = max(len(tokens) for tokens, _ in rows) - 1
-    try:
-        plan = plan_rows(model.opened, longest, len(rows), at_once=at_once, rows=rows_per_pass, held=held)
-    except ModelError as error:
-        warnings.warn(f"{error.what}: no memory is set aside for rows", stacklevel=3)
-        return None
-    if choose:
-        model.allocation = plan.allocation
-    return plan
 
 
 def _packed(rows: Sequence[Scored]) -> dict[str, Tensor]:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
 from lema.errors import ConfigError, ModelError
-from lema.plan.inference.room import TextPlan, plan_texts
+from lema.plan import Allocation
+from lema.plan.inference.room import RowPlan, TextPlan, plan_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lema.train.model import LemaModel
 
-__all__ = ["MOST_AT_ONCE", "Completion", "batches_of", "completions", "plan_of", "texts_of"]
+__all__ = ["Completion", "batches_of", "completions", "plan_of", "planned", "texts_of"]
 
+Planned = TypeVar("Planned", TextPlan, RowPlan)
 MOST_AT_ONCE = 64  # texts of a batch that nobody has asked for a size of: results come as batches end
 
 
@@ -47,30 +49,36 @@ def plan_of(
     """Return what the batches of these prompts take, the widest of them counted; None: it cannot be told.
 
     Args:
-        prompts: token ids of each.
         batch_size: prompts at once; None: as many as there is room for, 64 at most.
-        keys_values: where keys and values of layers wait for the next token.
         choose: spend the limits of memory on these texts, and not on a step of training.
 
     Raises:
         MemoryLimitError: a batch does not fit; it names the one that does.
     """
-    if keys_values == "host" and model.backend.memory().shared:
+    host = keys_values == "host"
+    if host and model.backend.memory().shared:
         warnings.warn("keys and values on the host save nothing on a device that computes in its memory", stacklevel=3)
-    if choose:
-        model.spend_anew()
-    held = None if choose else model.allocation
     longest, most = max(map(len, prompts)), min(len(prompts), MOST_AT_ONCE)
     rows = None if batch_size is None else min(batch_size, len(prompts))
-    host = keys_values == "host"
+
+    def plan(held: Allocation | None) -> TextPlan:
+        return plan_texts(model.opened, longest, max_new_tokens, rows=rows, most=most, host=host, held=held)
+
+    return planned(model, plan, "them", choose=choose)
+
+
+def planned(model: LemaModel, plan: Callable[[Allocation | None], Planned], of: str, *, choose: bool) -> Planned | None:
+    """Plan with what memory is spent on already, or `choose` that too; None, with a warning: it cannot be told."""
+    if choose:
+        model.spend_anew()
     try:
-        plan = plan_texts(model.opened, longest, max_new_tokens, rows=rows, most=most, host=host, held=held)
+        made = plan(None if choose else model.allocation)
     except ModelError as error:
-        warnings.warn(f"{error.what}: no memory is set aside for them", stacklevel=3)
+        warnings.warn(f"{error.what}: no memory is set aside for {of}", stacklevel=4)
         return None
-    if held is None:
-        model.allocation = plan.allocation
-    return plan
+    if choose:
+        model.allocation = made.allocation
+    return made
 
 
 def texts_of(
@@ -81,11 +89,7 @@ def texts_of(
     keys_values: KeyValues,
     options: Mapping[str, Any],
 ) -> list[str]:
-    """Return the text that follows each prompt, in their order; `batch_size` None: all at once.
-
-    Raises:
-        MemoryLimitError: keys and values of a batch do not fit; `DataError` and `ConfigError`: as `completions`.
-    """
+    """Return the text that follows each prompt; `batch_size` None: all at once. Errors: of `plan_of`, `completions`."""
     ids = checked(encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt))
     size = batch_size or len(ids)
     plan_of(model, ids, max_new_tokens, size, keys_values)
@@ -115,9 +119,7 @@ def completions(
     """Yield the texts of each batch as it ends, in the order of `batches_of`.
 
     Args:
-        prompts: token ids of each.
         options: of `transformers`' `generate`, and `stop_strings`.
-        keys_values: where keys and values of layers wait for the next token.
         seed: each batch begins with this number and its own; None: random numbers go on where they are.
         done: prompts that need no text; a batch of such alone is left out, and no other batch changes by it.
         told: called after each token with how many texts got one.

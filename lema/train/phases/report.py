@@ -141,7 +141,7 @@ def phase_report(
                 error.where = f"phase {phase.name}: {error.where}"
                 raise
         entries.append(_entry(config, plan, index, known[kind]))
-        selected.append((phase, known[kind].blueprint.model))
+        selected.append((phase, known[kind].planner.blueprint.model))
     on_device, in_host = site.limits(config.device_memory, config.host_memory)
     known_hours = [one.hours for one in entries if one.hours is not None]
     hours = math.fsum(known_hours) if len(known_hours) == len(entries) else None
@@ -184,8 +184,8 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
     return PhaseEntry(
         name=boundary.name,
         trains=phase.trains,
-        trainable=needs.blueprint.adapter_parameters,
-        parameters=needs.blueprint.parameters,
+        trainable=needs.planner.blueprint.adapter_parameters,
+        parameters=needs.planner.blueprint.parameters,
         first_step=boundary.first_step + 1,
         last_step=boundary.stop_step,
         tokens=size.tokens,
@@ -206,7 +206,7 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
 
 def _disk(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> dict[str, int]:
     """Return the bytes of what a phase leaves: checkpoints, and the model that the next phase begins with."""
-    steps, blueprint = plan.steps(index).steps, needs.blueprint
+    steps, blueprint = plan.steps(index).steps, needs.planner.blueprint
     count = math.ceil(steps / config.save_steps) if config.save_steps else 1
     kept = min(count, config.save_total_limit or count)
     leaves = Places(Path(config.output_dir), plan).leaves_model(index)
