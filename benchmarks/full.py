@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema.engine.head.loss import split_batch
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 
 
 def main() -> None:

@@ -9,17 +9,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = [
-    "CARRIED",
-    "INITIAL_VALUES",
-    "REFUSED",
-    "REFUSED_INITIAL_VALUES",
-    "SETTING_OF",
-    "contradictions",
-    "refusals",
-    "why_not_initial",
-]
-
 SETTING_OF: Mapping[str, str] = MappingProxyType(
     {
         "r": "lora_rank",

@@ -12,17 +12,6 @@ from lema.config.foreign import SAID_HERE
 from lema.config.peft import SETTING_OF
 from lema.errors import ConfigError
 
-__all__ = [
-    "Problem",
-    "SettingsError",
-    "Several",
-    "as_problem",
-    "nearest",
-    "prefixed",
-    "problems_of",
-    "unknown_setting",
-]
-
 # Names that other trainers, and other settings here, use for the same thing, where spelling alone would not lead a
 # newcomer there. Of the settings that are meant the first is offered that there is where the name stands.
 _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -125,11 +114,10 @@ class SettingsError(ConfigError):
             super().__init__(f"{len(self.problems)} settings are wrong:{listed}")
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
-        """The same problems, each with its place in a file: that of its key, or else of the settings it belongs to.
+        """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.
 
-        Args:
-            places: `file:line` by path (`phases[1].tokens`); that of "" is the file.
-            apart: settings at the top that were not given in the file.
+        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; settings `apart` were not given
+        there.
         """
         found, elsewhere = [], set(apart)
         for problem in self.problems:

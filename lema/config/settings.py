@@ -37,11 +37,7 @@ Silent = Annotated[Value, Change.SILENT]
 
 
 class Settings(BaseModel):
-    """Settings by name. Unknown names, wrong types and contradictions are one error that lists every problem.
-
-    Raises:
-        SettingsError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
-    """
+    """Settings by name. Unknown names, wrong types and contradictions are one `SettingsError` that lists them all."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()

@@ -12,38 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from lema.config.peft import INITIAL_VALUES, why_not_initial
 from lema.config.units import memory_bytes
 
-__all__ = [
-    "Beta",
-    "Columns",
-    "Count",
-    "DataFiles",
-    "Dtype",
-    "Indices",
-    "InitialValues",
-    "Kept",
-    "Location",
-    "Memory",
-    "MemoryStrategy",
-    "Name",
-    "NameList",
-    "Names",
-    "NotNegative",
-    "Offloading",
-    "Optimizer",
-    "Pattern",
-    "Patterns",
-    "PhaseScheduler",
-    "Positive",
-    "Reports",
-    "RowSplit",
-    "Scale",
-    "Scheduler",
-    "Strategy",
-    "Targets",
-    "TokenIndices",
-    "Tokens",
-]
-
 
 class MemoryStrategy(StrEnum):
     """Where frozen weights wait for their turn on the device."""

@@ -39,11 +39,7 @@ class YamlFile:
 
 
 def read_yaml(path: str | PathLike[str]) -> YamlFile:
-    """Read a YAML mapping with text keys.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8, not YAML, empty, or not a mapping; names file and line.
-    """
+    """Read a YAML mapping with text keys; a `ConfigError` names file and line of what is none, or cannot be read."""
     file = Path(path)
     text = _read_text(file)
     root = _parsed(_yaml().compose, text, str(file))
@@ -64,10 +60,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Read one value as a YAML file would: `1e-4`, `true`, `[q_proj, v_proj]`, plain text; empty is None.
-
-    Raises:
-        ConfigError: the text is not YAML.
+    """Read one value as a YAML file would, or raise `ConfigError`: `1e-4`, `true`, `[q_proj, v_proj]`, text; empty is
+    None.
     """
     return _parsed(_yaml().load, text, where, lines=False)
 
@@ -134,10 +128,8 @@ def from_yaml(
 ) -> Made:
     """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's.
 
-    `spellings` are other names that the file may use for settings, each with the setting's own name.
-
-    Raises:
-        ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
+    `spellings` are other names that the file may use for settings, each with the setting's own name. A `ConfigError`
+    names file, line and key of what is wrong.
     """
     file = read_yaml(path)
     try:

@@ -18,7 +18,6 @@ from lema.model.files import ModelFiles
 
 __all__ = ["as_batch", "as_rows", "read_data"]
 
-
 NAMES = ("input_ids", "labels", "attention_mask")
 
 

@@ -20,7 +20,6 @@ from lema.train.steps import add_measured, means, measured_here
 
 __all__ = ["evaluate", "passes_of_mixture", "passes_of_rows"]
 
-
 EvalPass = tuple[Sequence[Mapping[str, Tensor]], str]
 """The micro-batches of one pass over the layers, none of them where only other processes have some; and which rows
 these are, for an error."""

@@ -28,11 +28,7 @@ __all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments"]
 
 
 def report_callbacks(config: LemaConfig) -> list[Any]:
-    """Return a callback for each name in `report_to`.
-
-    Raises:
-        ConfigError: a name is unknown, or what it needs is not installed.
-    """
+    """Return a callback for each name in `report_to`; `ConfigError` where one is unknown, or its library is missing."""
     try:
         return [kind() for kind in get_reporting_integration_callbacks(_names(config))]
     except (ValueError, ImportError, RuntimeError) as error:
@@ -44,11 +40,7 @@ def report_callbacks(config: LemaConfig) -> list[Any]:
 
 
 def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
-    """Return the settings as callbacks read them.
-
-    Raises:
-        ConfigError: they do not go together.
-    """
+    """Return the settings as callbacks read them; `ConfigError` where they do not go together."""
     theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
@@ -99,18 +91,9 @@ class Position:
 class RunEvents:
     """Metrics and callbacks of one run; use it in a `with` block. Of several processes the first writes and reports.
 
-    Args:
-        config: of the run: `output_dir`, the intervals, `report_to`.
-        num_steps: of the whole run.
-        replicas: the processes.
-        callbacks: `transformers.TrainerCallback`s.
-        num_epochs: of the whole run; None: it does not count them.
-        evaluates: whether there is anything to evaluate on.
-        told: called with each line of metrics.
-
-    Attributes:
-        control: what callbacks have asked for.
-        state: what callbacks know of the run.
+    Of the config it takes `output_dir`, the intervals and `report_to`. `num_steps` and `num_epochs` are of the whole
+    run, which counts no epochs where that is None. `told` is called with each line of metrics. `control` is what
+    callbacks have asked for, `state` what they know of the run.
     """
 
     def __init__(

@@ -14,8 +14,7 @@ from lema.backend.collectives import check_alike, first_alone
 from lema.backend.interrupt import Stop
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
-from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, forget_old_checkpoints
+from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, checkpoints, forget_old_checkpoints
 from lema.train.checkpoint.resume import check_same_run, newest_sound, past_log, say_changed
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
@@ -25,7 +24,6 @@ from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
 __all__ = ["PlainRun", "save_step"]
-
 
 Say = Callable[[str], None]
 
@@ -39,13 +37,7 @@ def save_step(steps: Steps, extra: Mapping[str, Any] | None = None, writers: Seq
 
 
 class PlainRun:
-    """The one stage of a plain run; see `lema.train.loop.Stage`.
-
-    Args:
-        steps: what trains, perhaps after some steps.
-        dataset: rows with `input_ids` and `labels`.
-        eval_dataset: the same to evaluate on; None: there is no evaluation.
-    """
+    """The one stage of a plain run, whose `steps` may have taken some already; see `lema.train.loop.Stage`."""
 
     trains: str | None = None
 
@@ -71,9 +63,8 @@ class PlainRun:
     def begin(self, *, weights_only: bool = False) -> None:
         """Begin, or go on from the step that `steps` is at.
 
-        Raises:
-            ConfigError: checkpoints of another run are in `output_dir`, or no step is left; or `weights_only` is set,
-                and no checkpoint is gone on from.
+        Raises `ConfigError` where `output_dir` holds checkpoints of another run, where no step is left, and where
+        `weights_only` is set though no checkpoint is gone on from.
         """
         if self.done == 0 and checkpoints(self._output):
             raise ConfigError(
@@ -97,10 +88,8 @@ class PlainRun:
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
 
-        With `weights_only` it leaves the optimizer out. What is gone on from is said.
-
-        Raises:
-            AdapterError: there is none; ConfigError: it is of another run.
+        With `weights_only` it leaves the optimizer out. What is gone on from is said. Raises `AdapterError` where there
+        is none, `ConfigError` where it is of another run.
         """
         steps, found = self.steps, checkpoints(self._output)
         say = say if self._replicas.first else lambda _: None

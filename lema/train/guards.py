@@ -25,22 +25,6 @@ from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model import Split
 
-__all__ = [
-    "HiddenGradients",
-    "Pass",
-    "Passes",
-    "awaited",
-    "first_non_finite",
-    "first_non_finite_gradient",
-    "moves",
-    "non_finite_gradient",
-    "non_finite_loss",
-    "non_finite_norm",
-    "watched",
-    "where_began",
-    "worst",
-]
-
 
 class HiddenGradients:
     """The ends of the range of the gradient of each layer's inputs; they stay on the device until asked for."""

@@ -28,7 +28,6 @@ from lema.train.steps import StepResult, Steps
 
 __all__ = ["Drawn", "Pending", "RunLoop", "Snapshot", "Stage"]
 
-
 Pending = Mapping[str, Any]
 """What is still to be done after the last step, because a stop came while it was evaluated, as JSON types.
 
@@ -85,8 +84,7 @@ class Stage(Protocol):
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write a checkpoint of the step just taken, and of what was not done after it; forget those that are too old.
 
-        Raises:
-            DiskFull: there was no room for it; nothing has changed.
+        Raises `DiskFull`, with nothing changed, where there is no room for it.
         """
 
 
@@ -112,17 +110,10 @@ class Snapshot:
 
 
 class RunLoop:
-    """Takes the steps of a stage that are left.
+    """Takes the steps of a stage that are left; `last_eval` is what was measured last.
 
-    Args:
-        stage: what to train.
-        events: metrics and callbacks of the run.
-        at_layer: asked before each layer whether the run is to stop; None: nobody is. The step or evaluation under way
-            is given up then.
-        after_step: asked after each step of a phase; None: nobody is.
-
-    Attributes:
-        last_eval: what was measured last.
+    `at_layer` is asked before each layer whether the run is to stop: the step or evaluation under way is given up then.
+    `after_step` is asked after each step of a phase.
     """
 
     def __init__(

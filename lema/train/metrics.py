@@ -22,19 +22,6 @@ from lema.storage.atomic import replacing
 from lema.storage.diskspace import not_written
 from lema.stream import StreamCounters
 
-__all__ = [
-    "METRICS_NAME",
-    "PICTURE",
-    "MetricsLog",
-    "Window",
-    "cut_back",
-    "cut_metrics",
-    "plot_loss",
-    "read_metrics",
-    "since",
-]
-
-
 METRICS_NAME, PICTURE = "metrics.jsonl", "loss.png"
 
 # JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
@@ -44,13 +31,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsLog:
     """Appends one line of JSON per measurement; every line is on its way to the disk before `write` returns.
 
-    A line that a kill cut short is removed on opening, so the file always reads.
-
-    Args:
-        path: the file; made, with its directory, where it does not exist.
-
-    Raises:
-        DiskError: the file cannot be opened or written.
+    A line that a kill cut short is removed on opening, so the file always reads. It is made, with its directory, where
+    it does not exist. Raises `DiskError` where it cannot be opened or written.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -94,14 +76,10 @@ class MetricsLog:
 
 
 def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Drop lines of what a run that goes on from an earlier step measures again; return how many. A kill leaves all.
+    """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all.
 
-    Args:
-        path: the file; it need not exist.
-        keep: says of a row whether it stays. What is not a JSON object stays for `read_metrics` to tell of.
-
-    Raises:
-        DiskError: the file cannot be read or written; it is as it was.
+    `keep` says of a row whether it stays; what is not a JSON object stays for `read_metrics` to tell of. The file need
+    not exist. Raises `DiskError`, with the file as it was, where it cannot be read or written.
     """
     file = Path(path)
     try:
@@ -126,12 +104,10 @@ def _stays(line: bytes, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The rows that count: those a resumed run measured again are given once, as measured last.
+    """Return the rows that count: those a resumed run measured again are given once, as measured last.
 
-    A run killed after its last checkpoint leaves rows of steps that the resumed run repeats.
-
-    Raises:
-        DataError: the file is missing, or a line is not a JSON object; names file and line.
+    A run killed after its last checkpoint leaves rows of steps that the resumed run repeats. A `DataError` names the
+    file that is missing, or file and line of what is no JSON object.
     """
     rows: list[dict[str, Any]] = []
     file = Path(path)

@@ -157,16 +157,14 @@ class LemaModel:
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
         """Attach an adapter as PEFT's config has it, drawn from `seed`; None: its values are to be loaded.
 
-        Raises:
-            ModelError, ConfigError: as `initialize_lora`.
+        Raises `ModelError` or `ConfigError` as `initialize_lora` does.
         """
         self._attach(config, seed=seed)
 
     def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
         """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
 
-        Args:
-            directory: it holds PEFT's `adapter_config.json` and `adapter_model.safetensors`.
+        Its directory holds PEFT's `adapter_config.json` and `adapter_model.safetensors`.
 
         Raises:
             AdapterError: there is no adapter, it is damaged, it belongs to another model, or does not fit this one.
@@ -201,12 +199,9 @@ class LemaModel:
         return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write PEFT's adapter files and `lema_config.json`.
+        """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`.
 
         Processes that hold the model together all call this, and the first of all writes.
-
-        Raises:
-            DiskError: a file could not be written.
         """
         adapter = self._require_adapter()
         whole = whole_adapter(adapter, self.backend.parallel)
@@ -252,11 +247,10 @@ class LemaModel:
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
-        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names; and
-        the head, if it says so of its own, or for the reason that is given.
+        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names.
 
-        Raises:
-            ConfigError: the settings ask for their rows, or for the head in pieces.
+        The head is whole, too, if it says so of its own, or for the reason that is given. Raises `ConfigError` where
+        the settings ask for the embeddings' rows, or for the head in pieces.
         """
         if head is None and any(map(chosen, self._head.names)):
             head = "its weight is adapted, or trains"
@@ -277,10 +271,7 @@ class LemaModel:
     def allocation(self) -> Allocation:
         """What memory is spent on, within the limits of the settings. Made at first use, adapters attached.
 
-        It may be set, before that, to what one knows better.
-
-        Raises:
-            MemoryLimitError: the limits are too small.
+        It may be set, before that, to what one knows better. Raises `MemoryLimitError` where the limits are too small.
         """
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         shape = None
@@ -301,8 +292,7 @@ class LemaModel:
     def memory(self) -> LayerStream:
         """The stream of layers, as `allocation` has it. Several processes make it at once, each its own.
 
-        Raises:
-            ReadError: a layer that is kept in memory could not be read.
+        Raises `ReadError` where a layer that is kept in memory cannot be read.
         """
         if self.config.shard_weights and self.backend.replicas.size == 1:
             warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)

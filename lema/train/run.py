@@ -89,7 +89,7 @@ def train(
 
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
-    """Read the training and evaluation data the model's config names.
+    """Read the training and evaluation data that the model's config names.
 
     Raises:
         ConfigError: the config names no training data, or rows longer than the model's positions.

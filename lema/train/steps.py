@@ -25,20 +25,6 @@ from lema.errors import NonFiniteError
 from lema.storage.diskspace import check_room
 from lema.train.checkpoint.format import Writer
 
-__all__ = [
-    "StepResult",
-    "Steps",
-    "add_measured",
-    "check_room_for",
-    "count_tokens",
-    "may_drop",
-    "means",
-    "measured_here",
-    "no_event",
-    "read_measured",
-    "warn_dropped",
-]
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -184,10 +170,8 @@ def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
 
 
 def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
-    """Make sure that a directory has room for `count` checkpoints of `nbytes` each; all processes call this.
-
-    Raises:
-        DiskFull: it has not; in every process.
+    """Raise `DiskFull`, in all processes, unless a directory has room for `count` checkpoints of `nbytes`; all call
+    this.
     """
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
     first_alone(replicas, lambda: check_room(directory, count * nbytes, what))

@@ -26,10 +26,9 @@ from lema.storage.locks import one_run
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.train.batch import as_batch, as_rows
-from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import Writer, check_savable
+from lema.train.checkpoint.format import Writer, check_savable, checkpoints
 from lema.train.checkpoint.resume import check_sound
 from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -365,12 +364,10 @@ class LemaTrainer:
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
-        """Have the step under way dropped, if the config lets one more be; `error` looks for the place at fault.
+        """Have the step under way dropped, if the config lets one more be; else raise the `error`, which names the
+        place.
 
         All processes come here with the same numbers, so that they do the same.
-
-        Raises:
-            NonFiniteError: it does not.
         """
         if self._fault is None:
             found = error()

@@ -20,12 +20,8 @@ __all__ = ["Update", "read_numbers"]
 class Update:
     """Turns micro-batches into gradients, and the gradients of a step into new parameters.
 
-    Args:
-        model: the streamed model.
-        max_grad_norm: gradients longer than this are scaled down to it; None: they are not.
-
-    Attributes:
-        scaler: of half-precision gradients; idle for other dtypes.
+    Gradients longer than `max_grad_norm` are scaled down to it. `scaler` is of half-precision gradients, idle for
+    others.
     """
 
     def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
@@ -53,9 +49,8 @@ class Update:
             parameters: that train.
             micro_batches: of this process; none where only other processes have some.
             num_tokens: by which the summed loss is divided; 0: nothing is trained.
-            more: another pass follows at once, and its first layers may be read while this one ends.
-            following: the micro-batches of that pass, where some of its layers may be left out.
             logits: a list that receives each micro-batch's logits.
+            ahead: `more` and `following`, as `lema.train.steps.Steps.accumulate` takes them.
         """
         for attempt in self._model.retry.passes(micro_batches, parameters=parameters, made=logits):
             with attempt:

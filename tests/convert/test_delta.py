@@ -19,7 +19,8 @@ from lema.convert.delta import DELTA_NAME, is_delta
 from lema.errors import ConfigError, LemaError, WeightsError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
-from lema.train.full import FullTraining, save_delta, save_trained
+from lema.train.full.export import save_delta, save_trained
+from lema.train.full.training import FullTraining
 
 Chosen = Callable[[str], bool]
 

@@ -22,7 +22,7 @@ from lema.plan.machine import profile
 from lema.plan.meter import Tally
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.plan.workload import MicroBatch, measure
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 
 LENGTH, ROWS, MICRO = 64, 4, 2
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema.engine.optim import make_optimizer
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema_cpu import CpuBackend
 
 STEPS = 10

@@ -14,7 +14,6 @@ from lema.errors import AdapterError
 
 __all__ = ["CLASSES", "SCHEDULE", "UPDATE", "Changed", "changed_settings", "settings_then"]
 
-
 CLASSES: Mapping[str, Change] = {
     name: next(one for one in field.metadata if isinstance(one, Change))
     for name, field in LemaConfig.model_fields.items()
@@ -49,10 +48,8 @@ class Changed:
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:
-    """Read the settings a checkpoint was written with, as plain values; none where they are not beside it.
-
-    Raises:
-        AdapterError: the file cannot be read.
+    """Read the settings a checkpoint was written with, as plain values; none where they are not there. Or
+    `AdapterError`.
     """
     file = checkpoint / CONFIG_NAME
     if not file.is_file():

@@ -33,24 +33,6 @@ from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
 from lema.storage.verify import check_finite, check_written
 
-__all__ = [
-    "STATE",
-    "TRAINER_STATE",
-    "OptimizerState",
-    "Writer",
-    "about_run",
-    "check_savable",
-    "checkpoints",
-    "delete_checkpoint",
-    "forget_old_checkpoints",
-    "nbytes_of",
-    "optimizer_state",
-    "read_state",
-    "restore_optimizer",
-    "write_checkpoint",
-]
-
-
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 TRAINER_STATE = "trainer_state.json"
@@ -70,10 +52,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
     """Delete all but `keep` checkpoints of a run, up to `newest`; None: keep all. What is of a later step is another's.
 
-    Those that are `spared`, such as the best, stay besides.
-
-    Raises:
-        DiskError: one could not be deleted.
+    Those that are `spared`, such as the best, stay besides. Raises `DiskError` where one cannot be deleted.
     """
     found = checkpoints(output_dir)
     mine = found[: found.index(newest) + 1]
@@ -83,11 +62,7 @@ def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spa
 
 
 def delete_checkpoint(directory: Path, what: str) -> None:
-    """Delete a checkpoint; `what` it is, for the error.
-
-    Raises:
-        DiskError: it could not be deleted.
-    """
+    """Delete a checkpoint, or raise a `DiskError` that says `what` it is."""
     try:
         discard(directory)
     except OSError as error:
@@ -111,20 +86,20 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint; a directory of that name that was there before is replaced.
 
-    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory.
+    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory. Where
+    no writer makes a `trainer_state.json`, one with the step alone is written.
 
     Args:
         directory: the checkpoint's final name.
         optimizer: its tensors go to safetensors, the rest of its state to JSON.
         state: JSON types: step, position, schedule, scaler, generator states.
-        writers: of what trains, and of what belongs beside it. Where none writes a `trainer_state.json`, one with the
-            step alone is written.
+        writers: of what trains, and of what belongs beside it.
         nbytes: about as much as these will write; there must be room for it.
 
     Raises:
-        DiskFull: there is no room for it; what was there before is untouched.
-        DiskError: it could not be written, or reads back otherwise; likewise.
-        NonFiniteError: the optimizer's state is not finite, or what would be written; likewise.
+        DiskFull: there is no room for it; what was there before is untouched, as by every error here.
+        DiskError: it could not be written, or reads back otherwise.
+        NonFiniteError: the optimizer's state is not finite, or what would be written.
         ConfigError: the optimizer's state is more than tensors and JSON types.
     """
     text = _json({**state, "optimizer": dict(optimizer.plain)})
@@ -169,11 +144,7 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """Read a checkpoint's JSON state.
-
-    Raises:
-        AdapterError: it is missing or damaged.
-    """
+    """Read a checkpoint's JSON state; `AdapterError` where it is missing or damaged."""
     try:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -191,10 +162,9 @@ def read_state(directory: Path) -> dict[str, Any]:
 def restore_optimizer(
     optimizer: Optimizer, directory: Path, plain: Mapping[str, Any], parallel: Parallel | None = None
 ) -> None:
-    """Load into `optimizer` what `write_checkpoint` stored; of one whose parameters `parallel` divides, its part.
+    """Load into `optimizer` what `write_checkpoint` stored, of one whose parameters `parallel` divides its part.
 
-    Raises:
-        AdapterError: the state is missing, damaged, or of another optimizer.
+    Raises `AdapterError` where the state is missing, damaged, or of another optimizer.
     """
     if plain.get("class") != (name := type(optimizer).__qualname__):
         raise AdapterError(
@@ -231,13 +201,10 @@ PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameter
 
 
 def check_savable(optimizer: Optimizer) -> None:
-    """Refuse, before its first step, an optimizer whose state no checkpoint could hold.
+    """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers.
 
     Another one of its class takes a step with a parameter of its own. Of a class that cannot be made from its defaults
     nothing is known until the first checkpoint.
-
-    Raises:
-        ConfigError: its state, or its parameter groups, are not tensors and numbers.
     """
     first = optimizer.param_groups[0]["params"][0]
     probe = nn.Parameter(torch.zeros(PROBE, device=first.device, dtype=first.dtype))

@@ -20,7 +20,6 @@ from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
 __all__ = ["check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
 
-
 Say = Callable[[str], None]
 
 # The files without which a checkpoint of a kind is none.
@@ -28,15 +27,10 @@ KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest checkpoint that is sound; say, and warn, why newer ones are passed over. None is changed.
+    """Return the newest checkpoint that is sound, of those `found`, the oldest first. None is changed.
 
-    Args:
-        found: checkpoints, the oldest first.
-        say: called with a line for each that is passed over.
-        weights_only: whether one will do whose optimizer is missing or damaged.
-
-    Raises:
-        AdapterError: none is sound; lists each with what is wrong with it.
+    Why newer ones are passed over is said, and warned of. With `weights_only` the optimizer may be missing or damaged.
+    Where none is sound, an `AdapterError` lists each with what is wrong with it.
     """
     faults: list[str] = []
     for directory in reversed(found):
@@ -58,11 +52,7 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
-    """Make sure that a checkpoint is what was written, and all of it; return its state.
-
-    Raises:
-        AdapterError: it is not; names the file and what is wrong with it.
-    """
+    """Return the state of a checkpoint that is what was written, and all of it; else an `AdapterError` names a file."""
     check_manifest(directory, spared=(OPTIMIZER,) if weights_only else ())
     state = read_state(directory)
     kind = state.get("kind", "adapters")
@@ -82,11 +72,7 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
 
 
 def past_log(file: Path) -> dict[str, Any]:
-    """Read what an earlier process logged and found best; a checkpoint that `train_step` wrote has none of it.
-
-    Raises:
-        AdapterError: the file is damaged.
-    """
+    """Read what an earlier process logged and found best, or raise `AdapterError`; `train_step` writes none of it."""
     if not file.is_file():
         return {}
     try:

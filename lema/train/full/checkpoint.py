@@ -37,7 +37,6 @@ from lema.train.full.masters import MOMENTS, Masters, settings_of
 
 __all__ = ["carry_moments", "check_full", "read_full", "write_full"]
 
-
 KIND = "full"  # of training, as a checkpoint says it
 MASTER, STEP = "master", "step"
 
@@ -52,21 +51,11 @@ def write_full(
     base: str | None = None,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
+    """Write a checkpoint of what trains and its AdamW: whole, or not at all. All processes call this, the first writes.
 
-    Args:
-        directory: its name; replaced if it is there.
-        backend: the device, and the processes.
-        masters: what trains.
-        optimizer: an AdamW over it.
-        about: `global_step` and `extra`.
-        config: of the run, saved with it.
-        base: fingerprint of the model that the weights were of at first; None: it is not known.
-        writers: of further files.
-
-    Raises:
-        DiskError: it could not be written; in every process.
-        NonFiniteError: something of it is not finite; likewise.
+    `about` is `global_step` and `extra`; `base` is the fingerprint of the model that the weights were of at first, None
+    where it is not known; `writers` add further files. Raises `DiskError`, or `NonFiniteError` of what is not finite,
+    in every process.
     """
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states_of_all(backend), **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
@@ -84,11 +73,7 @@ def _write_weights(directory: Path, masters: Masters, optimizer: Optimizer, part
 
 
 def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None) -> None:
-    """Refuse a checkpoint of weights of another model; `base` is this one's fingerprint, `gbi` where it lies.
-
-    Raises:
-        AdapterError: the model has changed since it was trained.
-    """
+    """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is this one's fingerprint."""
     then = read_state(directory).get("base")
     if gbi is not None and then not in (None, base):
         raise AdapterError(
@@ -101,8 +86,7 @@ def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None)
 def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:
     """Restore masters, optimizer and generators; return the checkpoint's state.
 
-    Raises:
-        AdapterError: it is damaged, of another kind of training, or of other weights.
+    Raises `AdapterError` where it is damaged, of another kind of training, or of other weights.
     """
     state = _state(directory)
     saved, expected = _index(directory), {f"{MASTER}.{name}": tuple(one.shape) for name, one in masters.by_name.items()}
@@ -125,11 +109,8 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
 def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> dict[str, Any]:
     """Take the moments of what trained in a checkpoint, too, of the same model; empty those of the rest.
 
-    Returns:
-        The checkpoint's `extra`.
-
-    Raises:
-        AdapterError: it is damaged, of another kind of training, or a weight has another shape there.
+    Returns its `extra`. Raises `AdapterError` where it is damaged, of another kind of training, or a weight has another
+    shape there.
     """
     state, saved = _state(directory), _index(directory)
     for name, master in masters.by_name.items():

@@ -41,16 +41,11 @@ def save_trained(
     """Write a model with the weights it has been trained to, in the hub's format.
 
     What trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by
-    piece, from where it is stored.
-
-    Args:
-        model: it.
-        training: what trains it.
-        out_dir: a new or empty directory; it appears under its name when it is complete.
-        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
+    piece, from where it is stored. Files hold at most `max_shard_size` bytes of tensors; a larger one has a file to
+    itself.
 
     Raises:
-        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
+        ConfigError: `out_dir` is not new or empty, or `max_shard_size` is not positive.
         DiskError: a file could not be written; nothing is left behind.
     """
     out = free_directory(out_dir, max_shard_size)

@@ -16,12 +16,7 @@ __all__ = ["GradientOffload"]
 
 
 class GradientOffload:
-    """Copies the gradients of one layer at a time from the device to host memory.
-
-    Args:
-        model: the streamed model.
-        places: where gradients wait that are kept.
-    """
+    """Copies the gradients of one layer at a time to host memory; `places` is where those wait that are kept."""
 
     def __init__(self, model: StreamedModel, places: Masters) -> None:
         self._backend, self._places = model.backend, places

@@ -30,7 +30,6 @@ from lema.storage.spillfile import OffloadFile, whole_blocks
 
 __all__ = ["MOMENTS", "BackgroundStep", "Masters", "settings_of", "step_part"]
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW calls them
 
 
@@ -255,11 +254,7 @@ class BackgroundStep:
         self._under_way: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Have `work` done; blocks until what was begun before has ended.
-
-        Raises:
-            what that raised; then `work` is not begun.
-        """
+        """Have `work` done once what was begun before has ended; where that failed, its error is raised instead."""
         self.wait()
         self._under_way = self._pool.submit(_done, [work])
 

@@ -181,15 +181,9 @@ class FullTraining:
     ) -> None:
         """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
-        Args:
-            directory: its name; replaced if it is there.
-            extra: further JSON state, for the caller's own use.
-            writers: of further files.
-
-        Raises:
-            DiskError: it could not be written, or does not read back as it was written; what was there before is
-                untouched.
-            NonFiniteError: a weight or a moment is not finite; likewise.
+        It replaces a directory of that name. `extra` is further JSON state, for the caller's own use; `writers` add
+        further files. Raises `DiskError` where it cannot be written, or reads back otherwise, and `NonFiniteError`
+        where a weight or a moment is not finite; what was there before is untouched then.
         """
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
@@ -198,8 +192,7 @@ class FullTraining:
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Go on from what `save_checkpoint` wrote; return its `extra`.
 
-        Raises:
-            AdapterError: it is damaged, of another kind of training, of other weights, or of another model.
+        Raises `AdapterError` where it is damaged, of another kind of training, of other weights, or of another model.
         """
         path = Path(directory)
         check_full(path, self._base, self._gbi)
@@ -216,9 +209,7 @@ class FullTraining:
         """Begin with the moments in a checkpoint of another selection of weights of the same model; return its `extra`.
 
         Moments of what trained there, too, are taken; those of other weights are empty. Masters stay what they are.
-
-        Raises:
-            AdapterError: it is damaged, of another kind of training, or of other shapes.
+        Raises `AdapterError` as `lema.train.full.checkpoint.carry_moments` does.
         """
         return carry_moments(Path(directory), self.places, self.optimizer)
 
@@ -293,11 +284,7 @@ class FullTraining:
 
     @torch.no_grad()
     def _measure(self, name: str, gradient: Tensor, place: str, begun: str | None) -> None:
-        """Keep the norm of a gradient; `begun` says what was stepped before, if anything was.
-
-        Raises:
-            NonFiniteError: it is none.
-        """
+        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` says what was stepped before, if anything."""
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
             where = f"{self._place}, {place}; {begun or 'no weight was stepped'}"

@@ -120,13 +120,7 @@ class _Batch:
 
 
 class _JointStep:
-    """The training steps of all batches of an optimizer step.
-
-    Args:
-        stack: the layers.
-        batches: those batches.
-        step: takes the training step of one.
-    """
+    """The training steps of all batches of an optimizer step through the layers; `step` takes that of one."""
 
     def __init__(self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]) -> None:
         self._stack, self._step = stack, step

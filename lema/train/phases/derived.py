@@ -23,28 +23,13 @@ if TYPE_CHECKING:
     from lema.train.phases.phase import Phase
     from lema.train.phases.plan import PhasePlan
 
-__all__ = [
-    "FadeConfig",
-    "PlanWarning",
-    "differences_between",
-    "fade_problems",
-    "fade_too_long",
-    "numbers_of",
-    "plan_warnings",
-    "starts_of",
-]
-
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
 class FadeConfig(Settings):
-    """Over its first so many steps or tokens, the mixture of a phase comes in for that of the phase before.
-
-    Raises:
-        SettingsError: a setting is unknown or out of range, or both lengths are given, or neither is.
-    """
+    """Over its first so many steps or tokens, the mixture of a phase comes in for that of the phase before."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -188,11 +173,7 @@ class PlanWarning:
 
 
 def plan_warnings(plan: PhasePlan, num_processes: int = 1) -> tuple[PlanWarning, ...]:
-    """Return what to look at before a plan is run by so many processes.
-
-    Raises:
-        ConfigError: the rows of a step cannot be divided among them.
-    """
+    """Return what to look at before so many processes run a plan; `ConfigError` where they cannot divide a step."""
     phases = (warning for index in range(len(plan.phases)) for warning in _phase(plan, index))
     return (*_division(plan, num_processes), *phases)
 

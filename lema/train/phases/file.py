@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from lema.data.mixture import Source
     from lema.model.files import ModelFiles
 
-__all__ = [
-    "EVALUATIONS_NAME",
-    "Files",
-    "PhaseFile",
-    "clipped",
-    "evaluate_end",
-    "has_phases",
-    "named_files",
-    "read_phase_file",
-    "read_sources",
-]
-
-
 EVAL_ROWS, PHASES = "eval_rows", "phases"
 EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
@@ -87,11 +74,7 @@ def has_phases(path: str | PathLike[str]) -> bool:
 
 
 def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
-    """Read a YAML file of phases; settings given here replace those of the file.
-
-    Raises:
-        ConfigError: it is not YAML, or a setting is wrong; names file, line and key.
-    """
+    """Read a YAML file of phases, whose settings those given here replace; a `ConfigError` names file, line and key."""
     yaml = read_yaml(path)
     try:
         return _read({**yaml.values, **overrides})
@@ -278,9 +261,7 @@ def read_sources(
         trust_remote_code: run code that comes with the model.
         files: the model's directory, opened; None: the one that `config` names.
 
-    Raises:
-        ConfigError: files of a packed data set are given, rather than its directory.
-        DataError: files are missing or malformed.
+    Raises `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed.
     """
     from lema.data.packed import PackedTokens
     from lema.model.files import ModelFiles

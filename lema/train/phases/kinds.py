@@ -18,7 +18,8 @@ from lema.errors import ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_error
-from lema.train.full import FullTraining, save_delta, save_trained
+from lema.train.full.export import save_delta, save_trained
+from lema.train.full.training import FullTraining
 from lema.train.model import LemaModel
 from lema.train.phases.phase import Phase
 from lema.train.phases.plan import PhasePlan
@@ -44,10 +45,8 @@ def leave_model(
 ) -> None:
     """Write to `out` the model that a phase leaves: what was trained, or the base with the adapters merged into it.
 
-    `end` is the phase's last checkpoint; `after` is the phase that begins with the model, if one does.
-
-    Raises:
-        DiskError: it could not be written; nothing is left behind.
+    `end` is the phase's last checkpoint; `after` is the phase that begins with the model, if one does. Where it cannot
+    be written, `DiskError` is raised, and nothing is left behind.
     """
     write: Callable[[Path], object]
     if isinstance(trainer, FullTraining):
@@ -60,11 +59,7 @@ def leave_model(
 
 
 def _written(out: Path, write: Callable[[Path], object]) -> None:
-    """Have a model appear under its name, with a manifest; `write` writes it into the directory it is given.
-
-    Raises:
-        DiskError: it could not be written; nothing is left behind.
-    """
+    """Have what `write` writes appear under its name, with a manifest, or raise `DiskError` and leave nothing."""
     for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
         shutil.rmtree(left, ignore_errors=True)
     try:
@@ -84,11 +79,7 @@ def copy_adapter(end: Path, out: Path) -> None:
 
 
 def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return what says of a parameter's name whether it trains in a phase.
-
-    Raises:
-        ConfigError: nothing does; or `layers` are not those of the model.
-    """
+    """Return what says of a parameter's name whether it trains in a phase; `ConfigError` where none does."""
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings, head = (set(), set()) if selection is None else (_embeddings(model), _head(model))

@@ -26,11 +26,7 @@ __all__ = ["PhaseRun", "mixture_of"]
 def mixture_of(
     plan: PhasePlan, index: int, sources: Mapping[str, Source], held_out: Mapping[str, Source] | None = None
 ) -> Mixture:
-    """Return the rows of a phase; `held_out` are those to validate on.
-
-    Raises:
-        ConfigError: the data sets do not fit the phase.
-    """
+    """Return the rows of a phase, `held_out` those to validate on; `ConfigError` where the data sets do not fit it."""
     options: dict[str, Any] = {"stage": index, "held_out": held_out}
     options |= {"fade": plan.fade(index), "starts": plan.starts(index)}
     return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
@@ -78,11 +74,7 @@ class PhaseRun:
         return follow(self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done)
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of this phase.
-
-        Raises:
-            AdapterError: it is damaged, or of another kind of training.
-        """
+        """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of another kind of training."""
         about = self.steps.restore(checkpoint)
         self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
         self.pending, self.unlogged, self.saved = about["left"], about["unlogged"], self.done

@@ -193,10 +193,8 @@ class LoRATrainer:
     def state(self) -> LoRATrainState:
         """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
 
-        Newer ones that are not are in the log, as warnings.
-
-        Raises:
-            LemaError: the model cannot be read, no checkpoint is sound, or nothing of the model would train.
+        Newer ones that are not are in the log, as warnings. Raises a `LemaError` where the model cannot be read, no
+        checkpoint is sound, or nothing of the model would train.
         """
         if self._here is not None:
             return self._here
@@ -234,17 +232,10 @@ class LoRATrainer:
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
         """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
 
-        What it is, is recorded in it. With a model's directory, the first stage of adapters begins on that model.
-
-        Args:
-            path: anywhere; in this run's `output_dir`, it must be the run's last checkpoint.
-
-        Returns:
-            Where the run is then. `train()` goes on from there.
-
-        Raises:
-            ConfigError: it is none of these, or of another plan.
-            AdapterError: it is damaged.
+        What it is, is recorded in it. With a model's directory, the first stage of adapters begins on that model. It
+        may lie anywhere; in this run's `output_dir`, it must be the run's last checkpoint. Returns where the run is
+        then, from where `train()` goes on. Raises `ConfigError` where it is none of these, or of another plan,
+        `AdapterError` where it is damaged.
         """
         given = Path(path).absolute()
         self._refuse(given)

@@ -31,7 +31,6 @@ from lema.train.phases.selection import may_overlap, selection_problems
 
 __all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases"]
 
-
 # Each part of a schedule by the settings that say how long it is: in steps, or as a fraction of all steps.
 LENGTHS: Mapping[str, tuple[str, str]] = {
     name: (f"{name}_steps", f"{name}_ratio") for name in ("warmup", "decay", "tail")
@@ -94,12 +93,9 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Phase(AdapterSettings):
-    """What trains, on how many tokens of what, and how fast.
+    """What trains, on how many tokens of what, and how fast; a `SettingsError` holds every problem of its settings.
 
     A phase takes the settings of a run's adapters and those in `OVERRIDES` by the names that `LemaConfig` has.
-
-    Raises:
-        SettingsError: a setting is unknown, missing or out of range, or contradicts another; holds every problem.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -233,11 +229,7 @@ class Phase(AdapterSettings):
         return self.schedule_steps or self.schedule_start + steps
 
     def spans(self, steps: int) -> Spans:
-        """Return how long the parts of the schedule are, where the phase has `steps`.
-
-        Raises:
-            ConfigError: they do not fit into the schedule, or the schedule does not have them.
-        """
+        """Return the lengths of the schedule's parts, where the phase has `steps`; `ConfigError` where they do not fit."""
         lengths = {part: getattr(self, self.length_key(part)) for part in LENGTHS}
         try:
             return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)

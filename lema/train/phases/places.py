@@ -16,13 +16,11 @@ from typing import Any
 from lema.errors import AdapterError, ConfigError
 from lema.storage.atomic import replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
-from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.format import delete_checkpoint, forget_old_checkpoints, read_state
+from lema.train.checkpoint.format import checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
 from lema.train.phases.phase import Phase
 from lema.train.phases.plan import PhasePlan
 
 __all__ = ["BEST", "LATEST", "MODEL", "Places"]
-
 
 BEST, LATEST, MODEL, DELTA = "best.json", "latest.json", "model", "delta"
 
@@ -62,8 +60,7 @@ class Places:
     def is_done(self, index: int, *, alone: bool = False) -> bool:
         """Whether a phase has ended, with all that the next one needs of it; `alone`: whatever is there of later ones.
 
-        Raises:
-            AdapterError: the model that it has left is damaged; ConfigError: it was linked to, and is gone.
+        Errors are those of `has_model`.
         """
         if not alone and any(self.is_begun(later) for later in range(index + 1, len(self.plan.phases))):
             return True  # a phase begins when the one before has ended
@@ -75,8 +72,7 @@ class Places:
     def has_model(self, index: int) -> bool:
         """Whether the model that a phase leaves is there, and as it was written. One that is linked to may be anyone's.
 
-        Raises:
-            AdapterError: it is damaged; ConfigError: it was linked to, and is gone.
+        Raises `AdapterError` where it is damaged, `ConfigError` where it was linked to, and is gone.
         """
         model, name = self.model_of(index), self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
@@ -107,11 +103,7 @@ class Places:
         return self.end_of(index).is_dir() and not read_state(self.end_of(index))["extra"].get("left")
 
     def check_new(self) -> None:
-        """Refuse a directory in which a phase has been begun.
-
-        Raises:
-            ConfigError: one has.
-        """
+        """Refuse, with `ConfigError`, a directory in which a phase has been begun."""
         for index in range(len(self.plan.phases)):
             if self.is_begun(index):
                 raise ConfigError(
@@ -149,11 +141,7 @@ class Places:
         return index
 
     def note_latest(self, index: int, step: int) -> None:
-        """Say which checkpoint is the run's last.
-
-        Raises:
-            DiskError: the note could not be written.
-        """
+        """Say which checkpoint is the run's last, or raise `DiskError`."""
         steps = self.plan.boundaries()[index].first_step + step
         name = self.checkpoint(index, step).relative_to(self.directory).as_posix()
         note = {"phase": self.plan.phases[index].name, "checkpoint": name, "step": steps, "step_in_phase": step}
@@ -163,9 +151,7 @@ class Places:
         """Say which checkpoint of a phase has the lowest validation loss, and forget the one that was kept for that.
 
         `best` is its `step` and `eval_loss`, and whether it was written `only` for this; None: there is none yet.
-
-        Raises:
-            DiskError: the note could not be written, or the checkpoint before not be deleted.
+        Raises `DiskError` where the note cannot be written, or the checkpoint before not be deleted.
         """
         if best is None:
             return
@@ -178,11 +164,7 @@ class Places:
             delete_checkpoint(old, "a checkpoint that is not the best any more")
 
     def best(self, index: int) -> dict[str, Any] | None:
-        """What `note_best` has written of a phase; None: nothing.
-
-        Raises:
-            AdapterError: it cannot be read.
-        """
+        """What `note_best` has written of a phase, None where it has nothing; or `AdapterError`."""
         file = self.place(index) / BEST
         if not file.is_file():
             return None

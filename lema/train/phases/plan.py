@@ -58,12 +58,7 @@ class Boundary:
 
 
 class PhasePlan(Settings):
-    """The phases of a run.
-
-    Raises:
-        SettingsError: a setting is unknown, missing or out of range, or contradicts another; holds every problem, each
-            under its path, such as `phases[1].learning_rate`.
-    """
+    """The phases of a run; a `SettingsError` has every problem under its path, such as `phases[1].learning_rate`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -104,11 +99,7 @@ class PhasePlan(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file; settings given here replace those of the file.
-
-        Raises:
-            ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
-        """
+        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
         return from_yaml(cls, path, overrides)
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,11 +107,7 @@ class PhasePlan(Settings):
         return self.model_dump(mode="json")
 
     def batch(self, num_processes: int = 1) -> GlobalBatch:
-        """Return how the rows of a step are divided.
-
-        Raises:
-            ConfigError: they cannot be divided among so many processes.
-        """
+        """Return how the rows of a step are divided; `ConfigError` where so many processes cannot divide them."""
         return solve_batch(self.batch_size, self.micro_batch_size, num_processes)
 
     def steps(self, index: int) -> TokenSteps:
@@ -197,8 +184,7 @@ class PhasePlan(Settings):
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
         """Refuse to go on with what another plan began, whose `numbers` of so many phases were found at `where`.
 
-        Raises:
-            ConfigError: they are another plan's; names each key, with what it is and was.
+        The `ConfigError` names each key that differs, with what it is and was.
         """
         if changed := self.differences(then, num_phases):
             listed = "".join(f"\n  - {one}" for one in changed)

@@ -33,7 +33,7 @@ from lema.model.partition import open_backend
 from lema.storage.locks import one_run
 from lema.train.checkpoint.resume import check_same_run, say_changed
 from lema.train.events import RunEvents
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
@@ -48,7 +48,6 @@ from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
 __all__ = ["Phases", "run_phases", "train_phases"]
-
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -150,8 +149,7 @@ class Phases:
     def prepare(self, *, resume: bool, start: str | Path | None) -> Start | None:
         """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning.
 
-        Raises:
-            ConfigError: it may not begin there, or so; AdapterError: a checkpoint is damaged.
+        Raises `ConfigError` where it may not begin there, or so, `AdapterError` where a checkpoint is damaged.
         """
         places, replicas = self.places, self.backend.replicas
         if replicas.num_processes > 1:
@@ -296,18 +294,7 @@ def train_phases(
 ) -> Path:
     """Train as a file of phases says; return the directory that the last phase ends with.
 
-    Args:
-        file: what it says.
-        resume: go on where an earlier run in `output_dir` stopped.
-        start: a checkpoint, or a model, to go on from, as `lema.train.phases.run_phases` takes it.
-        callbacks: `transformers.TrainerCallback`s.
-        console: what to print on; None: standard output.
-        trust_remote_code: run code that comes with the model.
-        trace: records what is read, uploaded and computed, and when.
-
-    Raises:
-        Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
-        LemaError: of the kind that says what is wrong.
+    `start` is as `run_phases` takes it, everything else as `lema.train.run.train` does; and so are the errors.
     """
     shown, plan, config = console or Console(highlight=False), file.plan, file.config
     say = line_printer(shown)

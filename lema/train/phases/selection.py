@@ -8,7 +8,6 @@ from lema.config.problems import Problem, SettingsError, nearest
 
 __all__ = ["Selection", "layer_selection", "may_overlap", "selection_problems"]
 
-
 _ENDS = ("embeddings", "head")
 _FORMS = 'use a layer\'s number from 0 on, "first:2", "last:4", "embeddings" or "head"'
 
@@ -23,12 +22,8 @@ class Selection:
 
 
 def selection_problems(items: Sequence[object], num_layers: int | None = None, key: str = "layers") -> list[Problem]:
-    """Return all that is wrong with a selection; without `num_layers`, all that is wrong in every model.
-
-    Args:
-        items: as written.
-        num_layers: decoder layers of the model; None: not known yet.
-        key: of the setting.
+    """Return all that is wrong with a selection, the setting `key`; without `num_layers`, all that is wrong in every
+    model.
     """
     if not items:
         return [Problem(key, f"{key} selects nothing".strip(), f"{_FORMS}; leave it out for every layer")]
@@ -40,17 +35,10 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
 
 
 def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
-    """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects.
+    """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects of so many decoder layers.
 
-    Layers may be selected twice; they train once.
-
-    Args:
-        items: a layer's number, counted from 0; `first:N` and `last:N`; `embeddings`; `head`.
-        num_layers: decoder layers of the model.
-        key: of the setting, for errors.
-
-    Raises:
-        SettingsError: an item is none of these or out of range, or there is none; holds each problem.
+    Layers may be selected twice; they train once. Layers' numbers count from 0. A `SettingsError` holds each problem:
+    an item that is none of these or out of range, or that there is none; `key` is the setting.
     """
     if problems := selection_problems(items, num_layers, key):
         raise SettingsError(problems)

@@ -19,9 +19,8 @@ from typing import Any
 from lema.backend import Replicas
 from lema.backend.collectives import first_alone
 from lema.errors import AdapterError, ConfigError, DiskError
-from lema.train.checkpoint import newest_sound
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.checkpoint.resume import check_sound, tell_warning
+from lema.train.checkpoint.resume import check_sound, newest_sound, tell_warning
 from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.phases.places import MODEL, Places
 
@@ -43,9 +42,8 @@ class Start:
 def find_start(path: str | Path, places: Places) -> Start:
     """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
 
-    Raises:
-        ConfigError: it is neither, of another plan, or the model below it is not to be found.
-        AdapterError: the checkpoint is damaged.
+    Raises `ConfigError` where it is neither, of another plan, or the model below it is not to be found; `AdapterError`
+    where the checkpoint is damaged.
     """
     given = Path(path).absolute()
     if (given / STATE).is_file():
@@ -63,11 +61,7 @@ def find_start(path: str | Path, places: Places) -> Start:
 
 
 def begin_at(start: Start, places: Places) -> None:
-    """Put into the run's directory what its first phase stands on.
-
-    Raises:
-        DiskError: that cannot be done.
-    """
+    """Put into the run's directory what its first phase stands on, or raise `DiskError`."""
     for index, model in start.models.items():
         link = places.model_of(index)
         try:
@@ -163,9 +157,8 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
 def find_point(places: Places, say: Say) -> Start | None:
     """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
 
-    Raises:
-        AdapterError: it has checkpoints and none is sound, or a model that is gone on with is damaged.
-        ConfigError: the plan is another.
+    Raises `AdapterError` where none of its checkpoints is sound, or a model that is gone on with is damaged;
+    `ConfigError` where the plan is another.
     """
     faults: list[str] = []
     for index in reversed(range(len(places.plan.phases))):

@@ -23,15 +23,10 @@ class GlobalBatch:
 
 
 def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
-    """Divide a global batch exactly: the largest micro-batch that is allowed and leaves nothing over.
+    """Divide a global batch of `rows` exactly: the largest micro-batch that is allowed and leaves nothing over.
 
-    Args:
-        rows: per optimizer step, of all processes together.
-        per_device: most rows that a process may compute at once; None: as many as it gets.
-        num_processes: that share them.
-
-    Raises:
-        ConfigError: a number is below 1, or the rows cannot be divided among the processes; names the nearest that can.
+    A process computes at most `per_device` rows at once; None: as many as it gets. Raises `ConfigError` where a number
+    is below 1, or rows cannot be divided among the processes, with the nearest number of them that can.
     """
     for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
         if number is not None and number < 1:

@@ -15,7 +15,7 @@ from lema.backend import Backend
 from lema.backend.hostmemory import anonymous
 from lema.errors import DiskError, MemoryLimitError
 from lema.plan.trainable_bytes import trainable_bytes
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema_cpu import CpuBackend
 
 STEPS = 3

@@ -26,9 +26,10 @@ from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.model import meta_model
-from lema.train.full import FullTraining, save_trained
-from lema.train.phases import Phase
+from lema.train.full.export import save_trained
+from lema.train.full.training import FullTraining
 from lema.train.phases.kinds import chosen_by, tied_note
+from lema.train.phases.phase import Phase
 from lema_cpu import CpuBackend
 
 

@@ -12,8 +12,8 @@ from tiny import Checkpoint, micro_batches
 from lema import LemaConfig, LemaModel
 from lema.backend.interrupt import StopRequested
 from lema.errors import Stopped
-from lema.train.full import FullTraining
-from lema.train.phases import run_phases
+from lema.train.full.training import FullTraining
+from lema.train.phases.run import run_phases
 from lema_cpu import CpuBackend
 
 MEASURED = ("loss", "eval_loss", "grad_norm", "learning_rate")

@@ -11,7 +11,8 @@ import pytest
 from lema.config.problems import SettingsError
 from lema.data.mixture import Mixture
 from lema.engine.schedules import takes
-from lema.train.phases import LoRATrainerConfig, PhasePlan
+from lema.train.phases.plan import PhasePlan
+from lema.train.phases.twophase import LoRATrainerConfig
 
 A, B, C = ([{"name": name, "rate": 1.0}] for name in "abc")
 ROWS, BLOCK = 4, 16

@@ -17,8 +17,10 @@ from lema.config.problems import SettingsError
 from lema.data import Sampling
 from lema.data.sampling import Style
 from lema.errors import ConfigError
-from lema.train.phases import LoRAConfig, LoRATrainerConfig, Phase, PhasePlan
+from lema.train.phases.phase import Phase
+from lema.train.phases.plan import PhasePlan
 from lema.train.phases.selection import Selection, layer_selection
+from lema.train.phases.twophase import LoRAConfig, LoRATrainerConfig
 
 STEP = 4 * 16  # tokens, of the plans below
 MIXTURE = [{"name": "almanac", "rate": 1.0}]
@@ -367,7 +369,7 @@ def test_rounding_decides_numbers_where_something_is_merged() -> None:
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     found = plan(phase(), phase("lora", lora_target_modules=["v_proj", "q_proj"]))
     again = plan(phase(), phase("lora", lora_rank=16, lora_target_modules=["q_proj", "v_proj"]))
-    code = f"from lema.train.phases import PhasePlan; print(PhasePlan(**{found.to_dict()!r}).fingerprint())"
+    code = f"from lema.train.phases.plan import PhasePlan; print(PhasePlan(**{found.to_dict()!r}).fingerprint())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == found.fingerprint() == again.fingerprint()
     assert len(found.fingerprint()) == 64
@@ -459,7 +461,8 @@ def test_what_selects_nothing_is_refused(item: Any, what: str, how: str) -> None
 
 
 def test_plans_need_no_torch() -> None:
-    code = "import sys; from lema.train.phases import LoRATrainerConfig, PhasePlan; import lema.train.phases.file"
+    code = "import sys; from lema.train.phases.plan import PhasePlan; import lema.train.phases.file"
+    code += "; from lema.train.phases.twophase import LoRATrainerConfig"
     code += f"; PhasePlan(**{plan(*THREE).to_dict()!r}).warnings()"
     code += "; LoRATrainerConfig().plan(); print(sorted({'torch', 'transformers', 'peft'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
