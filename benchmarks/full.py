@@ -90,7 +90,7 @@ def _streamed(directory: Path, ids: Tensor) -> tuple[Callable[[], float], Callab
     model.skeleton.train()
     training = FullTraining(model.adapter, config)
     batch = {"input_ids": ids, "labels": ids}
-    return lambda: float(training.step([split_batch(batch, 1)])), model.close
+    return lambda: training.accumulate(split_batch(batch, 1)).loss, model.close
 
 
 if __name__ == "__main__":

@@ -325,9 +325,7 @@ class LemaConfig(AdapterSettings, _First):
         return schema
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write `lema_config.json` into `directory`, made if need be; or raise `DiskError`, with what was there
-        untouched.
-        """
+        """Write `lema_config.json` into `directory`, made if need be; on `DiskError` what was there is untouched."""
         file = Path(directory) / CONFIG_NAME
         part = file.with_name(f".{CONFIG_NAME}.{os.getpid()}.part")
         try:

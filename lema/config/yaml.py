@@ -60,9 +60,7 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Read one value as a YAML file would, or raise `ConfigError`: `1e-4`, `true`, `[q_proj, v_proj]`, text; empty is
-    None.
-    """
+    """Read one value as a YAML file would: `1e-4`, `true`, `[q_proj, v_proj]`, text; empty is None. Or `ConfigError`."""
     return _parsed(_yaml().load, text, where, lines=False)
 
 

@@ -170,8 +170,6 @@ def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
 
 
 def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
-    """Raise `DiskFull`, in all processes, unless a directory has room for `count` checkpoints of `nbytes`; all call
-    this.
-    """
+    """Raise `DiskFull` in all processes, which all call this, unless a directory has room for so many checkpoints."""
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
     first_alone(replicas, lambda: check_room(directory, count * nbytes, what))

@@ -364,8 +364,7 @@ class LemaTrainer:
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
-        """Have the step under way dropped, if the config lets one more be; else raise the `error`, which names the
-        place.
+        """Have the step under way dropped, if the config lets one more be; else raise the `error` that is found.
 
         All processes come here with the same numbers, so that they do the same.
         """

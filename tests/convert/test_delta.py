@@ -31,7 +31,7 @@ def trained(model: Path, chosen: Chosen, dtype: str | None = None) -> Iterator[t
     opened = LemaModel(LemaConfig(str(model), device="cpu", strategy="resident", learning_rate=1e-2, dtype=dtype))
     training = FullTraining(opened.adapter, opened.config, chosen)
     for _ in range(2):
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
     yield opened, training
     opened.close()
 

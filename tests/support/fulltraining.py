@@ -69,7 +69,7 @@ def streamed(
     try:
         model.skeleton.train()
         training = FullTraining(model.adapter, config, chosen)
-        losses = [training.step([micro_batches(count)]) for _ in range(steps)]
+        losses = [torch.tensor(training.accumulate(micro_batches(count)).loss) for _ in range(steps)]
         return losses, {name: master.detach().clone() for name, master in training.masters.items()}
     finally:
         model.close()

@@ -48,9 +48,7 @@ class Changed:
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:
-    """Read the settings a checkpoint was written with, as plain values; none where they are not there. Or
-    `AdapterError`.
-    """
+    """Read the settings a checkpoint was written with; none where they are not beside it; or raise `AdapterError`."""
     file = checkpoint / CONFIG_NAME
     if not file.is_file():
         return {}

@@ -183,18 +183,15 @@ class Masters:
                 self._rooms[place] = anonymous(nbytes)
 
     def _taken(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the next memory of a layer's room, shaped as a weight; beyond the room, memory of its own."""
+        """Return the next memory of a layer's room, shaped as a weight."""
         shape, layer = self._weights[name].shape, self._own[name][0] if name in self._own else None
         nbytes, room = shape.numel() * dtype.itemsize, self._rooms[layer]
-        if len(room) < nbytes:
-            assert not self._clipped, "a layer's room was too small"
-            room = anonymous(nbytes)
+        assert len(room) >= nbytes, "a layer's room was too small"
+        self._rooms[layer] = room[nbytes:]
+        if layer in self.mapped:
+            self.mapped_bytes += nbytes
         else:
-            self._rooms[layer] = room[nbytes:]
-            if layer in self.mapped:
-                self.mapped_bytes += nbytes
-                return room[:nbytes].view(dtype).view(shape)
-        self.host_bytes += nbytes
+            self.host_bytes += nbytes
         return room[:nbytes].view(dtype).view(shape)
 
     def _check(self, chosen: Sequence[str]) -> None:

@@ -229,7 +229,7 @@ class Phase(AdapterSettings):
         return self.schedule_steps or self.schedule_start + steps
 
     def spans(self, steps: int) -> Spans:
-        """Return the lengths of the schedule's parts, where the phase has `steps`; `ConfigError` where they do not fit."""
+        """Return the lengths of the schedule's parts, where the phase has `steps`; `ConfigError` if they do not fit."""
         lengths = {part: getattr(self, self.length_key(part)) for part in LENGTHS}
         try:
             return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)

@@ -22,9 +22,7 @@ class Selection:
 
 
 def selection_problems(items: Sequence[object], num_layers: int | None = None, key: str = "layers") -> list[Problem]:
-    """Return all that is wrong with a selection, the setting `key`; without `num_layers`, all that is wrong in every
-    model.
-    """
+    """Return all that is wrong with a selection; without `num_layers`, all that is wrong in every model."""
     if not items:
         return [Problem(key, f"{key} selects nothing".strip(), f"{_FORMS}; leave it out for every layer")]
     return [

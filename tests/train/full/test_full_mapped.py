@@ -29,7 +29,7 @@ def mapped_here(directory: Path) -> list[str]:
 def trained(training: FullTraining) -> tuple[list[Tensor], Weights, list[float | None]]:
     losses, norms = [], []
     for _ in range(STEPS):
-        losses.append(training.step([micro_batches(2)]))
+        losses.append(torch.tensor(training.accumulate(micro_batches(2)).loss))
         norms.append(training.grad_norm)
     state = {
         f"{key}.{name}": one.clone()
