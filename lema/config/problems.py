@@ -167,19 +167,22 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return [one for one in ranked if likeness[one] >= max(_LIKE, likeness[ranked[0]] - _TIE)]
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return a question whether the nearest of the known names is meant; empty where none is near."""
+    near = nearest(name, known)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
 def unknown_setting(key: str, known: Iterable[str]) -> Problem:
     """The problem of a key that is no setting, with the nearest names."""
     if how := SAID_HERE.get(key.lower().replace("-", "_")):
         return Problem(key, f"unknown setting {key!r}", how)
     known = list(known)
-    near = nearest(key, known)
-    if near:
-        how = f"did you mean {' or '.join(near)}?"
-    elif "device" in known:
-        how = "`lema config schema` lists every setting"
+    if "device" in known:
+        listed = "`lema config schema` lists every setting"
     else:
-        how = f"there are {', '.join(known)}" if len(known) <= _FEW else "docs/phases.md lists every setting"
-    return Problem(key, f"unknown setting {key!r}", how)
+        listed = f"there are {', '.join(known)}" if len(known) <= _FEW else "docs/phases.md lists every setting"
+    return Problem(key, f"unknown setting {key!r}", meant(key, known) or listed)
 
 
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
@@ -216,8 +219,7 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
     telling = [detail for detail in details if detail["type"] not in _NOUNS] or details
     what = " or ".join(dict.fromkeys(_demand(detail) for detail in telling))
     given = first["input"]
-    near = nearest(given, _choices(telling)) if isinstance(given, str) else []
-    how = f"did you mean {' or '.join(near)}?" if near else ""
+    how = meant(given, _choices(telling)) if isinstance(given, str) else ""
     if "value_error" in kinds:
         named = what.startswith(key) or not first["loc"]
         return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")

@@ -21,7 +21,7 @@ from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.errors import ConfigError, DiskError
 from lema.train.checkpoint.format import TRAINER_STATE
-from lema.train.metrics import METRICS_NAME, PICTURE, MetricsLog, Window, plot_loss, since
+from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, MetricsLog, Window, plot_loss, since
 from lema.train.steps import StepResult, Steps, add_measured, means
 
 __all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments"]
@@ -32,11 +32,9 @@ def report_callbacks(config: LemaConfig) -> list[Any]:
     try:
         return [kind() for kind in get_reporting_integration_callbacks(_names(config))]
     except (ValueError, ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"this report cannot be made: {error}",
-            where=f"report_to: {', '.join(_names(config))}",
-            how="install what it needs, or leave it out of report_to",
-        ) from error
+        what = f"this report cannot be made: {error}"
+        how = "install what it needs, or leave it out of report_to"
+        raise ConfigError(what, where=f"report_to: {', '.join(_names(config))}", how=how) from error
 
 
 def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
@@ -137,7 +135,7 @@ class RunEvents:
         """Whether any step was about to be taken."""
         return self._handler is not None
 
-    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: Sequence[Any] = (0.0, 0)) -> None:
+    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: Sequence[Any] = NO_SUMS) -> None:
         """Begin to train something, or go on with it where `unlogged` was this; callbacks see module and optimizer."""
         self._steps = steps
         self.move(at)

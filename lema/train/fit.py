@@ -19,7 +19,7 @@ from lema.train.checkpoint.resume import check_same_run, newest_sound, past_log,
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending, RunLoop
-from lema.train.metrics import METRICS_NAME, cut_back
+from lema.train.metrics import METRICS_NAME, NO_SUMS, cut_back
 from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
@@ -54,7 +54,7 @@ class PlainRun:
         self.best: dict[str, Any] | None = None
         self.eval_loss: float | None = None
         self.pending: Pending | None = None
-        self.unlogged: Sequence[Any] = (0.0, 0)
+        self.unlogged: Sequence[Any] = NO_SUMS
         self.saved: int | None = None
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
@@ -67,23 +67,16 @@ class PlainRun:
         `weights_only` is set though no checkpoint is gone on from.
         """
         if self.done == 0 and checkpoints(self._output):
-            raise ConfigError(
-                "the output directory holds checkpoints of an earlier run",
-                where=str(self._output),
-                how="go on from the newest with --resume (resume=True), or choose another output_dir",
-            )
+            what = "the output directory holds checkpoints of an earlier run"
+            how = "go on from the newest with --resume (resume=True), or choose another output_dir"
+            raise ConfigError(what, where=str(self._output), how=how)
         if self.done >= self.num_steps:
-            raise ConfigError(
-                f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}",
-                where="fit",
-                how="raise num_train_epochs or max_steps, or begin again with a new trainer",
-            )
+            what = f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
+            how = "raise num_train_epochs or max_steps, or begin again with a new trainer"
+            raise ConfigError(what, where="fit", how=how)
         if weights_only:
-            raise ConfigError(
-                "weights alone are taken of a checkpoint that is gone on from",
-                where="weights_only",
-                how="set resume (--resume) too, or leave it out",
-            )
+            what = "weights alone are taken of a checkpoint that is gone on from"
+            raise ConfigError(what, where="weights_only", how="set resume (--resume) too, or leave it out")
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
@@ -94,11 +87,8 @@ class PlainRun:
         steps, found = self.steps, checkpoints(self._output)
         say = say if self._replicas.first else lambda _: None
         if not found:
-            raise AdapterError(
-                "there is no checkpoint to resume from",
-                where=str(self._output),
-                how="leave --resume out to begin a new run",
-            )
+            what = "there is no checkpoint to resume from"
+            raise AdapterError(what, where=str(self._output), how="leave --resume out to begin a new run")
         path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about)
@@ -112,7 +102,7 @@ class PlainRun:
     def _take_up(self, extra: Mapping[str, Any], path: Path, *, whole: bool) -> None:
         """Go on with what a checkpoint says of the run, `whole` with all that is in it."""
         self.done = self.steps.global_step
-        self.unlogged = extra.get("window", (0.0, 0))  # a checkpoint that `train_step` wrote has none
+        self.unlogged = extra.get("window", NO_SUMS)  # a checkpoint that `train_step` wrote has none
         self.pending = extra.get("left")
         self.saved = self.done if whole else None
         self._past = past_log(path / TRAINER_STATE)

@@ -236,11 +236,9 @@ class RunLoop:
             if self._is_phase:
                 return True
             if events.control.should_epoch_stop:
-                raise ConfigError(
-                    "a callback set should_epoch_stop: the place in the data follows from the step alone",
-                    where=f"step {stage.done}",
-                    how="set should_training_stop, or lower num_train_epochs",
-                )
+                what = "a callback set should_epoch_stop: the place in the data follows from the step alone"
+                how = "set should_training_stop, or lower num_train_epochs"
+                raise ConfigError(what, where=f"step {stage.done}", how=how)
             events.agree()  # because evaluating or saving may have been the last
             if not stage.position(stage.done).ends_epoch and not events.control.should_training_stop:
                 return True

@@ -86,7 +86,7 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
         if not file.is_file():
             return 0
         lines = file.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _stays(line, keep)]
+        kept = [line for line in lines if not isinstance(row := _row(line), dict) or keep(row)]
         if len(kept) < len(lines):
             with replacing(file) as out:
                 out.writelines(kept)
@@ -95,12 +95,9 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
         raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
 
 
-def _stays(line: bytes, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return True
-    return not isinstance(row, dict) or keep(row)
+def _row(line: bytes) -> Any:
+    with suppress(ValueError):
+        return json.loads(line)
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
@@ -209,6 +206,9 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(position)
 
 
+NO_SUMS: Sequence[Any] = (0.0, 0, {})  # of a window that nothing was counted in
+
+
 @dataclass
 class Window:
     """What happened since `began`: between two lines of metrics, or over the whole run."""
@@ -232,9 +232,9 @@ class Window:
         return [self.loss, self.trained_tokens, self.measured]
 
     def go_on(self, sums: Sequence[Any]) -> None:
-        """Take up the `sums` of a window that ended early; an earlier version wrote the first two."""
+        """Take up the `sums` of a window that ended early."""
         self.loss, self.trained_tokens = float(sums[0]), int(sums[1])
-        self.measured = {} if len(sums) < 3 else {name: (one[0], one[1]) for name, one in sums[2].items()}
+        self.measured = {name: (one[0], one[1]) for name, one in sums[2].items()}
 
     @property
     def mean_loss(self) -> float:

@@ -152,14 +152,28 @@ class LemaModel:
         """
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton)
-        self._attach(configured_lora(self.skeleton, self.config), seed=self.config.seed)
+        self.attach_lora(configured_lora(self.skeleton, self.config), seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
         """Attach an adapter as PEFT's config has it, drawn from `seed`; None: its values are to be loaded.
 
         Raises `ModelError` or `ConfigError` as `initialize_lora` does.
         """
-        self._attach(config, seed=seed)
+        if self.lora_manager is not None:
+            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
+        if self._divided and self.backend.parallel.size > 1:
+            what = "the layers have been divided among processes already"
+            raise ConfigError(what, how="call initialize_lora() before anything else")
+        if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
+            self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
+        with self._tables.taken_out():
+            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+            touched = self._tables.touched()
+        self.keep_whole(touched.__contains__, self._head.touched())
+        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
+        self._divide()
+        self.split.adapters_changed()
+        self.spend_anew()  # limits must leave room for the adapter
 
     def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
         """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
@@ -211,10 +225,7 @@ class LemaModel:
             self.config.save_pretrained(directory)
             write_base(Path(directory), base_fingerprint(self.gbi))
 
-        if whole is None:
-            write()
-        else:
-            first_alone(self.backend.replicas, write)
+        write() if whole is None else first_alone(self.backend.replicas, write)
 
     @cached_property
     def adapter(self) -> StreamedModel:
@@ -363,23 +374,6 @@ class LemaModel:
         """Return tensors of the model without adapters, by name, on the device; those that are not stored are left
         out."""
         return self._stored.read(names)
-
-    def _attach(self, config: LoraConfig, seed: int | None) -> None:
-        if self.lora_manager is not None:
-            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
-        if self._divided and self.backend.parallel.size > 1:
-            what = "the layers have been divided among processes already"
-            raise ConfigError(what, how="call initialize_lora() before anything else")
-        if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
-            self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
-        with self._tables.taken_out():
-            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
-            touched = self._tables.touched()
-        self.keep_whole(touched.__contains__, self._head.touched())
-        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
-        self._divide()
-        self.split.adapters_changed()
-        self.spend_anew()  # limits must leave room for the adapter
 
     def _require_adapter(self) -> PeftModel:
         if self.lora_manager is None:

@@ -1,7 +1,7 @@
 """What the run loop drives: something that takes optimizer steps, saves itself and is restored.
 
-`lema.train.trainer.LemaTrainer` does so for adapters, `lema.train.full.FullTraining` for a model's own weights. The
-loop knows only the protocol `Steps`. What both do alike when a step is dropped or a checkpoint needs room is here, too.
+`LemaTrainer` does so for adapters, `FullTraining` for a model's own weights. The loop knows only the protocol `Steps`.
+What both do alike when a step is dropped or a checkpoint needs room is here, too.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class LemaTrainer:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
             with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
-                ahead: dict[str, Any] = {"more": more, "following": following}
-                loss = self.update.accumulate(self._parameters(), micro_batches, divisor, logits=logits, **ahead)
+                announce = partial(self.model.announce_step, following) if more else lambda: None
+                loss = self.update.accumulate(self._parameters(), micro_batches, divisor, logits, announce)
             self.accumulation_step += 1
             norm = None
             if self.accumulation_step == num_passes:  # the step's tokens were not known when its first batch ran

@@ -36,10 +36,8 @@ class Update:
         parameters: Sequence[nn.Parameter],
         micro_batches: Sequence[Mapping[str, Tensor]],
         num_tokens: int,
-        *,
-        more: bool = False,
-        following: Sequence[Mapping[str, Tensor]] | None = None,
         logits: list[Tensor] | None = None,
+        announce: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """Add the gradients of one pass through the layers; return its loss, on the device.
 
@@ -50,21 +48,19 @@ class Update:
             micro_batches: of this process; none where only other processes have some.
             num_tokens: by which the summed loss is divided; 0: nothing is trained.
             logits: a list that receives each micro-batch's logits.
-            ahead: `more` and `following`, as `lema.train.steps.Steps.accumulate` takes them.
+            announce: called before the backward, to say what comes after this pass.
         """
         for attempt in self._model.retry.passes(micro_batches, parameters=parameters, made=logits):
             with attempt:
-                loss = self._pass(attempt.micro_batches, num_tokens, more=more, following=following, logits=logits)
+                loss = self._pass(attempt.micro_batches, num_tokens, logits, announce)
         return loss
 
     def _pass(
         self,
         micro_batches: Sequence[Mapping[str, Tensor]],
         num_tokens: int,
-        *,
-        more: bool,
-        following: Sequence[Mapping[str, Tensor]] | None,
         logits: list[Tensor] | None,
+        announce: Callable[[], object],
     ) -> Tensor:
         """Run one attempt at a pass, in a function of its own because its tensors go when it fails, before the next."""
         # The scale stays on the device. It is asked for also where nothing trains, because the scaler begins with it.
@@ -75,8 +71,7 @@ class Update:
             loss = torch.zeros((), device=self._backend.device)
         else:
             loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
-        if more:
-            self._model.announce_step(following)
+        announce()
         if loss.requires_grad:
             self.scaler.scale(loss).backward()
         return loss.detach()

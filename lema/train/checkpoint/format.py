@@ -151,11 +151,9 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise AdapterError(f"the checkpoint's state cannot be read: {error}", where=str(directory / STATE)) from error
     expected = {"global_step", "schedule", "scaler", "generators", "extra", "optimizer"}
     if not isinstance(state, dict) or not expected <= state.keys():
-        raise AdapterError(
-            "this is not the state of a checkpoint",
-            where=str(directory / STATE),
-            how="name a directory that save_checkpoint or `lema train` wrote",
-        )
+        what = "this is not the state of a checkpoint"
+        how = "name a directory that save_checkpoint or `lema train` wrote"
+        raise AdapterError(what, where=str(directory / STATE), how=how)
     return state
 
 
@@ -167,11 +165,8 @@ def restore_optimizer(
     Raises `AdapterError` where the state is missing, damaged, or of another optimizer.
     """
     if plain.get("class") != (name := type(optimizer).__qualname__):
-        raise AdapterError(
-            f"the state is of the optimizer {plain.get('class')}, not of {name}",
-            where=str(directory / STATE),
-            how="resume with the optimizer the run began with",
-        )
+        what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
+        raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer the run began with")
     try:
         tensors = load_file(directory / OPTIMIZER)
         state: dict[int, dict[str, Any]] = {}
@@ -190,11 +185,9 @@ def restore_optimizer(
         ]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise AdapterError(
-            f"the optimizer cannot be restored: {error}",
-            where=str(directory / OPTIMIZER),
-            how="resume with the settings the run began with, or name another checkpoint",
-        ) from error
+        what = f"the optimizer cannot be restored: {error}"
+        how = "resume with the settings the run began with, or name another checkpoint"
+        raise AdapterError(what, where=str(directory / OPTIMIZER), how=how) from error
 
 
 PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameters in fp32 to quantise its moments
@@ -217,11 +210,9 @@ def check_savable(optimizer: Optimizer) -> None:
         tried = optimizer_state(other)
     _json({"optimizer": tried.plain})
     if other_kind := next((type(one) for one in tried.tensors.values() if type(one) is not Tensor), None):
-        raise ConfigError(
-            f"the state of the run cannot be saved without pickling: {other_kind.__name__} is no plain tensor",
-            where=f"optimizer {tried.plain['class']}",
-            how="use an optimizer whose state is tensors and numbers, such as adamw_8bit in place of torchao's",
-        )
+        what = f"the state of the run cannot be saved without pickling: {other_kind.__name__} is no plain tensor"
+        how = "use an optimizer whose state is tensors and numbers, such as adamw_8bit in place of torchao's"
+        raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how=how)
 
 
 def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
@@ -271,8 +262,6 @@ def _json(state: Mapping[str, Any]) -> str:
     try:
         return json.dumps(state, indent=1)
     except TypeError as error:
-        raise ConfigError(
-            f"the state of the run cannot be saved without pickling: {error}",
-            where=f"optimizer {state['optimizer']['class']}",
-            how="use an optimizer whose state is tensors and numbers, one level deep",
-        ) from error
+        what = f"the state of the run cannot be saved without pickling: {error}"
+        how = "use an optimizer whose state is tensors and numbers, one level deep"
+        raise ConfigError(what, where=f"optimizer {state['optimizer']['class']}", how=how) from error

@@ -130,11 +130,9 @@ def check_same_run(
         refused += changed_settings(then, now, Change.DATA)
     if refused:
         listed = "".join(f"\n  - {one}" for one in refused)
-        raise ConfigError(
-            f"the run began with other settings or data (then -> now):{listed}",
-            where=str(checkpoint),
-            how="resume with those it began with, or begin a new run in another output_dir",
-        )
+        what = f"the run began with other settings or data (then -> now):{listed}"
+        how = "resume with those it began with, or begin a new run in another output_dir"
+        raise ConfigError(what, where=str(checkpoint), how=how)
     return changed_settings(then, now, Change.SAID)
 
 

@@ -76,11 +76,9 @@ def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None)
     """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is this one's fingerprint."""
     then = read_state(directory).get("base")
     if gbi is not None and then not in (None, base):
-        raise AdapterError(
-            f"the model has changed since it was trained: its fingerprint is {base}, and it was {then}",
-            where=f"{directory}, on {gbi.path}",
-            how="give the model as it was, or begin a new run in another output_dir",
-        )
+        what = f"the model has changed since it was trained: its fingerprint is {base}, and it was {then}"
+        how = "give the model as it was, or begin a new run in another output_dir"
+        raise AdapterError(what, where=f"{directory}, on {gbi.path}", how=how)
 
 
 def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:
@@ -116,11 +114,8 @@ def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> di
     for name, master in masters.by_name.items():
         there = saved.get(f"{MASTER}.{name}")
         if there is not None and there[1] != tuple(master.shape):
-            raise AdapterError(
-                f"{name} is {list(there[1])} there, and {list(master.shape)} here",
-                where=str(directory / there[0]),
-                how="carry moments of the same model",
-            )
+            what = f"{name} is {list(there[1])} there, and {list(master.shape)} here"
+            raise AdapterError(what, where=str(directory / there[0]), how="carry moments of the same model")
     masters.attach(optimizer)
     _fill(directory, masters, optimizer, saved, (STEP, *MOMENTS))
     return dict(state["extra"])
@@ -129,11 +124,8 @@ def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> di
 def _state(directory: Path) -> dict[str, Any]:
     state = read_state(directory)
     if (kind := state.get("kind", "adapters")) != KIND:
-        raise AdapterError(
-            f"this is a checkpoint of {kind}, not of weights",
-            where=str(directory),
-            how="name one of this kind of training",
-        )
+        what = f"this is a checkpoint of {kind}, not of weights"
+        raise AdapterError(what, where=str(directory), how="name one of this kind of training")
     return state
 
 

@@ -199,31 +199,24 @@ class Masters:
         if not chosen:
             raise ConfigError("no weight is chosen to be trained")
         if self._model.backend.parallel.size > 1:
-            raise ConfigError(
-                "weights of layers that processes hold together do not train",
-                where="tensor_parallel_size",
-                how="train adapters, or have each process hold the whole",
-            )
+            what = "weights of layers that processes hold together do not train"
+            how = "train adapters, or have each process hold the whole"
+            raise ConfigError(what, where="tensor_parallel_size", how=how)
         if stream.sharded:
             raise ConfigError(
                 "weights of which each process has a part do not train", where="shard_weights", how="set it to false"
             )
         if missing := in_layers - stream.host_cached:
-            raise ConfigError(
-                f"layer {min(missing)} trains, and its weights are not kept in host memory",
-                where="strategy",
-                how="use strategy: resident, without device_memory",
-            )
+            what = f"layer {min(missing)} trains, and its weights are not kept in host memory"
+            raise ConfigError(what, where="strategy", how="use strategy: resident, without device_memory")
         if absent := [name for name in self.outside if self._model.split.model.get_parameter(name).is_meta]:
             raise ConfigError(
                 f"{absent[0]} trains, and is not on the device", where="embeddings", how="set it to device"
             )
         if quantised := {layer for layer in in_layers if stream.layers[layer].expansions}:
-            raise ConfigError(
-                f"layer {min(quantised)} is stored quantised, and such weights do not train",
-                where="model_name_or_path",
-                how="train adapters, or open the model as it was before it was quantised",
-            )
+            what = f"layer {min(quantised)} is stored quantised, and such weights do not train"
+            how = "train adapters, or open the model as it was before it was quantised"
+            raise ConfigError(what, where="model_name_or_path", how=how)
 
 
 def step_part(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -110,11 +110,9 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
             f"no module of the layers ends with {min(unmatched)}", where="trainable", how="correct it, or leave it out"
         )
     if not found:
-        raise ConfigError(
-            f"no weight of the model is in what phase {phase.name} trains",
-            where="trainable" if phase.trainable else "layers",
-            how="name the ends of modules' names, such as those that `lema models DIRECTORY` prints",
-        )
+        what = f"no weight of the model is in what phase {phase.name} trains"
+        how = "name the ends of modules' names, such as those that `lema models DIRECTORY` prints"
+        raise ConfigError(what, where="trainable" if phase.trainable else "layers", how=how)
     return found.__contains__
 
 
@@ -139,11 +137,8 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
     try:
         return {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     except NotImplementedError as error:  # of a model whose code does not say
-        raise ConfigError(
-            f"the model does not say what its embeddings are: {error}",
-            where="layers",
-            how="leave layers out, and name modules with `trainable`",
-        ) from error
+        what = f"the model does not say what its embeddings are: {error}"
+        raise ConfigError(what, where="layers", how="leave layers out, and name modules with `trainable`") from error
 
 
 def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:

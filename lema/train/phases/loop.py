@@ -16,6 +16,7 @@ from lema.engine.optim import follow
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending
+from lema.train.metrics import NO_SUMS
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.steps import Steps
@@ -64,7 +65,7 @@ class PhaseRun:
         self.done = 0
         self.best: dict[str, Any] | None = None
         self.pending: Pending | None = None
-        self.unlogged: Sequence[Any] = (0.0, 0)
+        self.unlogged: Sequence[Any] = NO_SUMS
         self.saved: int | None = None
         self.eval_loss: float | None = None
 

@@ -172,7 +172,7 @@ class LoRATrainer:
         Raises:
             Stopped: `stop` or a callback said so; a checkpoint of the last step was written.
             ConfigError: a run is in `output_dir` and is not to be resumed; or there is nothing before the boundary.
-            LemaError: as `lema.train.phases.run_phases`.
+            LemaError: as `lema.train.phases.run.run_phases`.
         """
         plan = self.plan
         if until == "lora":
@@ -221,11 +221,9 @@ class LoRATrainer:
                 how="go on with train()",
             )
         if left := boundary.first_step - state.step:
-            raise ConfigError(
-                f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left",
-                where=f"step {state.step}, in stage {state.phase}",
-                how="call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model",
-            )
+            what = f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left"
+            how = "call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model"
+            raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
         self._here = replace(self._state(first, 0, state.checkpoint), checkpoint=state.checkpoint)
         return self._here
 
@@ -254,11 +252,8 @@ class LoRATrainer:
             state = read_state(start.checkpoint)
             here = self._state(start.index, int(state["extra"]["step"]), start.checkpoint)
             if (kind := KINDS.get(str(state.get("kind", "adapters")))) != here.kind:
-                raise AdapterError(
-                    f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}",
-                    where=str(start.checkpoint / STATE),
-                    how="name another checkpoint",
-                )
+                what = f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
+                raise AdapterError(what, where=str(start.checkpoint / STATE), how="name another checkpoint")
             begun = self._is_last(start.checkpoint, start.index)
         self._start, self._begun, self._here = None if begun else given, begun, here
         return here
@@ -299,27 +294,20 @@ class LoRATrainer:
             return False
         later = [number for number in range(index + 1, len(self.plan.phases)) if places.is_begun(number)]
         if later or checkpoint.name != places.saved(index)[-1].name:
-            raise ConfigError(
-                "the run in that directory has gone on since this checkpoint",
-                where=str(checkpoint),
-                how="go on from it in another output_dir, or name the last one",
-            )
+            what = "the run in that directory has gone on since this checkpoint"
+            how = "go on from it in another output_dir, or name the last one"
+            raise ConfigError(what, where=str(checkpoint), how=how)
         return True
 
     def _refuse(self, given: Path) -> None:
         """Refuse what is like a checkpoint or a model, and neither."""
         if is_delta(given):
-            raise ConfigError(
-                "this is a delta: what training has changed of a model, alone",
-                where=str(given),
-                how="make a model of it first: `lema merge DELTA OUT`",
-            )
+            what = "this is a delta: what training has changed of a model, alone"
+            raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")
         if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
-            raise ConfigError(
-                "this is an adapter without the state of a run: no optimizer, no step",
-                where=str(given),
-                how="name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model",
-            )
+            what = "this is an adapter without the state of a run: no optimizer, no step"
+            how = "name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model"
+            raise ConfigError(what, where=str(given), how=how)
 
 
 def transition_to_lora(trainer: LoRATrainer) -> LoRATrainState:

@@ -76,11 +76,9 @@ class Places:
         """
         model, name = self.model_of(index), self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
-            raise ConfigError(
-                f"the model that phase {name} was said to have left is gone",
-                where=f"{model} -> {model.readlink()}",
-                how="put it back, or begin again in another output_dir",
-            )
+            what = f"the model that phase {name} was said to have left is gone"
+            how = "put it back, or begin again in another output_dir"
+            raise ConfigError(what, where=f"{model} -> {model.readlink()}", how=how)
         if not model.is_dir():
             return False
         if model.is_symlink() and not (model / MANIFEST).is_file():
@@ -106,11 +104,8 @@ class Places:
         """Refuse, with `ConfigError`, a directory in which a phase has been begun."""
         for index in range(len(self.plan.phases)):
             if self.is_begun(index):
-                raise ConfigError(
-                    f"phase {self.plan.phases[index].name} has been begun there",
-                    where=str(self.place(index)),
-                    how="resume, or choose another output_dir",
-                )
+                what = f"phase {self.plan.phases[index].name} has been begun there"
+                raise ConfigError(what, where=str(self.place(index)), how="resume, or choose another output_dir")
 
     def begins_anew(self, index: int) -> bool:
         """Whether a phase begins with a base of its own, rather than in the midst of the one before."""

@@ -198,11 +198,8 @@ class Phases:
             why = agreed(self.backend.replicas, self.at_layer()) if index > first and self.at_layer else None
             if why is not None:
                 events.end()
-                raise Stopped(
-                    f"stopped by {why} before phase {self.plan.phases[index].name}",
-                    where=str(places.place(index - 1)),
-                    how="go on from there with --resume",
-                )
+                what = f"stopped by {why} before phase {self.plan.phases[index].name}"
+                raise Stopped(what, where=str(places.place(index - 1)), how="go on from there with --resume")
             self._train(index, events, begin)
             gc.collect()  # what a phase trained must be gone before the next begins, whatever of it refers to itself
 

@@ -89,18 +89,14 @@ def _from_model(model: Path, places: Places) -> Start:
 def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
     about, plan = check_sound(checkpoint)["extra"], places.plan
     if not {"plan", "phase", "step"} <= about.keys():
-        raise ConfigError(
-            "this checkpoint is of a run without phases",
-            where=str(checkpoint),
-            how="name one that a run of phases wrote; an adapter is merged with `lema merge`, and named as a model",
-        )
+        what = "this checkpoint is of a run without phases"
+        how = "name one that a run of phases wrote; an adapter is merged with `lema merge`, and named as a model"
+        raise ConfigError(what, where=str(checkpoint), how=how)
     names = [phase.name for phase in plan.phases]
     if about["phase"] not in names:
-        raise ConfigError(
-            f"this is a checkpoint of phase {about['phase']}, and the plan has no such phase",
-            where=str(checkpoint),
-            how=f"its phases are {', '.join(str(name) for name in names)}; give the plan the run was begun with",
-        )
+        what = f"this is a checkpoint of phase {about['phase']}, and the plan has no such phase"
+        how = f"its phases are {', '.join(str(name) for name in names)}; give the plan the run was begun with"
+        raise ConfigError(what, where=str(checkpoint), how=how)
     index = names.index(about["phase"])
     plan.check_same(about["plan"], str(checkpoint), index + 1)
     if not 0 <= about["step"] <= plan.steps(index).steps:
@@ -121,11 +117,9 @@ def _model_below(checkpoint: Path, recorded: str | None, phase: str) -> Path:
     for model in tried:
         if (model / "config.json").is_file():
             return model.absolute()
-    raise ConfigError(
-        f"the model that phase {phase} left, on which this checkpoint stands, is not there",
-        where=" or ".join(str(model) for model in tried),
-        how="copy it to the first of these places",
-    )
+    what = f"the model that phase {phase} left, on which this checkpoint stands, is not there"
+    how = "copy it to the first of these places"
+    raise ConfigError(what, where=" or ".join(str(model) for model in tried), how=how)
 
 
 Say = Callable[[str], None]
@@ -175,11 +169,9 @@ def find_point(places: Places, say: Say) -> Start | None:
             tell_warning(f"phase {name} begins again: none of its checkpoints is sound", say)
             return _at(places, index, None, say)
     if faults:
-        raise AdapterError(
-            f"no checkpoint of the run is sound:{''.join(faults)}",
-            where=str(places.directory),
-            how="copy one back from where it is whole, or begin a new run in another output_dir",
-        )
+        what = f"no checkpoint of the run is sound:{''.join(faults)}"
+        how = "copy one back from where it is whole, or begin a new run in another output_dir"
+        raise AdapterError(what, where=str(places.directory), how=how)
     return None
 
 
@@ -198,11 +190,8 @@ def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
         index, checkpoint = index - 1, places.end_of(index - 1)
     about = read_state(checkpoint)["extra"]
     if "plan" not in about:
-        raise AdapterError(
-            "this checkpoint is of no run of phases",
-            where=str(checkpoint),
-            how="begin a new run in another output_dir",
-        )
+        what = "this checkpoint is of no run of phases"
+        raise AdapterError(what, where=str(checkpoint), how="begin a new run in another output_dir")
     places.plan.check_same(about["plan"], str(checkpoint), index + 1)
 
 
@@ -231,10 +220,8 @@ def _to_rebuild(places: Places, index: int, say: Say) -> int | None:
     try:
         check_sound(end)
     except AdapterError as error:
-        raise AdapterError(
-            f"the model that phase {name} left is gone, and cannot be written again: {error.what}",
-            where=f"{places.model_of(below)}, from {error.where}",
-            how="copy the model back, or begin again in another output_dir",
-        ) from error
+        what = f"the model that phase {name} left is gone, and cannot be written again: {error.what}"
+        how = "copy the model back, or begin again in another output_dir"
+        raise AdapterError(what, where=f"{places.model_of(below)}, from {error.where}", how=how) from error
     tell_warning(f"the model that phase {name} left is not there: it is written again from {end}", say)
     return below

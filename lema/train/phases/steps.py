@@ -34,11 +34,9 @@ def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1
     share, over = divmod(rows, num_processes)
     if over:
         near = [str(count * num_processes) for count in (share, share + 1) if count]
-        raise ConfigError(
-            f"{rows} rows cannot be divided among {num_processes} processes",
-            where="batch_size",
-            how=f"set it to {' or '.join(near)}, or run another number of processes",
-        )
+        what = f"{rows} rows cannot be divided among {num_processes} processes"
+        how = f"set it to {' or '.join(near)}, or run another number of processes"
+        raise ConfigError(what, where="batch_size", how=how)
     largest = min(share, per_device or share)
     micro_batch_size = next(size for size in range(largest, 0, -1) if share % size == 0)
     return GlobalBatch(rows, micro_batch_size, share // micro_batch_size, num_processes)
@@ -67,9 +65,7 @@ def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
     step = rows * block
     steps, leftover = divmod(tokens, step)
     if steps < 1:
-        raise ConfigError(
-            f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens",
-            where="tokens",
-            how=f"give at least {step} tokens, or lower batch_size or the length of a row",
-        )
+        what = f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens"
+        how = f"give at least {step} tokens, or lower batch_size or the length of a row"
+        raise ConfigError(what, where="tokens", how=how)
     return TokenSteps(steps, steps * step, leftover)
