@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -14,7 +14,7 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
 from lema.config.objective import OF_OBJECTIVES
-from lema.config.problems import Problem, SettingsError, nearest, unknown_setting
+from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
 from lema.errors import ConfigError
@@ -67,10 +67,9 @@ class PhaseFile:
 
 def has_phases(path: str | PathLike[str]) -> bool:
     """Whether a file is one of phases. What is wrong with it is said by whoever reads it."""
-    try:
+    with suppress(ConfigError):
         return bool((STAGES | {PHASES}) & read_yaml(path).values.keys())
-    except ConfigError:
-        return False
+    return False
 
 
 def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
@@ -87,11 +86,8 @@ def _read(values: dict[str, Any]) -> PhaseFile:
     staged = PHASES not in values
     problems = list(_unfit(values, staged=staged))
     values = {key: value for key, value in values.items() if key not in {problem.key for problem in problems}}
-    stages: LoRATrainerConfig | None = None
-    config: LemaConfig | None = None
-    plan: PhasePlan | None = None
-    rows = values.pop(EVAL_ROWS, None)
-    given = values.pop(PHASES, None)
+    stages, config, plan = None, None, None
+    rows, given = values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
     if staged:
         own = {key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES}
         try:
@@ -130,8 +126,7 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
             problems.append(Problem(key, what, "add `eval_data:` with files of each data set, or leave it out"))
     used = {one.full_name for phase in plan.phases for one in phase.mixture}
     for name in sorted(used - train_data.keys()) if train_data else ():
-        near = nearest(name, train_data)
-        how = f"did you mean {near[0]}?" if near else "give its files"
+        how = meant(name, train_data) or "give its files"
         problems.append(Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how))
     measured = stages.evaluations if stages is not None else []
     for name in (one for one in measured if one not in eval_data):
@@ -140,14 +135,9 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
         raise SettingsError(problems)
     if stages is None:
         return PhaseFile(clipped(config), plan, train_data, eval_data, rows)
-    return PhaseFile(
-        clipped(stages.settings_of_run(config)),
-        plan,
-        train_data,
-        eval_data if stages.validate else {},
-        rows or stages.validation_steps,
-        {name: eval_data[name] for name in measured},
-    )
+    validated, rows = eval_data if stages.validate else {}, rows or stages.validation_steps
+    evaluations = {name: eval_data[name] for name in measured}
+    return PhaseFile(clipped(stages.settings_of_run(config)), plan, train_data, validated, rows, evaluations)
 
 
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
@@ -235,6 +225,12 @@ def clipped(config: LemaConfig) -> LemaConfig:
     return LemaConfig(**{**config.model_dump(exclude_unset=True), "max_grad_norm": MAX_GRAD_NORM})
 
 
+def with_model(config: LemaConfig, directory: Path) -> LemaConfig:
+    """Return the settings of a run with the model in a directory for its own."""
+    base = {"model_name_or_path": str(directory), "gbi_path": None, "revision": None}
+    return LemaConfig(**{**config.to_dict(), **base})
+
+
 Files = str | PathLike[str] | list[str]
 
 
@@ -279,16 +275,14 @@ def read_sources(
         paths: Any = given[name]
         if used[name] is Style.PMD:
             if isinstance(paths, list):
-                raise ConfigError(
-                    "packed tokens are one directory, and this is a list", where=name, how="name the directory"
-                )
+                what = "packed tokens are one directory, and this is a list"
+                raise ConfigError(what, where=name, how="name the directory")
             vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
             found[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
         else:
             each = [fspath(one) for one in paths] if isinstance(paths, list) else fspath(paths)
-            read = read_data(settings, opened, each)
+            found[name] = read = read_data(settings, opened, each)
             say(f"{name}: {read.counts}")
-            found[name] = read
     return found
 
 
@@ -312,13 +306,11 @@ def evaluate_end(
     from lema.train.model import LemaModel
     from lema.train.phases.places import Places
 
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if plan.phases[-1].trains == "lora":
-        model = LemaModel.from_pretrained(end, **options)
+        model = LemaModel.from_pretrained(end, trust_remote_code=trust_remote_code)
     else:
         trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
-        base = {"model_name_or_path": str(trained), "gbi_path": None, "revision": None}
-        model = LemaModel(LemaConfig(**{**config.to_dict(), **base}), **options)
+        model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
     with closing(model):
         found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
         file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"

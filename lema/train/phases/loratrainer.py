@@ -6,7 +6,7 @@ It runs the phases of `lema.train.phases`, and counts what each trains on a mode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from lema.lora.attach import configured_lora
 from lema.model import meta_model
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.phases.file import Files, clipped, evaluate_end, read_sources
+from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
 from lema.train.phases.kinds import chosen_by, of_kind
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -31,33 +31,23 @@ from lema.train.phases.run import run_phases
 from lema.train.phases.start import find_point, find_start
 from lema.train.phases.twophase import LoRATrainerConfig
 
-__all__ = ["LoRATrainState", "LoRATrainer", "Trainable", "trainable_in", "transition_to_lora"]
+__all__ = ["LoRATrainState", "LoRATrainer", "trainable_in", "transition_to_lora"]
 
 
-@dataclass(frozen=True)
-class Trainable:
-    """How many parameters train, and how many the model has without adapters; tied ones are counted once."""
+def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> tuple[int, int]:
+    """Return how many parameters of a model train in a phase, and how many it has without adapters; reads no weights.
 
-    num_trained: int
-    num_model: int
-
-
-def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> Trainable:
-    """Return how many parameters train in a phase of the model that a config names; no weights are read.
-
-    Raises:
-        ModelError: no module matches the targets of the adapters; names those that could be.
-        ConfigError: no weight matches what the phase trains, or a setting does not fit the model.
+    Tied ones are counted once. Raises `ModelError` or `ConfigError` where nothing is what the phase trains.
     """
     files = ModelFiles(config, trust_remote_code=trust_remote_code)
     model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
     whole = sum(parameter.numel() for parameter in model.parameters())
     if phase.trains != "lora":
         chosen = chosen_by(phase, model)
-        return Trainable(sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), whole)
+        return sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), whole
     settings = LemaConfig(**{**config.to_dict(), **of_kind(phase)})
     lora = configured_lora(model, settings)
-    return Trainable(count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), whole)
+    return count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), whole
 
 
 Kind = Literal["full", "lora"]
@@ -66,31 +56,18 @@ KINDS: Mapping[str, Kind] = {"full": "full", "adapters": "lora"}  # as checkpoin
 
 @dataclass(frozen=True)
 class LoRATrainState:
-    """Where a run is.
+    """Where a run is."""
 
-    Attributes:
-        kind: `full`: weights train. `lora`: adapters train, and the weights are frozen.
-        phase: its name.
-        stage: its number in the plan, from 0.
-        step: optimizer steps of the run that were taken.
-        tokens: of these steps, padding included.
-        checkpoint: where this is on disk; None: nothing was trained yet.
-        lora_rank: of the phase's adapters; None: it has none.
-        lora_alpha: likewise; they are scaled by alpha / rank.
-        num_trainable: parameters that train in this phase.
-        num_parameters: those of the model without adapters.
-    """
-
-    kind: Kind
-    phase: str
-    stage: int
-    step: int
-    tokens: int
-    checkpoint: Path | None
-    lora_rank: int | None
-    lora_alpha: float | None
-    num_trainable: int
-    num_parameters: int
+    kind: Kind  # `full`: weights train. `lora`: adapters train, and the weights are frozen
+    phase: str  # its name
+    stage: int  # its number in the plan, from 0
+    step: int  # optimizer steps of the run that were taken
+    tokens: int  # of these steps, padding included
+    checkpoint: Path | None  # where this is on disk; None: nothing was trained yet
+    lora_rank: int | None  # of the phase's adapters; None: it has none
+    lora_alpha: float | None  # likewise; they are scaled by alpha / rank
+    num_trainable: int  # parameters that train in this phase
+    num_parameters: int  # those of the model without adapters
 
 
 class LoRATrainer:
@@ -149,17 +126,12 @@ class LoRATrainer:
         self._held_out = {name: found[name] for name in validated} if validates else None
         if eval_rows is None and stages is not None:
             eval_rows = stages.validation_steps
-        self._options: dict[str, Any] = {
-            "eval_rows": eval_rows,
-            "callbacks": callbacks,
-            "on_step": on_step,
-            "stop": stop,
-            "trust_remote_code": trust_remote_code,
-        }
+        options = {"callbacks": callbacks, "on_step": on_step, "stop": stop, "trust_remote_code": trust_remote_code}
+        self._options: dict[str, Any] = {"eval_rows": eval_rows, **options}
         self._start: Path | None = None  # outside `output_dir`
         self._here: LoRATrainState | None = None  # where `restore_from_path` or `transition_to_lora` has put it
         self._begun = False
-        self._counted: dict[int, Trainable] = {}
+        self._counted: dict[int, tuple[int, int]] = {}  # parameters that train in a phase, and those of the model
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
         """Train through all stages, from where the run is; return the directory that the last one ends with.
@@ -216,15 +188,13 @@ class LoRATrainer:
         first, state = self._first_lora(), self.state
         boundary = self.plan.boundaries()[first]
         if state.stage > first or (state.stage == first and state.step > boundary.first_step):
-            raise ConfigError(
-                f"the run is past that: it is at step {state.step}, in stage {state.phase}",
-                how="go on with train()",
-            )
+            what = f"the run is past that: it is at step {state.step}, in stage {state.phase}"
+            raise ConfigError(what, how="go on with train()")
         if left := boundary.first_step - state.step:
             what = f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left"
             how = "call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model"
             raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
-        self._here = replace(self._state(first, 0, state.checkpoint), checkpoint=state.checkpoint)
+        self._here = self._state(first, 0, state.checkpoint)
         return self._here
 
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
@@ -238,8 +208,7 @@ class LoRATrainer:
         given = Path(path).absolute()
         self._refuse(given)
         if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:
-            changed = {"model_name_or_path": str(given), "gbi_path": None, "revision": None}
-            self.model = LemaConfig(**{**self.model.to_dict(), **changed})
+            self.model = with_model(self.model, given)
             self._start, self._begun = None, False
             self._counted.clear()
             self._here = self._state(0, 0, None)
@@ -272,19 +241,18 @@ class LoRATrainer:
         phase, boundary = self.plan.phases[index], self.plan.boundaries()[index]
         if index not in self._counted:
             self._counted[index] = trainable_in(self.model, phase, trust_remote_code=self._trust)
-        lora, counted = phase.adapters, self._counted[index]
-        per_step = self.plan.batch_size * self.plan.max_length
+        lora, (num_trainable, num_parameters) = phase.adapters, self._counted[index]
         return LoRATrainState(
             kind="full" if lora is None else "lora",
             phase=boundary.name,
             stage=index,
             step=boundary.first_step + step,
-            tokens=boundary.first_token + step * per_step,
+            tokens=boundary.first_token + step * self.plan.batch_size * self.plan.max_length,
             checkpoint=checkpoint,
             lora_rank=None if lora is None else lora.lora_rank,
             lora_alpha=None if lora is None else lora.lora_alpha,
-            num_trainable=counted.num_trained,
-            num_parameters=counted.num_model,
+            num_trainable=num_trainable,
+            num_parameters=num_parameters,
         )
 
     def _is_last(self, checkpoint: Path, index: int) -> bool:

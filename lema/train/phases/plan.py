@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from os import PathLike
 from typing import Annotated, Any, Self
 
@@ -18,7 +19,6 @@ from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
 from lema.train.phases.derived import (
-    PlanWarning,
     differences_between,
     fade_too_long,
     numbers_of,
@@ -53,8 +53,6 @@ class Boundary:
     first_step: int  # from 0
     stop_step: int  # the step after its last one
     first_token: int  # tokens of the run before it
-    stop_token: int  # tokens of the run when it has ended; exactly `stop_step` steps' worth
-    leftover: int  # tokens asked for that are less than a step, and not trained on
 
 
 class PhasePlan(Settings):
@@ -121,24 +119,16 @@ class PhasePlan(Settings):
 
     def boundaries(self) -> tuple[Boundary, ...]:
         """Return where each phase begins and ends."""
-        found: list[Boundary] = []
-        step = 0
-        for index, phase in enumerate(self.phases):
-            size = self.steps(index)
-            stop, per_step = step + size.steps, self.batch_size * self.max_length
-            found.append(Boundary(str(phase.name), step, stop, step * per_step, stop * per_step, size.leftover))
-            step = stop
-        return tuple(found)
+        stops = list(accumulate(self.steps(index).steps for index in range(len(self.phases))))
+        per_step = self.batch_size * self.max_length
+        spans = zip(self.phases, [0, *stops[:-1]], stops, strict=True)
+        return tuple(Boundary(str(phase.name), first, stop, first * per_step) for phase, first, stop in spans)
 
     def factor(self, index: int) -> Callable[[int], float]:
         """Return a phase's factor of the learning rate, as a function of the step counted from 0 in that phase."""
         phase, steps = self.phases[index], self.steps(index).steps
         of_schedule = factor_of(phase.lr_scheduler_type, phase.schedule_total(steps), phase.spans(steps))
-
-        def factor(step: int) -> float:
-            return of_schedule(phase.schedule_start + step)
-
-        return factor
+        return lambda step: of_schedule(phase.schedule_start + step)
 
     def learning_rate(self, index: int, step: int) -> float:
         """Return the learning rate of a step counted from 0 in its phase."""
@@ -161,7 +151,7 @@ class PhasePlan(Settings):
         turns = Interleaving(rates, "turns", self.seed, index, fade=self.fade(index))
         return turns.counts(self.steps(index).steps * self.batch_size)
 
-    def warnings(self, num_processes: int = 1) -> tuple[PlanWarning, ...]:
+    def warnings(self, num_processes: int = 1) -> tuple[Problem, ...]:
         """Return what to look at before the run: `lema.train.phases.derived.plan_warnings`."""
         return plan_warnings(self, num_processes)
 

@@ -12,7 +12,8 @@ then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ class Start:
     """Where a run begins."""
 
     index: int  # of the phase it begins in
-    checkpoint: Path | None  # what the phase goes on from; None: it begins
-    models: dict[int, Path]  # what earlier phases have left, by their index
+    checkpoint: Path | None = None  # what the phase goes on from; None: it begins
+    models: Mapping[int, Path] = field(default_factory=dict)  # what earlier phases have left, by their index
     here: bool = False  # the checkpoint is the run's own
     ended: bool = False  # with that checkpoint the phase has ended, and what it leaves is there
     rebuilt: int | None = None  # an earlier phase of the run whose model is written again first; None: none is
@@ -50,14 +51,11 @@ def find_start(path: str | Path, places: Places) -> Start:
         return _from_checkpoint(given, places)
     if (given / "config.json").is_file():
         return _from_model(given, places)
-    inside = sorted(given.glob("checkpoint-*")) if given.is_dir() else []
-    raise ConfigError(
-        "a run begins from a checkpoint of phases or a model's directory, and this is neither",
-        where=str(given),
-        how=f"name one of the checkpoints in it, such as {inside[-1].name}"
-        if inside
-        else "name a directory with state.json (a checkpoint), or with config.json (a model)",
-    )
+    how = "name a directory with state.json (a checkpoint), or with config.json (a model)"
+    if given.is_dir() and (inside := sorted(given.glob("checkpoint-*"))):
+        how = f"name one of the checkpoints in it, such as {inside[-1].name}"
+    what = "a run begins from a checkpoint of phases or a model's directory, and this is neither"
+    raise ConfigError(what, where=str(given), how=how)
 
 
 def begin_at(start: Start, places: Places) -> None:
@@ -179,7 +177,7 @@ def _at(places: Places, index: int, checkpoint: Path | None, say: Say) -> Start:
     """Return the point at a checkpoint of a phase, or at its beginning, once what lies below it is seen to be there."""
     _check_plan(places, index, checkpoint)
     ended = checkpoint == places.end_of(index) and places.is_done(index, alone=True)
-    return Start(index, checkpoint, {}, here=True, ended=ended, rebuilt=_to_rebuild(places, index, say))
+    return Start(index, checkpoint, here=True, ended=ended, rebuilt=_to_rebuild(places, index, say))
 
 
 def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
@@ -196,11 +194,9 @@ def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
 
 
 def _is_sound(checkpoint: Path) -> bool:
-    try:
-        check_sound(checkpoint)
-    except AdapterError:  # it is passed over, and that is said, where its own phase is looked at
-        return False
-    return True
+    with suppress(AdapterError):  # it is passed over, and that is said, where its own phase is looked at
+        return bool(check_sound(checkpoint))
+    return False
 
 
 def _stands(places: Places, index: int) -> bool:
