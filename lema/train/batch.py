@@ -106,14 +106,9 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
 def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callable[[str], None]) -> Any:
     """Return data as rows of `input_ids` and `labels`: as they are where they have them, else tokenised as files are.
 
-    Args:
-        data: such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
-        config: says how they are read.
-        files: the model's, for its tokenizer.
-        say: called with what there is to say of data that were tokenised.
-
-    Raises:
-        DataError: as `lema.data.prepare_data`, and where there is no tokenizer.
+    They are such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
+    `say` is called with what there is to say of data that were tokenised. Raises `DataError` as
+    `lema.data.prepare_data`, and where there is no tokenizer.
     """
     if data is None or isinstance(data, TokenDataset | PreferenceDataset):
         return data
@@ -135,12 +130,8 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
 
-    Returns:
-        A `TokenDataset`; for an objective of examples, a `PreferenceDataset`.
-
-    Raises:
-        ConfigError: `max_length` is more than the model's positions.
-        DataError: the data is missing or malformed.
+    Returns a `TokenDataset`; for an objective of examples, a `PreferenceDataset`. Raises `ConfigError` where
+    `max_length` is more than the model's positions, `DataError` where the data is missing or malformed.
     """
     text, forms = files.config.get_text_config(), forms_of(config)
     options: dict[str, Any] = {

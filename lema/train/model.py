@@ -178,11 +178,9 @@ class LemaModel:
     def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
         """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
 
-        Its directory holds PEFT's `adapter_config.json` and `adapter_model.safetensors`.
-
-        Raises:
-            AdapterError: there is no adapter, it is damaged, it belongs to another model, or does not fit this one.
-            ConfigError: the model has an adapter already.
+        Its directory holds PEFT's `adapter_config.json` and `adapter_model.safetensors`. Raises `AdapterError` where
+        there is none, it is damaged, or it does not fit this model; `ConfigError` where the model has an adapter
+        already.
         """
         path = Path(directory)
         if (saved := read_lora_config(path)) is None:
@@ -200,12 +198,8 @@ class LemaModel:
     def get_trainer(
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
-        """Return a trainer of this model.
-
-        Args:
-            optimizer: over `get_trainable_parameters()`; None: AdamW as the config says.
-            callbacks: `transformers.TrainerCallback`s.
-            options: further arguments of `LemaTrainer`.
+        """Return a trainer of this model with further `options` of `LemaTrainer`; `optimizer` is over
+        `get_trainable_parameters()`.
         """
         from lema.train.trainer import LemaTrainer
 

@@ -91,9 +91,7 @@ def train(
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     """Read the training and evaluation data that the model's config names.
 
-    Raises:
-        ConfigError: the config names no training data, or rows longer than the model's positions.
-        DataError: the data is missing or malformed.
+    Raises `ConfigError` where it names none, or rows longer than the model's positions; `DataError` as `read_data`.
     """
     config = model.config
     if not config.train_data:

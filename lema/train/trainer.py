@@ -125,16 +125,12 @@ class LemaTrainer:
         where: str = "",
         on_event: Callable[[str], None] = no_event,
     ) -> StepResult:
-        """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
+        """Add the gradients of one layer-major pass; the last of `num_passes` of a step steps the optimizer.
 
-        The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm.
-
-        Args:
-            micro_batches: as `Steps.accumulate` takes them, and so are `more`, `following` and `where`.
-            num_passes: passes of this optimizer step.
-            logits: a list that receives each micro-batch's logits.
-            on_event: called with `"on_pre_optimizer_step"` once the gradients are whole, and with
-                `"on_optimizer_step"` before they are dropped.
+        The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm. `logits`
+        receives each micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole,
+        and with `"on_optimizer_step"` before they are dropped. Everything else is as
+        `lema.train.steps.Steps.accumulate` takes it.
         """
         optimizer, replicas = self.ready(), self.backend.replicas
         place = f"step {self.global_step + 1}{where}"
@@ -247,15 +243,11 @@ class LemaTrainer:
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
-        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
+        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read; one of that name is replaced.
 
         It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
-        which call this, the first writes; directories are on a disk that all of them see.
-
-        Args:
-            directory: its name; replaced if it is there. Where writing fails, what was there is untouched.
-            extra: further JSON state, for the caller's own use.
-            writers: of further files.
+        which call this, the first writes; directories are on a disk that all of them see. `extra` is further JSON
+        state, for the caller's own use; `writers` add further files. Where writing fails, what was there is untouched.
 
         Raises:
             DiskFull, DiskError: it could not be written, or does not read back as it was written.

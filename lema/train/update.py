@@ -41,14 +41,9 @@ class Update:
     ) -> Tensor:
         """Add the gradients of one pass through the layers; return its loss, on the device.
 
-        Where the device's memory runs out, room is made and the pass begins again.
-
-        Args:
-            parameters: that train.
-            micro_batches: of this process; none where only other processes have some.
-            num_tokens: by which the summed loss is divided; 0: nothing is trained.
-            logits: a list that receives each micro-batch's logits.
-            announce: called before the backward, to say what comes after this pass.
+        Where the device's memory runs out, room is made and the pass begins again. There are no micro-batches where
+        only other processes have some. The summed loss is divided by `num_tokens`; 0: nothing is trained. `logits`
+        receives each micro-batch's; `announce` is called before the backward, to say what comes after this pass.
         """
         for attempt in self._model.retry.passes(micro_batches, parameters=parameters, made=logits):
             with attempt:

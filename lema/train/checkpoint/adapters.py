@@ -77,9 +77,8 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Load adapters, and the optimizer unless it is None; return the checkpoint's state.
 
-    Raises:
-        AdapterError: it is damaged, of another optimizer, or of a model whose files have changed since.
-        ConfigError: the settings of the adapters have changed since it was saved.
+    Raises `AdapterError` where it is damaged, of another optimizer, or of a model whose files have changed since, and
+    `ConfigError` where the settings of the adapters have changed.
     """
     state = read_state(directory)
     check_same_adapter(adapters, directory)

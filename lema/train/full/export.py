@@ -38,15 +38,12 @@ class _Trained:
 def save_trained(
     model: LemaModel, training: FullTraining, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
 ) -> Path:
-    """Write a model with the weights it has been trained to, in the hub's format.
+    """Write a model with the weights it has been trained to into a new or empty directory, in the hub's format.
 
     What trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by
     piece, from where it is stored. Files hold at most `max_shard_size` bytes of tensors; a larger one has a file to
-    itself.
-
-    Raises:
-        ConfigError: `out_dir` is not new or empty, or `max_shard_size` is not positive.
-        DiskError: a file could not be written; nothing is left behind.
+    itself. Raises `ConfigError` for another directory or size, `DiskError` where a file cannot be written; nothing is
+    left behind.
     """
     out = free_directory(out_dir, max_shard_size)
     skeleton = model.skeleton

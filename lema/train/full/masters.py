@@ -34,12 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW calls them
 
 
 class Masters:
-    """What trains of a streamed model, by its name in the model.
-
-    Args:
-        model: its layers that train are kept in host memory.
-        config: `host_memory`, `offload_dir`, and whether gradients are clipped.
-        chosen: says of a parameter's name whether it trains; called once for each.
+    """What trains of a streamed model, by its name in the model; `chosen` says of a name whether it does.
 
     Attributes:
         by_name: the masters, fp32, in the order of the model.
@@ -51,8 +46,7 @@ class Masters:
 
     Raises:
         ConfigError: nothing trains, or a weight that cannot.
-        MemoryLimitError: `host_memory` does not hold what has to lie in memory.
-        DiskError: the disk does not hold the rest.
+        MemoryLimitError, DiskError: `host_memory` does not hold what has to lie in memory, or the disk not the rest.
     """
 
     def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:

@@ -44,27 +44,19 @@ __all__ = ["FullTraining"]
 
 
 class FullTraining:
-    """Trains weights of a streamed model. Of several processes each has all masters, and its share of every batch.
+    """Trains the weights of a streamed model whose names are `chosen`; its layers that train are kept in host memory.
 
-    Args:
-        model: the streamed model; its layers that train are kept in host memory.
-        config: the optimizer's settings, `max_grad_norm`, `host_memory` and where files may lie.
-        chosen: says of a parameter's name in the model whether it trains.
-        gbi: where the weights lay at first, whose fingerprint checkpoints keep; None: they do not.
+    Of several processes each has all masters, and its share of every batch. Checkpoints keep the fingerprint of `gbi`.
 
     Attributes:
         places: where masters, moments and waiting gradients lie, and how many bytes they take.
         masters: what trains, by its name in the model: fp32, in host memory.
-        optimizer: over them.
-        global_step: optimizer steps of the run, those that were dropped among them.
-        skipped_steps: how many were dropped, for a loss or a gradient that was not finite.
         dropped: why the last step was dropped; None: it was not.
         grad_norm: of all gradients of the last step, before they were clipped; None: there was none.
 
     Raises:
         ConfigError: nothing trains, or something that cannot: it is not in host memory, quantised or in float16.
-        MemoryLimitError: `host_memory` does not hold what cannot lie in a file.
-        DiskError: the disk does not hold the rest.
+        MemoryLimitError, DiskError: `host_memory` does not hold what cannot lie in a file, or the disk not the rest.
     """
 
     def __init__(
@@ -182,8 +174,7 @@ class FullTraining:
     def carry_moments(self, directory: str | Path) -> dict[str, Any]:
         """Begin with the moments in a checkpoint of another selection of weights of the same model; return its `extra`.
 
-        Moments of what trained there, too, are taken; those of other weights are empty. Masters stay what they are.
-        Raises `AdapterError` as `lema.train.full.checkpoint.carry_moments` does.
+        Masters stay what they are. The rest is as `lema.train.full.checkpoint.carry_moments` says.
         """
         return carry_moments(Path(directory), self.places, self.optimizer)
 

@@ -36,13 +36,8 @@ def mixture_of(
 class PhaseRun:
     """A phase that is being trained; see `lema.train.loop.Stage`.
 
-    Args:
-        places: where the run's phases are.
-        index: of the phase.
-        steps: what trains.
-        mixture: its rows.
-        eval_rows: rows to validate on; None: there is no validation.
-        data: what tells its rows apart from others, as JSON types.
+    There is no validation where `eval_rows`, the number of rows of one, is None. `data` tells the rows apart from
+    others.
     """
 
     def __init__(

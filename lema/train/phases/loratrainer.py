@@ -75,7 +75,8 @@ class LoRATrainer:
 
     Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
     bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
-    config's `evaluations`, and so has `evaluations.json` there.
+    config's `evaluations`, and so has `evaluations.json` there. `callbacks`, `on_step` and `stop` are as in
+    `lema.train.phases.run.run_phases`.
 
     Args:
         config: the stages; or any plan of phases.
@@ -85,10 +86,6 @@ class LoRATrainer:
         eval_data: rows or files of the same data sets to validate on, and of the config's `evaluations`; None: there is
             no validation.
         eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
-        callbacks: `transformers.TrainerCallback`s.
-        on_step: called with every line of metrics.
-        stop: asked after each step; returns why to stop, None: go on.
-        trust_remote_code: run code that comes with the model.
 
     Raises:
         ConfigError: a data set or a setting is wrong; DataError: files cannot be read.
@@ -179,11 +176,9 @@ class LoRATrainer:
         """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.
 
         Nothing is trained and nothing is written: the weights are frozen, and the optimizer of theirs is gone, because
-        that stage opens the model that the one before has left. `train()` goes over by itself as well.
-
-        Raises:
-            ConfigError: there are steps left before the boundary, no stage trains adapters, or they train already.
-            ModelError: no module of the model matches the adapters' targets.
+        that stage opens the model that the one before has left. `train()` goes over by itself as well. Raises
+        `ConfigError` where steps are left before the boundary, no stage trains adapters, or they train already;
+        `ModelError` where no module matches.
         """
         first, state = self._first_lora(), self.state
         boundary = self.plan.boundaries()[first]

@@ -89,11 +89,8 @@ def run_phases(
         at_layer: the same, asked before each layer: the step or validation under way is given up then. Of several
             processes all give one, or none.
         callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
-        trust_remote_code: run code that comes with the model.
-        trace: records what is read, uploaded and computed, and when.
-        say: called with each line on what is gone on from.
-        backend: the device, opened; None: it is opened here, and closed.
-        files: the directory of the model that `config` names, opened; None: it is opened where it is needed.
+        trust_remote_code: as in `lema.train.run.train`, and so are `trace` and `say`.
+        backend: the device, and with `files` the model's directory, opened; None: they are opened here.
 
     Raises:
         Stopped: `stop`, `at_layer` or a callback said so; a checkpoint of the last step was written.
