@@ -64,10 +64,8 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
     settings_then(directory)
     step = directory.name.removeprefix(PREFIX)
     if step.isdigit() and int(step) != (said := _step_of(state)):
-        raise AdapterError(
-            f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it",
-            where=str(directory / STATE),
-        )
+        what = f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it"
+        raise AdapterError(what, where=str(directory / STATE))
     return state
 
 

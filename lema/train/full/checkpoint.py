@@ -91,9 +91,8 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
     found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
     if found != expected:
         other = next(iter(sorted(found.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
-        raise AdapterError(
-            f"other weights were trained there: {other}", where=str(directory), how="train the same selection"
-        )
+        what = f"other weights were trained there: {other}"
+        raise AdapterError(what, where=str(directory), how="train the same selection")
     settings = settings_of(optimizer)
     restore_optimizer(settings, directory, state["optimizer"])
     for mine, theirs in zip(optimizer.param_groups, settings.param_groups, strict=True):
@@ -128,7 +127,7 @@ def _state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def _files(masters: Masters) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _files(masters: Masters) -> Iterator[tuple[str, Iterable[str]]]:
     for layer, names in masters.by_layer.items():
         yield f"{KIND}-{layer:05}.safetensors", names
     if masters.outside:

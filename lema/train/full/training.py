@@ -74,7 +74,7 @@ class FullTraining:
             raise ConfigError(what, where=f"optim: {config.optim}", how="leave optim out, or train adapters")
         self.optimizer = make_optimizer(self.masters.values(), config, model.split.model, self.masters)
         self.places.attach(self.optimizer)
-        own = {layer: [self.places.own(name) for name in names] for layer, names in self.places.by_layer.items()}
+        own = {layer: list(names.values()) for layer, names in self.places.by_layer.items()}
         model.train_weights(TrainedWeights(own, self._done))
         self.global_step = self.skipped_steps = 0
         self.dropped: NonFiniteError | None = None
@@ -213,8 +213,8 @@ class FullTraining:
 
     def _done(self, layer: int, gradients: Leaves) -> None:
         """Take the gradients of a layer, and go on in the other thread. No computation reads the layer any more."""
-        names = {name: self.places.own(name) for name in self.places.by_layer[layer]}
-        found = {name: gradients[own].detach() for name, own in names.items() if own in gradients}
+        names = self.places.by_layer[layer].items()
+        found = {name: gradients[own].detach() for name, own in names if own in gradients}
         self._behind.wait()  # in every process before what these tell each other, so that what fails fails in all
         arrived, downloads = self._offload.begin(layer, self._offload.summed(layer, found), kept=self._clipped)
         if self._clipped:
@@ -299,13 +299,11 @@ class FullTraining:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
-            raise self._faulty(
-                NonFiniteError(
-                    f"the norm of the gradients is {length}",
-                    where=f"{self._place}; no weight was stepped",
-                    how="lower learning_rate, or look at the rows of this step",
-                )
+            what, how = (
+                f"the norm of the gradients is {length}",
+                "lower learning_rate, or look at the rows of this step",
             )
+            raise self._faulty(NonFiniteError(what, where=f"{self._place}; no weight was stepped", how=how))
         self._stepped = True
         if self.config.max_grad_norm is not None:
             for layer, names in self.places.by_layer.items():
@@ -329,8 +327,6 @@ class FullTraining:
         self.model.stream.settle()
         self._waiting.clear()
         self._norms.clear()
-        for name, master in self.masters.items():
-            master.grad = None
-            if name in self.places.outside:
-                self.model.split.model.get_parameter(name).grad = None
+        for parameter in (*self.masters.values(), *map(self.model.split.model.get_parameter, self.places.outside)):
+            parameter.grad = None
         return failure

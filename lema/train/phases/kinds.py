@@ -106,9 +106,8 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
         if wanted:
             found.add(name)
     if unmatched and found:
-        raise ConfigError(
-            f"no module of the layers ends with {min(unmatched)}", where="trainable", how="correct it, or leave it out"
-        )
+        what = f"no module of the layers ends with {min(unmatched)}"
+        raise ConfigError(what, where="trainable", how="correct it, or leave it out")
     if not found:
         what = f"no weight of the model is in what phase {phase.name} trains"
         how = "name the ends of modules' names, such as those that `lema models DIRECTORY` prints"

@@ -112,9 +112,8 @@ class LoRATrainer:
         self._sources = read_sources(model, self.plan, datasets, "train", trust_remote_code=trust_remote_code)
         wanted = stages.evaluations if stages is not None and stages.evaluate else []
         if missing := [name for name in wanted if name not in (eval_data or {})]:
-            raise ConfigError(
-                f"there is no data set {missing[0]!r} to evaluate on", where="evaluations", how="give it in eval_data"
-            )
+            what = f"there is no data set {missing[0]!r} to evaluate on"
+            raise ConfigError(what, where="evaluations", how="give it in eval_data")
         found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, trust_remote_code=trust_remote_code)
         self._measured = {name: found[name] for name in wanted}
         self.evaluated: dict[str, dict[str, float]] = {}

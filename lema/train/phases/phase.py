@@ -251,9 +251,8 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
     for place, phase in enumerate(phases):
         path = f"phases[{place}]"
         if phase.name in names:
-            yield Problem(
-                f"{path}.name", f"{path}.name: {phase.name} is the name of an earlier phase", "choose another"
-            )
+            what = f"{path}.name: {phase.name} is the name of an earlier phase"
+            yield Problem(f"{path}.name", what, "choose another")
         names.add(phase.name)
         yield from _merging(phase, attached, f"{path}.merge")
         if phase.merge:
