@@ -69,10 +69,7 @@ class Settings(BaseModel):
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:
-    """Return a validator that makes a mapping a `kind` by calling `make` (None: `kind` itself) with its settings.
-
-    An object of that kind passes as it is, and None passes if it is `optional`.
-    """
+    """Return a validator that makes a mapping a `kind`, by `make` or itself; one passes as is, None if `optional`."""
 
     def made(value: Any) -> Any:
         if isinstance(value, kind) or (optional and value is None):

@@ -70,10 +70,7 @@ def as_batch(
 
 
 def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
-    """Refuse rows that end or begin with padding: labels made of the tokens alone would have it learnt.
-
-    Many tokenizers pad with the token that ends a text; one of these at the end is no padding.
-    """
+    """Refuse rows that end or begin with padding, more than the one token that may end a text: it would be learnt."""
     if pad is None or ids.numel() == 0:
         return
     once = 2 if pad == end or (isinstance(end, list) and pad in end) else 1

@@ -46,10 +46,7 @@ class HiddenGradients:
 
 
 def worst(replicas: Replicas, loss: float) -> float:
-    """Return a loss that all processes which hold one copy together have formed; one that is not finite, if any has.
-
-    Each of them calls this, so that they see the same.
-    """
+    """Return a loss that all processes of a copy, which call this, have formed; one that is not finite, if any."""
     return next((one for one in replicas.of_copy(loss) if not math.isfinite(one)), loss)
 
 
@@ -178,10 +175,7 @@ class Passes:
         self._begun.clear()
 
     def non_finite_loss(self, value: float, mine: float, place: str) -> NonFiniteError:
-        """Return the error of the last pass, whose loss is not finite: `value`, of which `mine` is this process's part.
-
-        All processes call this.
-        """
+        """Return the error of the last pass, `mine` being this process's part of `value`; all processes call this."""
         if math.isfinite(mine):
             self._model.accompany(training=False)  # while the other looks for the layer
             return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")

@@ -198,8 +198,8 @@ class LemaModel:
     def get_trainer(
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
-        """Return a trainer of this model with further `options` of `LemaTrainer`; `optimizer` is over
-        `get_trainable_parameters()`.
+        """Return a trainer of this model; `optimizer` is over `get_trainable_parameters()`, `options` are
+        `LemaTrainer`'s.
         """
         from lema.train.trainer import LemaTrainer
 
@@ -207,10 +207,7 @@ class LemaModel:
         return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`.
-
-        Processes that hold the model together all call this, and the first of all writes.
-        """
+        """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`; of processes the first does."""
         adapter = self._require_adapter()
         whole = whole_adapter(adapter, self.backend.parallel)
 
@@ -295,10 +292,7 @@ class LemaModel:
 
     @cached_property
     def memory(self) -> LayerStream:
-        """The stream of layers, as `allocation` has it. Several processes make it at once, each its own.
-
-        Raises `ReadError` where a layer that is kept in memory cannot be read.
-        """
+        """The stream of layers, as `allocation` has it; of several processes each makes its own, all at once."""
         if self.config.shard_weights and self.backend.replicas.size == 1:
             warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
         if not self.allocation.pieces:
@@ -365,8 +359,7 @@ class LemaModel:
         self._precision.put_back()
 
     def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Return tensors of the model without adapters, by name, on the device; those that are not stored are left
-        out."""
+        """Return tensors of the model without adapters, by name, on the device; what is not stored is left out."""
         return self._stored.read(names)
 
     def _require_adapter(self) -> PeftModel:

@@ -89,9 +89,8 @@ def train(
 
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
-    """Read the training and evaluation data that the model's config names.
-
-    Raises `ConfigError` where it names none, or rows longer than the model's positions; `DataError` as `read_data`.
+    """Read the training and evaluation data that the config names; `ConfigError` where it names none, else as
+    `read_data`.
     """
     config = model.config
     if not config.train_data:

@@ -356,10 +356,7 @@ class LemaTrainer:
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
-        """Have the step under way dropped, if the config lets one more be; else raise the `error` that is found.
-
-        All processes come here with the same numbers, so that they do the same.
-        """
+        """Have the step under way dropped, in all processes, if one more may be; else raise the `error` found."""
         if self._fault is None:
             found = error()
             if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):

@@ -72,9 +72,8 @@ class Update:
         return loss.detach()
 
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
-        """Make the gradients those of the whole step, in every process; return their norm, on the device.
-
-        Gradients, which some of the parameters may not have, are multiplied by `factor`.
+        """Make the gradients those of the whole step in all processes, times `factor`; return their norm, on the
+        device.
         """
         sum_gradients(self._backend.replicas, parameters)
         self.scaler.unscale_(optimizer)
@@ -87,10 +86,8 @@ class Update:
         return self._backend.parallel.norm(touched)
 
     def fails(self, length: float) -> bool:
-        """Whether the norm of the gradients is none, and not for their having been scaled.
-
-        Half-precision gradients overflow now and then: the scaler skips that step and halves the scale. Where nothing
-        is scaled (any more), the fault is not the scale's.
+        """Whether the norm of the gradients is none, and not for their having been scaled: then the scaler skips the
+        step.
         """
         return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
 

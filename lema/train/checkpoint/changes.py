@@ -59,10 +59,7 @@ def settings_then(checkpoint: Path) -> dict[str, Any]:
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *wanted: Change) -> list[Changed]:
-    """Return the settings of the wanted classes that are not what they were, both as `LemaConfig.to_dict` has them.
-
-    One that is missing in `then`, which a file of an earlier version may hold, counts as the same.
-    """
+    """Return the settings of the wanted classes that are not what they were; one that is missing then is the same."""
     return [
         Changed(name, then[name], now[name])
         for name, change in CLASSES.items()

@@ -124,10 +124,7 @@ def write_checkpoint(
 
 
 def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """Return what a checkpoint's state says of the run that writes it; its settings lie beside it in full.
-
-    The kind of training is "adapters", or "full" for weights; `base` is the fingerprint of the model, if it is known.
-    """
+    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model."""
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
     versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
     return {
@@ -160,10 +157,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 def restore_optimizer(
     optimizer: Optimizer, directory: Path, plain: Mapping[str, Any], parallel: Parallel | None = None
 ) -> None:
-    """Load into `optimizer` what `write_checkpoint` stored, of one whose parameters `parallel` divides its part.
-
-    Raises `AdapterError` where the state is missing, damaged, or of another optimizer.
-    """
+    """Load its part of what `write_checkpoint` stored, or raise `AdapterError` of what is of another optimizer."""
     if plain.get("class") != (name := type(optimizer).__qualname__):
         what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
         raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer the run began with")

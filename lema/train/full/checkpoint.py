@@ -82,10 +82,7 @@ def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None)
 
 
 def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:
-    """Restore masters, optimizer and generators; return the checkpoint's state.
-
-    Raises `AdapterError` where it is damaged, of another kind of training, or of other weights.
-    """
+    """Restore masters, optimizer and generators; return the state, or raise `AdapterError` of what does not fit."""
     state = _state(directory)
     saved, expected = _index(directory), {f"{MASTER}.{name}": tuple(one.shape) for name, one in masters.by_name.items()}
     found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}

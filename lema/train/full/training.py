@@ -156,10 +156,7 @@ class FullTraining:
         write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, writers)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
-        """Go on from what `save_checkpoint` wrote; return its `extra`.
-
-        Raises `AdapterError` where it is damaged, of another kind of training, of other weights, or of another model.
-        """
+        """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
         path = Path(directory)
         check_full(path, self._base, self._gbi)
         for layer in self.places.by_layer:
@@ -172,10 +169,7 @@ class FullTraining:
         return dict(state["extra"])
 
     def carry_moments(self, directory: str | Path) -> dict[str, Any]:
-        """Begin with the moments in a checkpoint of another selection of weights of the same model; return its `extra`.
-
-        Masters stay what they are. The rest is as `lema.train.full.checkpoint.carry_moments` says.
-        """
+        """Begin with the moments in a checkpoint of another selection; masters stay. Return its `extra`."""
         return carry_moments(Path(directory), self.places, self.optimizer)
 
     @cached_property

@@ -138,10 +138,7 @@ class _JointStep:
                 self._go_on(other, leads=False)
 
     def _go_on(self, batch: _Batch, *, leads: bool) -> None:
-        """Take a batch's training step, as far as the first call of the layers that has not been run.
-
-        One that `leads` has that call run, together with those that others wait for, and goes on to the next.
-        """
+        """Take a batch's step as far as its next call of the layers; one that `leads` has it run for all that wait."""
         stack, inputs = self._stack, batch.inputs
         before, batch.at, batch.call = stack.supply, 0, None
         waiting = leads

@@ -157,9 +157,8 @@ def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
 
 
 def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
-    """Return the plan of phases, of which each of the `given` entries overrides `values`, the settings of the run.
-
-    `config` is those of them that `LemaConfig` has; None: they are wrong.
+    """Return the plan of the `given` entries over `values`, the settings of the run; `config` is None if they are
+    wrong.
     """
     # Because rows that are wrong are not those that are meant, no phase is then refused for having too few tokens.
     run = LemaConfig("model", batch_size=1, max_length=1) if config is None else config
@@ -176,10 +175,7 @@ def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> P
 
 
 def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
-    """Return an entry of `phases` with the settings of the run that it does not override, all as they are written.
-
-    `alone` is the name of the run's data set, where there is one; None: there are several.
-    """
+    """Return an entry of `phases` with the settings of the run below it; `alone` is the only data set, if one is."""
     if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
         return entry
     taken = SHARED | OF_ADAPTERS if entry.get("trains") == "lora" else SHARED
@@ -216,10 +212,7 @@ def _missing(config: LemaConfig) -> Iterator[Problem]:
 
 
 def clipped(config: LemaConfig) -> LemaConfig:
-    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless `max_grad_norm` is given.
-
-    Weights of a whole model are seldom trained without; `max_grad_norm: null` says not to clip.
-    """
+    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless `max_grad_norm` is given."""
     if "max_grad_norm" in config.model_fields_set:
         return config
     return LemaConfig(**{**config.model_dump(exclude_unset=True), "max_grad_norm": MAX_GRAD_NORM})
@@ -296,10 +289,7 @@ def _is_files(given: Any) -> bool:
 def evaluate_end(
     config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Measure each of some data sets, by name, whole on what the last phase has left in `end`.
-
-    The numbers are written to `evaluations.json`, too.
-    """
+    """Measure each data set whole on what the last phase has left in `end`; write that to `evaluations.json`, too."""
     if not rows:
         return {}
     from lema.backend.collectives import first_alone

@@ -55,17 +55,16 @@ def leave_model(
         rounding = (after.rounding if after else None) or "nearest"
         options: dict[str, Any] = {"seed": model.config.seed, "trust_remote_code": model.trusted}
         write = partial(merge_adapter, end, rounding=rounding, **options)
-    first_alone(model.backend.replicas, lambda: _written(out, write))
 
+    def written() -> None:
+        for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            commit(out, write)
+        except OSError as error:
+            raise disk_error(error, out) from error
 
-def _written(out: Path, write: Callable[[Path], object]) -> None:
-    """Have what `write` writes appear under its name, with a manifest, or raise `DiskError` and leave nothing."""
-    for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        commit(out, write)
-    except OSError as error:
-        raise disk_error(error, out) from error
+    first_alone(model.backend.replicas, written)
 
 
 def copy_adapter(end: Path, out: Path) -> None:

@@ -105,9 +105,8 @@ class PhaseRun:
         return evaluate(self.steps.model, passes_of_mixture(self._mixture, self._eval_rows, self._replicas, **sizes))
 
     def save(self, events: RunEvents | None, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken, say that it is the latest, and forget those that are too old.
-
-        Where there are no `events`, nothing of this run is there yet that callbacks could know.
+        """Write a checkpoint of the step just taken and note it; without `events` there is nothing callbacks could
+        know.
         """
         base = Path(self.steps.config.model_name_or_path)
         about = {

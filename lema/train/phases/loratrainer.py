@@ -35,10 +35,7 @@ __all__ = ["LoRATrainState", "LoRATrainer", "trainable_in", "transition_to_lora"
 
 
 def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> tuple[int, int]:
-    """Return how many parameters of a model train in a phase, and how many it has without adapters; reads no weights.
-
-    Tied ones are counted once. Raises `ModelError` or `ConfigError` where nothing is what the phase trains.
-    """
+    """Return how many parameters train in a phase, and how many the model has without adapters; tied ones are one."""
     files = ModelFiles(config, trust_remote_code=trust_remote_code)
     model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
     whole = sum(parameter.numel() for parameter in model.parameters())

@@ -17,7 +17,6 @@ from lema.errors import AdapterError, ConfigError
 from lema.storage.atomic import replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.train.checkpoint.format import checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
-from lema.train.phases.phase import Phase
 from lema.train.phases.plan import PhasePlan
 
 __all__ = ["BEST", "LATEST", "MODEL", "Places"]
@@ -58,10 +57,7 @@ class Places:
         return bool(self.saved(index)) or model.is_symlink() or model.exists()
 
     def is_done(self, index: int, *, alone: bool = False) -> bool:
-        """Whether a phase has ended, with all that the next one needs of it; `alone`: whatever is there of later ones.
-
-        Errors are those of `has_model`.
-        """
+        """Whether a phase has ended, with all that the next one needs; `alone`: whatever is there of later ones."""
         if not alone and any(self.is_begun(later) for later in range(index + 1, len(self.plan.phases))):
             return True  # a phase begins when the one before has ended
         if not self.leaves_model(index):
@@ -86,14 +82,11 @@ class Places:
         try:
             check_manifest(model)
         except AdapterError as error:
-            end = self.end_of(index)
-            raise AdapterError(
-                f"the model that phase {name} left is damaged: {error.what}",
-                where=error.where,
-                how=f"delete {model}, and resume: it is written again from {end.name}, bit for bit"
-                if end.is_dir()
-                else "copy it back from where it is whole, or begin again in another output_dir",
-            ) from error
+            how = "copy it back from where it is whole, or begin again in another output_dir"
+            if (end := self.end_of(index)).is_dir():
+                how = f"delete {model}, and resume: it is written again from {end.name}, bit for bit"
+            what = f"the model that phase {name} left is damaged: {error.what}"
+            raise AdapterError(what, where=error.where, how=how) from error
         return True
 
     def _has_ended(self, index: int) -> bool:
@@ -114,7 +107,8 @@ class Places:
         before, phase = self.plan.phases[index - 1], self.plan.phases[index]
         if phase.merge or (before.trains == "lora") != (phase.trains == "lora"):
             return True
-        return phase.trains != "lora" and (phase.optimizer == "reset" or _selection(before) != _selection(phase))
+        selected = [(one.trains, one.trainable, one.layers) for one in (before, phase)]
+        return phase.trains != "lora" and (phase.optimizer == "reset" or selected[0] != selected[1])
 
     def carries_moments(self, index: int) -> bool:
         """Whether a phase begins with a base of its own, and yet with the optimizer of the one before."""
@@ -175,10 +169,6 @@ class Places:
         best = self.best(index)
         spared = () if best is None else (self.place(index) / str(best["checkpoint"]),)
         forget_old_checkpoints(self.place(index), self.checkpoint(index, step), keep, spared)
-
-
-def _selection(phase: Phase) -> tuple[Any, ...]:
-    return phase.trains, phase.trainable, phase.layers
 
 
 def _write(file: Path, note: Mapping[str, Any]) -> None:

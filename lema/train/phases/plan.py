@@ -172,9 +172,8 @@ class PhasePlan(Settings):
         return differences_between(self.numbers(num_phases), then)
 
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
-        """Refuse to go on with what another plan began, whose `numbers` of so many phases were found at `where`.
-
-        The `ConfigError` names each key that differs, with what it is and was.
+        """Refuse to go on with another plan's `numbers`, found at `where`; the `ConfigError` names each key that
+        differs.
         """
         if changed := self.differences(then, num_phases):
             listed = "".join(f"\n  - {one}" for one in changed)

@@ -124,10 +124,7 @@ Say = Callable[[str], None]
 
 
 def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
-    """Return where a run goes on that is in its directory; lines of metrics of what comes after go.
-
-    All processes call this; the first says where it goes on.
-    """
+    """Return where a run goes on that is in its directory, all processes alike; cut the metrics of what comes after."""
     say = say if replicas.first else lambda _: None
     point = first_alone(replicas, lambda: find_point(places, say))
     if point is None:

@@ -11,10 +11,7 @@ __all__ = ["GlobalBatch", "TokenSteps", "solve_batch", "steps_of"]
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The rows of one optimizer step: `rows == micro_batch_size * accumulation * num_processes`, always.
-
-    `accumulation` is micro-batches of a process per step.
-    """
+    """The rows of a step: `rows == micro_batch_size * accumulation * num_processes`, where each accumulates so many."""
 
     rows: int
     micro_batch_size: int

@@ -163,13 +163,10 @@ class LoRATrainerConfig(Settings):
             what = "pre_lora_tokens and post_lora_tokens are empty, so that nothing would train"
             problems.append(Problem("post_lora_tokens", what, "give the tokens of one stage at least"))
         parts, fields = takes(self.schedule), type(self).model_fields
-        problems += [
-            Problem(
-                key, f"{key} says nothing to schedule {self.schedule}", f"leave {key} out, or choose {_having(name)}"
-            )
-            for key, name in _FRACTIONS.items()
-            if getattr(self, key) != fields[key].default and name not in parts
-        ]
+        for key, name in _FRACTIONS.items():
+            if getattr(self, key) != fields[key].default and name not in parts:
+                how = f"leave {key} out, or choose {' or '.join(one for one in SCHEDULES if name in takes(one))}"
+                problems.append(Problem(key, f"{key} says nothing to schedule {self.schedule}", how))
         if not self.per_device_batch_size:
             problems.append(Problem("per_device_batch_size", "per_device_batch_size is 0", "give rows, or -1 for all"))
         if self.evaluations and not self.evaluate:
@@ -225,10 +222,7 @@ class LoRATrainerConfig(Settings):
         return self.model_dump(mode="json", by_alias=True)
 
     def plan(self) -> PhasePlan:
-        """Return the phases: one per stage.
-
-        The optimizer begins anew with the adapters, and is carried from stage to stage otherwise.
-        """
+        """Return the phases, one per stage; the optimizer begins anew with the adapters, and is carried otherwise."""
         return PhasePlan(
             phases=[phase for time in _TIMES for phase in self._phases(time)],
             batch_size=self.batch_size,
@@ -281,10 +275,6 @@ class LoRATrainerConfig(Settings):
                 **parts,
                 **(self.lora.adapter_settings() if lora else {}),
             )
-
-
-def _having(part_name: str) -> str:
-    return " or ".join(schedule for schedule in SCHEDULES if part_name in takes(schedule))
 
 
 def _stages(entries: list[Any]) -> str:

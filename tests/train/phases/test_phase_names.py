@@ -101,7 +101,7 @@ def test_t6_there_are_as_many_steps_as_tokens_make_and_none_more(accumulation: i
     assert plan.batch().accumulation == accumulation
     assert [plan.steps(index).steps for index in range(3)] == [8, 3, 5]
     assert plan.num_steps == sum(phase.tokens for phase in plan.phases) // PER_STEP
-    assert plan.boundaries()[-1].stop_token == sum(phase.tokens for phase in plan.phases)
+    assert sum(plan.steps(index).tokens for index in range(3)) == sum(phase.tokens for phase in plan.phases)
 
 
 # Of ten steps each, warm-up of two, decay of three, tail of four: every rate that a phase takes, peak 1.

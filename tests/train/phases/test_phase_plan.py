@@ -51,16 +51,13 @@ THREE = (
 
 def test_phases_begin_at_the_exact_step_and_token() -> None:
     found = plan(*THREE[:2], phase("lora", 6, merge=True, tokens=6 * STEP + STEP - 1))
-    assert [(one.name, one.first_step, one.stop_step, one.leftover) for one in found.boundaries()] == [
+    assert [(one.name, one.first_step, one.stop_step, one.first_token) for one in found.boundaries()] == [
         ("text", 0, 10, 0),
-        ("phase-2", 10, 15, 0),
-        ("phase-3", 15, 21, STEP - 1),
+        ("phase-2", 10, 15, 10 * STEP),
+        ("phase-3", 15, 21, 15 * STEP),
     ]
-    assert [(one.first_token, one.stop_token) for one in found.boundaries()] == [
-        (0, 10 * STEP),
-        (10 * STEP, 15 * STEP),
-        (15 * STEP, 21 * STEP),
-    ]
+    sizes = [found.steps(index) for index in range(3)]
+    assert [(one.tokens, one.leftover) for one in sizes] == [(10 * STEP, 0), (5 * STEP, 0), (6 * STEP, STEP - 1)]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 64))
@@ -70,7 +67,7 @@ def test_every_step_is_in_one_phase_and_tokens_are_steps(lengths: list[int], row
     assert found.num_steps == sum(lengths)
     assert [one.stop_step - one.first_step for one in found.boundaries()] == lengths
     assert all(one.stop_step == after.first_step for one, after in pairwise(found.boundaries()))
-    assert found.boundaries()[-1].stop_token == sum(one.tokens for one in found.phases)
+    assert found.boundaries()[-1].stop_step * rows * block == sum(one.tokens for one in found.phases)
 
 
 def test_the_learning_rate_of_each_phase_counts_from_its_own_beginning() -> None:
