@@ -127,8 +127,7 @@ def from_yaml(
 ) -> Made:
     """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's.
 
-    `spellings` are other names that the file may use for settings, each with the setting's own name. A `ConfigError`
-    names file, line and key of what is wrong.
+    A `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's own name.
     """
     file = read_yaml(path)
     try:

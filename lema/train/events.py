@@ -194,7 +194,7 @@ class RunEvents:
         seconds, model = time.perf_counter() - window.began, self._steps.model
         self.log(
             {
-                "loss": window.mean_loss,
+                "loss": window.loss / window.trained_tokens,
                 **means(window.measured),
                 **numbers,
                 "tokens_per_second": window.tokens / seconds,
@@ -211,7 +211,7 @@ class RunEvents:
             return {}
         seconds = time.perf_counter() - whole.began
         return {
-            "train_loss": whole.mean_loss,
+            "train_loss": whole.loss / whole.trained_tokens,
             "train_runtime": seconds,
             "train_tokens_per_second": whole.tokens / seconds,
         }

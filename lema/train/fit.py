@@ -15,7 +15,7 @@ from lema.backend.interrupt import Stop
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
 from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, checkpoints, forget_old_checkpoints
-from lema.train.checkpoint.resume import check_same_run, newest_sound, past_log, say_changed
+from lema.train.checkpoint.resume import Say, check_same_run, newest_sound, past_log, say_changed
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending, RunLoop
@@ -24,8 +24,6 @@ from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
 __all__ = ["PlainRun", "save_step"]
-
-Say = Callable[[str], None]
 
 
 def save_step(steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()) -> None:
@@ -61,10 +59,8 @@ class PlainRun:
             check_alike(self._replicas, self._config.to_dict() | data)
 
     def begin(self, *, weights_only: bool = False) -> None:
-        """Begin, or go on from the step that `steps` is at.
-
-        Raises `ConfigError` where `output_dir` holds checkpoints of another run, where no step is left, and where
-        `weights_only` is set though no checkpoint is gone on from.
+        """Begin, or go on from the step that `steps` is at; `ConfigError` in another run's `output_dir` or without
+        steps left.
         """
         if self.done == 0 and checkpoints(self._output):
             what = "the output directory holds checkpoints of an earlier run"
@@ -81,8 +77,8 @@ class PlainRun:
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
 
-        With `weights_only` it leaves the optimizer out. What is gone on from is said. Raises `AdapterError` where there
-        is none, `ConfigError` where it is of another run.
+        What is gone on from is said. Raises `AdapterError` where there is none, `ConfigError` where it is of another
+        run.
         """
         steps, found = self.steps, checkpoints(self._output)
         say = say if self._replicas.first else lambda _: None

@@ -190,10 +190,10 @@ class Passes:
     def non_finite_gradient(
         self, place: str, again: Callable[[Pass], None], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
-        """Return the error of gradients that are not finite; the passes are run again to find where.
+        """Return the error of gradients that are not finite; the passes are run `again` to find where.
 
-        The generator is then where it was, and the gradients are of no further use. All processes call this. `again`
-        runs a pass forward and backward; `drop_gradients` lets those of what trains go.
+        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called. All processes
+        call it.
         """
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None

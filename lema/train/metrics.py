@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from io import FileIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from lema.errors import DataError, DiskError, DiskFull
 from lema.storage.atomic import replacing
@@ -31,8 +31,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsLog:
     """Appends one line of JSON per measurement; every line is on its way to the disk before `write` returns.
 
-    A line that a kill cut short is removed on opening, so the file always reads. It is made, with its directory, where
-    it does not exist. Raises `DiskError` where it cannot be opened or written.
+    A line that a kill cut short is removed on opening, so the file always reads. `DiskError` where it cannot be
+    written.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -68,18 +68,12 @@ class MetricsLog:
         """Close the file; twice is harmless."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
     """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all.
 
-    `keep` says of a row whether it stays; what is not a JSON object stays for `read_metrics` to tell of. The file need
-    not exist. Raises `DiskError`, with the file as it was, where it cannot be read or written.
+    `keep` says which rows stay; what is no JSON object does. `DiskError` leaves the file, which need not exist, as it
+    was.
     """
     file = Path(path)
     try:
@@ -103,8 +97,7 @@ def _row(line: bytes) -> Any:
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Return the rows that count: those a resumed run measured again are given once, as measured last.
 
-    A run killed after its last checkpoint leaves rows of steps that the resumed run repeats. A `DataError` names the
-    file that is missing, or file and line of what is no JSON object.
+    A `DataError` names the file that is missing, or file and line of what is no JSON object.
     """
     rows: list[dict[str, Any]] = []
     file = Path(path)
@@ -235,11 +228,6 @@ class Window:
         """Take up the `sums` of a window that ended early."""
         self.loss, self.trained_tokens = float(sums[0]), int(sums[1])
         self.measured = {name: (one[0], one[1]) for name, one in sums[2].items()}
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean loss of all trained tokens."""
-        return self.loss / max(self.trained_tokens, 1)
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:

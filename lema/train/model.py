@@ -120,13 +120,10 @@ class LemaModel:
         trust_remote_code: bool = False,
         **overrides: Any,
     ) -> Self:
-        """Open a saved adapter with its base model.
+        """Open a saved adapter, with PEFT's files in `directory`, and its base model.
 
-        Args:
-            directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
-            backend: the device; None: the one the config names.
-            trust_remote_code: run code that comes with the base model.
-            overrides: settings that replace those saved.
+        Settings are those of `lema_config.json`, which `overrides` replace or stand for. Code that comes with the base
+        model is run if it is trusted.
 
         Raises:
             AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained
@@ -146,9 +143,8 @@ class LemaModel:
     def initialize_lora(self) -> None:
         """Attach a fresh adapter, with the numbers PEFT draws for `seed`.
 
-        Raises:
-            ModelError: no module matches `lora_target_modules`, or the adapter does not fit the model otherwise.
-            ConfigError: a setting of the adapter does not fit the model.
+        Raises `ModelError` where no module matches `lora_target_modules`, or the adapter does not fit the model
+        otherwise; `ConfigError` where a setting of the adapter does not.
         """
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton)
@@ -251,8 +247,7 @@ class LemaModel:
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
         """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names.
 
-        The head is whole, too, if it says so of its own, or for the reason that is given. Raises `ConfigError` where
-        the settings ask for the embeddings' rows, or for the head in pieces.
+        So is the head, or for the reason that is given. Raises `ConfigError` where the settings ask for rows or pieces.
         """
         if head is None and any(map(chosen, self._head.names)):
             head = "its weight is adapted, or trains"
@@ -271,9 +266,10 @@ class LemaModel:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """What memory is spent on, within the limits of the settings. Made at first use, adapters attached.
+        """What memory is spent on, within the limits of the settings; made at first use, with adapters, unless it was
+        set.
 
-        It may be set, before that, to what one knows better. Raises `MemoryLimitError` where the limits are too small.
+        Raises `MemoryLimitError` where the limits are too small.
         """
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         shape = None
@@ -331,10 +327,8 @@ class LemaModel:
             keys_values: where they wait for the next token.
             options: of `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
 
-        Processes that hold the model together all call this with the same arguments, and all get the texts.
-
-        Raises:
-            MemoryLimitError: keys and values of a batch do not fit; `ConfigError`: processes divide a row's tokens.
+        Processes that hold the model together all call this alike, and all get the texts. Raises `MemoryLimitError`
+        where keys and values of a batch do not fit; `ConfigError` where processes divide a row's tokens.
         """
         from lema.train.inference.texts import texts_of
 

@@ -107,8 +107,8 @@ class Update:
     ) -> bool:
         """Clip the gradients and step the optimizer; return whether it stepped.
 
-        Their `norm` is on the device and, as `length`, on the host, where it is not to be one that `fails`; `on_event`
-        is called before and after the step.
+        `norm` is on the device and, as `length`, on the host, not one that `fails`; `on_event` is called around the
+        step.
         """
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]

@@ -77,8 +77,8 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Load adapters, and the optimizer unless it is None; return the checkpoint's state.
 
-    Raises `AdapterError` where it is damaged, of another optimizer, or of a model whose files have changed since, and
-    `ConfigError` where the settings of the adapters have changed.
+    Raises `AdapterError` where it is damaged or of another optimizer or model, `ConfigError` of other adapters'
+    settings.
     """
     state = read_state(directory)
     check_same_adapter(adapters, directory)

@@ -86,19 +86,14 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint; a directory of that name that was there before is replaced.
 
-    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory. Where
-    no writer makes a `trainer_state.json`, one with the step alone is written.
-
-    Args:
-        directory: the checkpoint's final name.
-        optimizer: its tensors go to safetensors, the rest of its state to JSON.
-        state: JSON types: step, position, schedule, scaler, generator states.
-        writers: of what trains, and of what belongs beside it.
-        nbytes: about as much as these will write; there must be room for it.
+    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory. `state`
+    is of JSON types: step, position, schedule, scaler, generator states. The `writers` are of what trains, and of what
+    belongs beside it; where none makes a `trainer_state.json`, one with the step alone is written. There must be room
+    for `nbytes`, about as much as they will write.
 
     Raises:
-        DiskFull: there is no room for it; what was there before is untouched, as by every error here.
-        DiskError: it could not be written, or reads back otherwise.
+        DiskFull, DiskError: there is no room for it, it could not be written, or reads back otherwise; what was there
+            before is untouched, as by every error here.
         NonFiniteError: the optimizer's state is not finite, or what would be written.
         ConfigError: the optimizer's state is more than tensors and JSON types.
     """
@@ -190,8 +185,7 @@ PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameter
 def check_savable(optimizer: Optimizer) -> None:
     """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers.
 
-    Another one of its class takes a step with a parameter of its own. Of a class that cannot be made from its defaults
-    nothing is known until the first checkpoint.
+    Another one of its class, made from its defaults if that can be, takes a step with a parameter of its own.
     """
     first = optimizer.param_groups[0]["params"][0]
     probe = nn.Parameter(torch.zeros(PROBE, device=first.device, dtype=first.dtype))

@@ -18,7 +18,7 @@ from lema.storage.manifest import check_manifest
 from lema.train.checkpoint.changes import CLASSES, Changed, changed_settings, settings_then
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
-__all__ = ["check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
+__all__ = ["Say", "check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
 
 Say = Callable[[str], None]
 
@@ -27,10 +27,10 @@ KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest checkpoint that is sound, of those `found`, the oldest first. None is changed.
+    """Return the newest sound checkpoint of those `found`, the oldest first; why newer ones are passed over is said.
 
-    Why newer ones are passed over is said, and warned of. With `weights_only` the optimizer may be missing or damaged.
-    Where none is sound, an `AdapterError` lists each with what is wrong with it.
+    With `weights_only` the optimizer may be damaged. Where none is sound, the `AdapterError` says what is wrong with
+    each.
     """
     faults: list[str] = []
     for directory in reversed(found):
@@ -101,16 +101,9 @@ def check_same_run(
 ) -> list[Changed]:
     """Refuse to go on with what another run began; return the settings that may have changed, and have.
 
-    Args:
-        checkpoint: that is gone on from.
-        config: the settings now.
-        adapter: that is attached now; None: none trains.
-        data: what tells the rows apart from others, as JSON types; compared with what the checkpoint's `extra` has
-            under `data`, as far as that goes.
-
-    Raises:
-        ConfigError: something differs that would make it another run; names each, with what it was and is.
-        AdapterError: the checkpoint's settings cannot be read.
+    `adapter` is what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is
+    compared with what the checkpoint's `extra` has under `data`, as far as that goes. The `ConfigError` names each
+    thing that differs, with what it was and is. Settings that cannot be read are an `AdapterError`.
     """
     then, now = settings_then(checkpoint), config.to_dict()
     refused = changed_settings(then, now, Change.REFUSED)

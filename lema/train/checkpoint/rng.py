@@ -81,8 +81,7 @@ def states_of_all(backend: Backend) -> dict[str, Any]:
 def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
     """Put this process's generators back where a checkpoint found them.
 
-    A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
-    numbers, from the seed and the step.
+    A process that was not there, or has a device of another kind, draws other numbers, from the seed and the step.
     """
     saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
     there = rank < len(saved)

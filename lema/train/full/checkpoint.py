@@ -101,9 +101,8 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
 
 
 def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> dict[str, Any]:
-    """Take the moments of what trained in a checkpoint, too; empty those of the rest. Return its `extra`.
-
-    Raises `AdapterError` where it is damaged, of another kind of training, or a weight has another shape there.
+    """Take the moments of what trained in a checkpoint, too; empty the others. Return its `extra`, or raise
+    `AdapterError`.
     """
     state, saved = _state(directory), _index(directory)
     for name, master in masters.by_name.items():

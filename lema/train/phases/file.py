@@ -238,18 +238,11 @@ def read_sources(
     trust_remote_code: bool = False,
     files: ModelFiles | None = None,
 ) -> dict[str, Source]:
-    """Return the rows of every data set that a plan uses, of those that are given.
+    """Return the rows of every data set that a plan uses, of those that are `given` by name: rows, files or a
+    directory.
 
-    Args:
-        config: names the model, whose tokenizer reads text.
-        plan: says which data sets are used, and which of them are packed tokens.
-        given: by name, rows; or files, or a directory of packed tokens.
-        split: the file of packed tokens, without its ending.
-        also: names of data sets that no phase reads, and that are wanted.
-        say: is told what was read.
-        trust_remote_code: run code that comes with the model.
-        files: the model's directory, opened; None: the one that `config` names.
-
+    Text is read with the tokenizer of the model that the config names, whose directory may be opened already in
+    `files`. `split` is the file of packed tokens, without its ending. Data sets that are `also` wanted are read, too.
     Raises `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed.
     """
     from lema.data.packed import PackedTokens

@@ -134,10 +134,7 @@ class LoRATrainer:
             resume: go on where an earlier run in `output_dir` stopped. After `restore_from_path`, and after an earlier
                 call of this trainer's, a run goes on from there in any case.
 
-        Raises:
-            Stopped: `stop` or a callback said so; a checkpoint of the last step was written.
-            ConfigError: a run is in `output_dir` and is not to be resumed; or there is nothing before the boundary.
-            LemaError: as `lema.train.phases.run.run_phases`.
+        Raises as `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary.
         """
         plan = self.plan
         if until == "lora":
@@ -158,8 +155,8 @@ class LoRATrainer:
     def state(self) -> LoRATrainState:
         """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
 
-        Newer ones that are not are in the log, as warnings. Raises a `LemaError` where the model cannot be read, no
-        checkpoint is sound, or nothing of the model would train.
+        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing of the model would
+        train.
         """
         if self._here is not None:
             return self._here

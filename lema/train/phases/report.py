@@ -116,16 +116,13 @@ def phase_report(
         config: the settings of the run that no phase has of its own.
         plan: the phases.
         sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
-        machine: to plan for; None: this one.
-        backend: the device, opened; None: it is opened here.
+        machine: to plan for; None: this one, with its `backend`, if that is opened already.
         measure: this machine, which takes seconds for each kind of phase; else hours are not known here.
         price: of an hour, in any currency.
         processes: that share each batch, all on one machine.
-        trust_remote_code: as in `LemaModel`.
 
-    Raises:
-        MemoryLimitError: a phase does not fit; names it.
-        ConfigError: a phase selects nothing, its rows are longer than the model's positions, or data sets do not fit.
+    Raises `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` where a phase selects nothing,
+    its rows are longer than the model's positions, or data sets do not fit.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
     for index in range(len(plan.phases)) if sources is not None else ():

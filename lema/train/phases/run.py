@@ -89,7 +89,6 @@ def run_phases(
         at_layer: the same, asked before each layer: the step or validation under way is given up then. Of several
             processes all give one, or none.
         callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
-        trust_remote_code: as in `lema.train.run.train`, and so are `trace` and `say`.
         backend: the device, and with `files` the model's directory, opened; None: they are opened here.
 
     Raises:

@@ -35,8 +35,7 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
 def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
     """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects of so many decoder layers.
 
-    Layers may be selected twice; they train once. Layers' numbers count from 0. A `SettingsError` holds each problem:
-    an item that is none of these or out of range, or that there is none; `key` is the setting.
+    Layers count from 0, and train once however often they are selected. A `SettingsError` holds each problem.
     """
     if problems := selection_problems(items, num_layers, key):
         raise SettingsError(problems)

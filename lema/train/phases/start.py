@@ -11,7 +11,7 @@ then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from lema.backend import Replicas
 from lema.backend.collectives import first_alone
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.checkpoint.resume import check_sound, newest_sound, tell_warning
+from lema.train.checkpoint.resume import Say, check_sound, newest_sound, tell_warning
 from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.phases.places import MODEL, Places
 
@@ -43,8 +43,8 @@ class Start:
 def find_start(path: str | Path, places: Places) -> Start:
     """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
 
-    Raises `ConfigError` where it is neither, of another plan, or the model below it is not to be found; `AdapterError`
-    where the checkpoint is damaged.
+    Raises `ConfigError` where it is neither, of another plan, or on a model that is gone; `AdapterError` of a damaged
+    one.
     """
     given = Path(path).absolute()
     if (given / STATE).is_file():
@@ -120,9 +120,6 @@ def _model_below(checkpoint: Path, recorded: str | None, phase: str) -> Path:
     raise ConfigError(what, where=" or ".join(str(model) for model in tried), how=how)
 
 
-Say = Callable[[str], None]
-
-
 def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
     """Return where a run goes on that is in its directory, all processes alike; cut the metrics of what comes after."""
     say = say if replicas.first else lambda _: None
@@ -146,8 +143,7 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
 def find_point(places: Places, say: Say) -> Start | None:
     """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
 
-    Raises `AdapterError` where none of its checkpoints is sound, or a model that is gone on with is damaged;
-    `ConfigError` where the plan is another.
+    Raises `AdapterError` where nothing is sound that it could go on with; `ConfigError` where the plan is another.
     """
     faults: list[str] = []
     for index in reversed(range(len(places.plan.phases))):

@@ -20,10 +20,11 @@ class GlobalBatch:
 
 
 def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
-    """Divide a global batch of `rows` exactly: the largest micro-batch that is allowed and leaves nothing over.
+    """Divide a global batch of `rows` exactly: the largest micro-batch, of at most `per_device` rows, with nothing left
+    over.
 
-    A process computes at most `per_device` rows at once; None: as many as it gets. Raises `ConfigError` where a number
-    is below 1, or rows cannot be divided among the processes, with the nearest number of them that can.
+    Raises `ConfigError` where a number is below 1, or processes cannot divide the rows; names the nearest that they
+    can.
     """
     for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
         if number is not None and number < 1:
