@@ -37,32 +37,30 @@ def report_callbacks(config: LemaConfig) -> list[Any]:
         raise ConfigError(what, where=f"report_to: {', '.join(_names(config))}", how=how) from error
 
 
+# Settings that `transformers` calls and reads as they are here.
+SAME_SETTINGS = (
+    *("output_dir", "run_name", "seed", "learning_rate", "weight_decay", "gradient_accumulation_steps"),
+    *("num_train_epochs", "logging_steps", "eval_steps", "save_total_limit"),
+)
+
+
 def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
     """Return the settings as callbacks read them; `ConfigError` where they do not go together."""
     theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
         return TrainingArguments(
-            output_dir=config.output_dir,
-            run_name=config.run_name,
+            **{name: getattr(config, name) for name in SAME_SETTINGS},
             per_device_train_batch_size=config.batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
             lr_scheduler_type=config.lr_scheduler_type if config.lr_scheduler_type in theirs else "constant",
             max_grad_norm=config.max_grad_norm or 0.0,
-            num_train_epochs=config.num_train_epochs,
             max_steps=config.max_steps or -1,
-            logging_steps=config.logging_steps,
             eval_strategy=evaluation,
-            eval_steps=config.eval_steps,
             metric_for_best_model="eval_loss" if evaluates else None,  # what early stopping asks for
             greater_is_better=False,
             save_strategy="steps" if config.save_steps else "no",
             save_steps=config.save_steps or 1,
-            save_total_limit=config.save_total_limit,
             report_to=_names(config) or "none",
-            seed=config.seed,
             use_cpu=True,  # the device is the backend's business; nothing here may open another
             disable_tqdm=True,
         )
@@ -182,7 +180,9 @@ class RunEvents:
     def counted(self, result: StepResult) -> None:
         """Count a step that was taken for the next line of metrics."""
         for window in (self._window, self._whole):
-            window.add(result.loss, result.trained_tokens, result.tokens)
+            window.loss += result.loss * result.trained_tokens
+            window.trained_tokens += result.trained_tokens
+            window.tokens += result.tokens
             add_measured(result.measured, window.measured)
 
     def measured(self, numbers: Mapping[str, Any]) -> None:

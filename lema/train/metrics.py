@@ -208,16 +208,10 @@ class Window:
 
     began: float
     counters: StreamCounters
-    loss: float = 0.0
+    loss: float = 0.0  # the sum over its trained tokens
     trained_tokens: int = 0
     tokens: int = 0
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)  # by an objective: sums, and of how many
-
-    def add(self, loss: float, trained: int, tokens: int) -> None:
-        """Count a step: its mean loss, the tokens it trained, and all its tokens."""
-        self.loss += loss * trained
-        self.trained_tokens += trained
-        self.tokens += tokens
 
     @property
     def sums(self) -> list[Any]:

@@ -75,11 +75,8 @@ class Steps(Protocol):
             micro_batches: with `labels`; every layer is leased once for all of them.
             more: another step follows at once, and its first layers may be read while this one ends.
             following: the micro-batches of that step, where some of its layers may be left out.
-            where: which rows these are, for an error.
+            where: which rows these are, for the error where the loss or a gradient is not finite.
             on_event: called with the names of the events around the optimizer's step, where such moments exist.
-
-        Raises:
-            NonFiniteError: the loss or a gradient is not finite, and the step may not be dropped.
         """
 
     def require_room(self, count: int) -> None:

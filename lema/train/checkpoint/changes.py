@@ -21,15 +21,10 @@ CLASSES: Mapping[str, Change] = {
 
 # What the learning rate of a step follows from, and what else the optimizer's update does.
 SCHEDULE = frozenset(
-    {
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "warmup_ratio",
-        "max_steps",
-        "num_train_epochs",
-    }
+    [
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+        *("max_steps", "num_train_epochs"),
+    ]
 )
 
 UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})

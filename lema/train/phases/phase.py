@@ -39,19 +39,9 @@ LENGTHS: Mapping[str, tuple[str, str]] = {
 # Settings of a run that a phase may override besides those it has itself: how its steps are taken, and in what memory.
 OVERRIDES = frozenset(
     [
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "gradient_checkpointing",
-        "activation_offloading",
-        "boundary_activations",
-        "loss_chunk_tokens",
-        "device_memory",
-        "host_memory",
-        "prefetch_depth",
-        "max_skipped_steps",
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_skipped_steps"),
+        *("gradient_checkpointing", "activation_offloading", "boundary_activations", "loss_chunk_tokens"),
+        *("device_memory", "host_memory", "prefetch_depth"),
     ]
 )
 
