@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema.engine.head.loss import split_batch
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def _streamed(directory: Path, ids: Tensor) -> tuple[Callable[[], float], Callab
     model.skeleton.train()
     training = FullTraining(model.adapter, config)
     batch = {"input_ids": ids, "labels": ids}
-    return lambda: float(training.step([split_batch(batch, 1)])), model.close
+    return lambda: training.accumulate(split_batch(batch, 1)).loss, model.close
 
 
 if __name__ == "__main__":

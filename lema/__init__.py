@@ -18,16 +18,12 @@ if TYPE_CHECKING:
     from lema.data import Sampling
     from lema.errors import LemaError
     from lema.train import LemaModel, LemaTrainer
-    from lema.train.hf import StreamingMixin, streamed
-    from lema.train.phases import (
-        LoRAConfig,
-        LoRATrainer,
-        LoRATrainerConfig,
-        LoRATrainState,
-        Phase,
-        PhasePlan,
-        transition_to_lora,
-    )
+    from lema.train.hf.mixin import StreamingMixin
+    from lema.train.hf.peftmodel import streamed
+    from lema.train.phases.loratrainer import LoRATrainer, LoRATrainState, transition_to_lora
+    from lema.train.phases.phase import Phase
+    from lema.train.phases.plan import PhasePlan
+    from lema.train.phases.twophase import LoRAConfig, LoRATrainerConfig
 
     __version__: str
 
@@ -56,13 +52,13 @@ _HOMES = {
     "LemaError": "lema.errors",
     "LemaModel": "lema.train.model",
     "LemaTrainer": "lema.train.trainer",
-    "LoRAConfig": "lema.train.phases",
+    "LoRAConfig": "lema.train.phases.twophase",
     "LoRATrainState": "lema.train.phases.loratrainer",
     "LoRATrainer": "lema.train.phases.loratrainer",
-    "LoRATrainerConfig": "lema.train.phases",
+    "LoRATrainerConfig": "lema.train.phases.twophase",
     "MemoryStrategy": "lema.config",
-    "Phase": "lema.train.phases",
-    "PhasePlan": "lema.train.phases",
+    "Phase": "lema.train.phases.phase",
+    "PhasePlan": "lema.train.phases.plan",
     "Sampling": "lema.data.sampling",
     "StreamingMixin": "lema.train.hf.mixin",
     "prepare_monolithic_safetensors": "lema.convert.prepare",

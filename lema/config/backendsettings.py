@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lema.config.problems import nearest
+from lema.config.problems import meant
 
 __all__ = ["BackendSetting", "backend_setting", "backend_settings", "check_backend_settings"]
 
@@ -42,11 +42,9 @@ def check_backend_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, str]
     """Yield each setting that no backend has, or whose value is none of its, with what is wrong and how to mend it."""
     for name, value in given.items():
         if name not in backend_settings():
-            near = nearest(name, backend_settings())
-            how = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+            how = meant(name, backend_settings()) or "leave it out"
             yield "backend_settings", f"backend_settings: no backend that is installed has a setting {name!r} ({how})"
         elif value not in (choices := backend_setting(name).choices):
-            near = nearest(str(value), choices)
-            how = f" (did you mean {' or '.join(near)}?)" if near else ""
+            how = f" ({near})" if (near := meant(str(value), choices)) else ""
             listed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
             yield name, f"{name} must be one of {listed}, not {value!r}{how}"

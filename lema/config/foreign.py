@@ -14,33 +14,27 @@ _QUANTISE = "quantise the model once with `lema prepare MODEL OUT --quantize {ki
 _STREAMS = "layers stream, so no model has to be divided to fit"
 
 SAID_HERE: Mapping[str, str] = {
-    "assistant_only_loss": _ANSWERS,
-    "completion_only_loss": _ANSWERS,
-    "train_on_responses_only": _ANSWERS,
-    "response_template": f"{_ANSWERS}; the chat template says where they begin",
-    "instruction_template": f"{_ANSWERS}; the chat template says where they begin",
-    "train_on_inputs": "here: train_on: all, or assistant, which is the default",
-    "train_on_prompt": "here: train_on: all, or assistant, which is the default",
+    **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_responses_only"), _ANSWERS),
+    **dict.fromkeys(
+        ("response_template", "instruction_template"), f"{_ANSWERS}; the chat template says where they begin"
+    ),
+    **dict.fromkeys(("train_on_inputs", "train_on_prompt"), "here: train_on: all, or assistant, which is the default"),
     "roles_to_train": "here: train_on: assistant (the default), last, completion or all",
-    "mask_history": "here: train_on: last",
-    "last_turn_only": "here: train_on: last",
-    "train_on_eos": "the token that ends an answer is always trained on, and no other is",
-    "train_on_eot": "the token that ends an answer is always trained on, and no other is",
+    **dict.fromkeys(("mask_history", "last_turn_only"), "here: train_on: last"),
+    **dict.fromkeys(
+        ("train_on_eos", "train_on_eot"), "the token that ends an answer is always trained on, and no other is"
+    ),
     "eot_tokens": "the chat template says which token ends an answer, and that is trained on",
-    "template": "here: chat_template: a .jinja file, or the Jinja text; without it the tokenizer's own",
-    "chat_template_jinja": "here: chat_template: a .jinja file, or the Jinja text; without it the tokenizer's own",
-    "chat_template_path": "here: chat_template: a .jinja file, or the Jinja text; without it the tokenizer's own",
-    "dataset_text_field": _COLUMN.format(ours="text"),
-    "text_column": _COLUMN.format(ours="text"),
-    "field": _COLUMN.format(ours="text"),
-    "field_messages": _COLUMN.format(ours="messages"),
-    "field_tools": _COLUMN.format(ours="tools"),
-    "field_system": _COLUMN.format(ours="system"),
-    "field_instruction": _COLUMN.format(ours="instruction"),
-    "field_input": _COLUMN.format(ours="input"),
-    "field_output": _COLUMN.format(ours="output"),
-    "message_field_role": _COLUMN.format(ours="role"),
-    "message_field_content": _COLUMN.format(ours="content"),
+    **dict.fromkeys(
+        ("template", "chat_template_jinja", "chat_template_path"),
+        "here: chat_template: a .jinja file, or the Jinja text; without it the tokenizer's own",
+    ),
+    **dict.fromkeys(("dataset_text_field", "text_column", "field"), _COLUMN.format(ours="text")),
+    **{
+        f"field_{ours}": _COLUMN.format(ours=ours)
+        for ours in ("messages", "tools", "system", "instruction", "input", "output")
+    },
+    **{f"message_field_{ours}": _COLUMN.format(ours=ours) for ours in ("role", "content")},
     "message_property_mappings": "here: columns: {role: NAME, content: NAME}",
     "message_field_training": "`train` or `training` of a message, true or false, is obeyed as it is",
     "message_field_training_detail": "parts of a message cannot be left out; split it into messages with train: false",

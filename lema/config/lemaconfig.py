@@ -325,11 +325,7 @@ class LemaConfig(AdapterSettings, _First):
         return schema
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write the settings to `lema_config.json` in `directory`, which is made where it does not exist.
-
-        Raises:
-            DiskError: the file cannot be written; one that was there before is untouched.
-        """
+        """Write `lema_config.json` into `directory`, made if need be; on `DiskError` what was there is untouched."""
         file = Path(directory) / CONFIG_NAME
         part = file.with_name(f".{CONFIG_NAME}.{os.getpid()}.part")
         try:
@@ -374,9 +370,5 @@ class LemaConfig(AdapterSettings, _First):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file; settings given here replace those of the file. Paths in it are as the shell sees them.
-
-        Raises:
-            ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
-        """
+        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
         return from_yaml(cls, path, overrides)

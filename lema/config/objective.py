@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from lema.config.problems import Problem, nearest
+from lema.config.problems import Problem, meant
 
 if TYPE_CHECKING:
     from lema.config.lemaconfig import LemaConfig
@@ -21,17 +21,8 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")  # those that compare with the model with
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "sft": ("nll", "dft"),
     "dpo": (
-        "sigmoid",
-        "hinge",
-        "ipo",
-        "exo_pair",
-        "nca_pair",
-        "robust",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-        "sigmoid_norm",
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust"),
+        *("bco_pair", "sppo_hard", "apo_zero", "apo_down", "sigmoid_norm"),
     ),
     "kto": ("kto", "apo_zero_unpaired"),
 }
@@ -59,10 +50,8 @@ def disagreements_of_objective(config: LemaConfig) -> Iterator[Problem]:
             yield Problem(name, f"{name} says nothing with objective: {objective}", how)
     types = LOSS_TYPES.get(objective)
     if types is not None and kind is not None and kind not in types:
-        near = nearest(kind, types)
-        how = f"did you mean {' or '.join(near)}?" if near else ""
         what = f"loss_type must be one of {', '.join(types)} with objective: {objective}, not {kind!r}"
-        yield Problem("loss_type", what, how)
+        yield Problem("loss_type", what, meant(kind, types))
     if objective == "dpo":
         if config.label_smoothing is not None and kind not in SMOOTHED:
             what = f"label_smoothing says nothing with loss_type: {kind or 'sigmoid'}"

@@ -6,78 +6,47 @@ refused by name. `peft` is not imported here; a test compares this list with its
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
-__all__ = [
-    "CARRIED",
-    "INITIAL_VALUES",
-    "REFUSED",
-    "REFUSED_INITIAL_VALUES",
-    "SETTING_OF",
-    "contradictions",
-    "refusals",
-    "why_not_initial",
-]
-
-SETTING_OF: Mapping[str, str] = MappingProxyType(
-    {
-        "r": "lora_rank",
-        "lora_alpha": "lora_alpha",
-        "lora_dropout": "lora_dropout",
-        "target_modules": "lora_target_modules",
-        "exclude_modules": "lora_exclude_modules",
-        "rank_pattern": "lora_rank_pattern",
-        "alpha_pattern": "lora_alpha_pattern",
-        "use_rslora": "lora_use_rslora",
-        "layers_to_transform": "lora_layers_to_transform",
-        "layers_pattern": "lora_layers_pattern",
-        "init_lora_weights": "lora_init",
-        "lora_bias": "lora_lora_bias",
-        "bias": "lora_bias",
-        "modules_to_save": "lora_modules_to_save",
-        "use_dora": "lora_use_dora",
-        "target_parameters": "lora_target_parameters",
-        "trainable_token_indices": "lora_trainable_token_indices",
-        "ensure_weight_tying": "lora_ensure_weight_tying",
-    }
-)
+SETTING_OF: Mapping[str, str] = {
+    "r": "lora_rank",
+    "init_lora_weights": "lora_init",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    **{
+        option: f"lora_{option}"
+        for option in (
+            *("target_modules", "exclude_modules", "modules_to_save", "target_parameters", "trainable_token_indices"),
+            *("rank_pattern", "alpha_pattern", "layers_pattern", "layers_to_transform", "lora_bias", "bias"),
+            *("use_rslora", "use_dora", "ensure_weight_tying"),
+        )
+    },
+}
 """PEFT's option -> the setting that says the same."""
 
+# Options that change no number, or follow from the model or from another option.
 CARRIED = frozenset(
-    {
-        "task_type",  # that of a causal language model; others are refused
-        "peft_type",  # LoRA; others are refused
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
+    [
+        *("task_type", "peft_type"),  # LoRA of a causal language model; others are refused
+        *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
         "fan_in_fan_out",  # follows from the modules
-        "megatron_core",  # says nothing without megatron_config
-        "qalora_group_size",  # says nothing without use_qalora
-        "eva_config",  # these four say nothing without their initial values
-        "corda_config",
-        "lora_ga_config",
-        "loftq_config",
+        *("megatron_core", "qalora_group_size"),  # say nothing without megatron_config and use_qalora
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # nothing without their initial values
         "runtime_config",  # is not saved, and only says where initial values are computed
-    }
+    ]
 )
-"""Options that change no number, or follow from the model or from another option."""
 
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "megatron_config": "adapts the parallel layers of another library, and the model has none",
-        "velora_config": "replaces the gradient of A by an approximation that depends on earlier batches",
-        "alora_invocation_tokens": "looks for tokens of the input in every layer, and layers see hidden states only",
-        "use_qalora": "adapts quantized weights, and those that stream are not quantized",
-        "monteclora_config": "adds a loss of its own, summed over all layers",
-        "layer_replication": "runs layers more than once, and each is leased once in a pass",
-        "use_bdlora": "makes the adapter's matrices block-diagonal",
-        "arrow_config": "mixes several adapters, and there is one",
-        "kasa_config": "changes the frozen weights, and those that stream are the checkpoint's",
-    }
-)
+REFUSED: Mapping[str, str] = {
+    "megatron_config": "adapts the parallel layers of another library, and the model has none",
+    "velora_config": "replaces the gradient of A by an approximation that depends on earlier batches",
+    "alora_invocation_tokens": "looks for tokens of the input in every layer, and layers see hidden states only",
+    "use_qalora": "adapts quantized weights, and those that stream are not quantized",
+    "monteclora_config": "adds a loss of its own, summed over all layers",
+    "layer_replication": "runs layers more than once, and each is leased once in a pass",
+    "use_bdlora": "makes the adapter's matrices block-diagonal",
+    "arrow_config": "mixes several adapters, and there is one",
+    "kasa_config": "changes the frozen weights, and those that stream are the checkpoint's",
+}
 """Options that cannot be used, each with the reason, to follow its name."""
 
 INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
@@ -85,17 +54,12 @@ INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
 
 _TAKEN_OUT = "takes its values out of the frozen weights, and those that stream are the checkpoint's"
 
-REFUSED_INITIAL_VALUES: Mapping[str, str] = MappingProxyType(
-    {
-        "pissa": _TAKEN_OUT,
-        "olora": _TAKEN_OUT,
-        "corda": _TAKEN_OUT,
-        "lora_ga": _TAKEN_OUT,
-        "loftq": "quantizes the frozen weights, and those that stream are the checkpoint's",
-        "mica": "decomposes every frozen weight, and no more than a layer of them is in memory",
-        "eva": "runs data through the whole model beforehand",
-    }
-)
+REFUSED_INITIAL_VALUES: Mapping[str, str] = {
+    **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _TAKEN_OUT),
+    "loftq": "quantizes the frozen weights, and those that stream are the checkpoint's",
+    "mica": "decomposes every frozen weight, and no more than a layer of them is in memory",
+    "eva": "runs data through the whole model beforehand",
+}
 """Values that cannot be used, each with the reason, to follow its name."""
 
 

@@ -24,11 +24,8 @@ def print_table(
 ) -> None:
     """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow.
 
-    Args:
-        rows: the first cell of each names a section, which a table without headers shows once for all rows of it.
-        console: a quiet one prints nothing.
-        headers: of the columns.
-        amounts: whether the last column holds amounts, which a table aligns on the right.
+    The first cell of a row names a section, which a table without `headers` shows once for all rows of it. A table
+    aligns a last column of `amounts` on the right. A quiet console prints nothing.
     """
     if console.quiet:
         return

@@ -12,17 +12,6 @@ from lema.config.foreign import SAID_HERE
 from lema.config.peft import SETTING_OF
 from lema.errors import ConfigError
 
-__all__ = [
-    "Problem",
-    "SettingsError",
-    "Several",
-    "as_problem",
-    "nearest",
-    "prefixed",
-    "problems_of",
-    "unknown_setting",
-]
-
 # Names that other trainers, and other settings here, use for the same thing, where spelling alone would not lead a
 # newcomer there. Of the settings that are meant the first is offered that there is where the name stands.
 _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -125,11 +114,10 @@ class SettingsError(ConfigError):
             super().__init__(f"{len(self.problems)} settings are wrong:{listed}")
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
-        """The same problems, each with its place in a file: that of its key, or else of the settings it belongs to.
+        """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.
 
-        Args:
-            places: `file:line` by path (`phases[1].tokens`); that of "" is the file.
-            apart: settings at the top that were not given in the file.
+        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; settings `apart` were not given
+        there.
         """
         found, elsewhere = [], set(apart)
         for problem in self.problems:
@@ -179,19 +167,22 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return [one for one in ranked if likeness[one] >= max(_LIKE, likeness[ranked[0]] - _TIE)]
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return a question whether the nearest of the known names is meant; empty where none is near."""
+    near = nearest(name, known)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
 def unknown_setting(key: str, known: Iterable[str]) -> Problem:
     """The problem of a key that is no setting, with the nearest names."""
     if how := SAID_HERE.get(key.lower().replace("-", "_")):
         return Problem(key, f"unknown setting {key!r}", how)
     known = list(known)
-    near = nearest(key, known)
-    if near:
-        how = f"did you mean {' or '.join(near)}?"
-    elif "device" in known:
-        how = "`lema config schema` lists every setting"
+    if "device" in known:
+        listed = "`lema config schema` lists every setting"
     else:
-        how = f"there are {', '.join(known)}" if len(known) <= _FEW else "docs/phases.md lists every setting"
-    return Problem(key, f"unknown setting {key!r}", how)
+        listed = f"there are {', '.join(known)}" if len(known) <= _FEW else "docs/phases.md lists every setting"
+    return Problem(key, f"unknown setting {key!r}", meant(key, known) or listed)
 
 
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
@@ -228,8 +219,7 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
     telling = [detail for detail in details if detail["type"] not in _NOUNS] or details
     what = " or ".join(dict.fromkeys(_demand(detail) for detail in telling))
     given = first["input"]
-    near = nearest(given, _choices(telling)) if isinstance(given, str) else []
-    how = f"did you mean {' or '.join(near)}?" if near else ""
+    how = meant(given, _choices(telling)) if isinstance(given, str) else ""
     if "value_error" in kinds:
         named = what.startswith(key) or not first["loc"]
         return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")

@@ -37,11 +37,7 @@ Silent = Annotated[Value, Change.SILENT]
 
 
 class Settings(BaseModel):
-    """Settings by name. Unknown names, wrong types and contradictions are one error that lists every problem.
-
-    Raises:
-        SettingsError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
-    """
+    """Settings by name. Unknown names, wrong types and contradictions are one `SettingsError` that lists them all."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
@@ -73,10 +69,7 @@ class Settings(BaseModel):
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:
-    """Return a validator that makes a mapping a `kind` by calling `make` (None: `kind` itself) with its settings.
-
-    An object of that kind passes as it is, and None passes if it is `optional`.
-    """
+    """Return a validator that makes a mapping a `kind`, by `make` or itself; one passes as is, None if `optional`."""
 
     def made(value: Any) -> Any:
         if isinstance(value, kind) or (optional and value is None):

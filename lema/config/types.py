@@ -12,38 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from lema.config.peft import INITIAL_VALUES, why_not_initial
 from lema.config.units import memory_bytes
 
-__all__ = [
-    "Beta",
-    "Columns",
-    "Count",
-    "DataFiles",
-    "Dtype",
-    "Indices",
-    "InitialValues",
-    "Kept",
-    "Location",
-    "Memory",
-    "MemoryStrategy",
-    "Name",
-    "NameList",
-    "Names",
-    "NotNegative",
-    "Offloading",
-    "Optimizer",
-    "Pattern",
-    "Patterns",
-    "PhaseScheduler",
-    "Positive",
-    "Reports",
-    "RowSplit",
-    "Scale",
-    "Scheduler",
-    "Strategy",
-    "Targets",
-    "TokenIndices",
-    "Tokens",
-]
-
 
 class MemoryStrategy(StrEnum):
     """Where frozen weights wait for their turn on the device."""
@@ -167,49 +135,21 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 
 # The values of transformers.SchedulerType, which costs seconds to import (a test holds the two together), and our own.
-Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "greedy",
-    "wsd",
-    "wsds",
-    "cosine_rewarm",
+Scheduler = Literal[  # noqa: RUF041 - nested, so that each kind has its line
+    Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"],
+    Literal["inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr"],
+    Literal["warmup_stable_decay", "greedy"],
+    Literal["wsd", "wsds", "cosine_rewarm"],
 ]
 PhaseScheduler = Literal["constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"]
 
 # Those of transformers.training_args.OptimizerNames that torch, transformers and bitsandbytes have, and whose state is
 # plain tensors and numbers: a checkpoint holds nothing that is pickled.
-Optimizer = Literal[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adafactor",
-    "sgd",
-    "adagrad",
-    "rmsprop",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "ademamix",
-    "ademamix_8bit",
-    "lion_32bit",
-    "lion_8bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit",
-    "paged_adamw_32bit",
-    "paged_adamw_8bit",
-    "paged_ademamix_32bit",
-    "paged_ademamix_8bit",
-    "paged_lion_32bit",
-    "paged_lion_8bit",
+Optimizer = Literal[  # noqa: RUF041 - nested, so that each kind has its line
+    Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"],
+    Literal["adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit"],
+    Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_32bit", "paged_adamw_8bit"],
+    Literal["paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit"],
 ]
 
 Positive = Annotated[float, Field(gt=0)]

@@ -21,15 +21,10 @@ _UNITS: dict[str, int] = {"B": 1} | {
 
 
 def parse_memory(value: int | float | str, total: int) -> int:
-    """Bytes meant by a memory setting.
+    """Return the bytes that a memory setting means, of `total` bytes there are; `ConfigError` where it means none.
 
-    Args:
-        value: bytes (`2_000_000`), a size (`"4GB"` is 4 * 1000**3, `"4GiB"` is 4 * 1024**3), a fraction of `total`
-            (`0.5`; more than 0, at most 1) or `"auto"` (nine tenths of `total`).
-        total: bytes there are. A size larger than this is returned as asked.
-
-    Raises:
-        ConfigError: the value is none of these.
+    It is bytes (`2_000_000`), a size (`"4GB"` is 4 * 1000**3, `"4GiB"` is 4 * 1024**3; one larger than `total` is
+    returned as asked), a fraction of `total` (`0.5`; more than 0, at most 1) or `"auto"` (nine tenths of `total`).
     """
     try:
         return memory_bytes(value, total)

@@ -39,21 +39,19 @@ class YamlFile:
 
 
 def read_yaml(path: str | PathLike[str]) -> YamlFile:
-    """Read a YAML mapping with text keys.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8, not YAML, empty, or not a mapping; names file and line.
-    """
+    """Read a YAML mapping with text keys; a `ConfigError` names file and line of what is none, or cannot be read."""
     file = Path(path)
     text = _read_text(file)
     root = _parsed(_yaml().compose, text, str(file))
     if root is None:
-        what = "the config file is empty"
-        raise ConfigError(what, where=str(file), how="it needs at least `model_name_or_path: ...`")
+        how = "it needs at least `model_name_or_path: ...`"
+        raise ConfigError("the config file is empty", where=str(file), how=how)
     if not isinstance(root, MappingNode):
-        what = "a config file is a list of `key: value` lines"
-        how = "write one `key: value` per line, with a space after the colon"
-        raise ConfigError(what, where=f"{file}:{root.start_mark.line + 1}", how=how)
+        where, how = (
+            f"{file}:{root.start_mark.line + 1}",
+            "write one `key: value` per line, with a space after the colon",
+        )
+        raise ConfigError("a config file is a list of `key: value` lines", where=where, how=how)
     values = _parsed(_yaml().load, text, str(file))
     lines = dict(_lines(root, "", set()))
     for key in values:
@@ -64,11 +62,7 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Read one value as a YAML file would: `1e-4`, `true`, `[q_proj, v_proj]`, plain text; empty is None.
-
-    Raises:
-        ConfigError: the text is not YAML.
-    """
+    """Read one value as a YAML file would, or raise `ConfigError`: `1e-4`, `true`, `[one, two]`; empty is None."""
     return _parsed(_yaml().load, text, where, lines=False)
 
 
@@ -86,8 +80,7 @@ def _read_text(file: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        what = "the config file is not UTF-8 text"
+        what, line = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
         raise ConfigError(what, where=f"{file}:{line}", how="save it as UTF-8") from error
 
 
@@ -134,10 +127,7 @@ def from_yaml(
 ) -> Made:
     """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's.
 
-    `spellings` are other names that the file may use for settings, each with the setting's own name.
-
-    Raises:
-        ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
+    A `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's own name.
     """
     file = read_yaml(path)
     try:

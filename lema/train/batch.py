@@ -18,7 +18,6 @@ from lema.model.files import ModelFiles
 
 __all__ = ["as_batch", "as_rows", "read_data"]
 
-
 NAMES = ("input_ids", "labels", "attention_mask")
 
 
@@ -71,10 +70,7 @@ def as_batch(
 
 
 def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
-    """Refuse rows that end or begin with padding: labels made of the tokens alone would have it learnt.
-
-    Many tokenizers pad with the token that ends a text; one of these at the end is no padding.
-    """
+    """Refuse rows that end or begin with padding, more than the one token that may end a text: it would be learnt."""
     if pad is None or ids.numel() == 0:
         return
     once = 2 if pad == end or (isinstance(end, list) and pad in end) else 1
@@ -107,14 +103,9 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
 def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callable[[str], None]) -> Any:
     """Return data as rows of `input_ids` and `labels`: as they are where they have them, else tokenised as files are.
 
-    Args:
-        data: such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
-        config: says how they are read.
-        files: the model's, for its tokenizer.
-        say: called with what there is to say of data that were tokenised.
-
-    Raises:
-        DataError: as `lema.data.prepare_data`, and where there is no tokenizer.
+    They are such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
+    `say` is called with what there is to say of data that were tokenised. Raises `DataError` as
+    `lema.data.prepare_data`, and where there is no tokenizer.
     """
     if data is None or isinstance(data, TokenDataset | PreferenceDataset):
         return data
@@ -136,12 +127,8 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
 
-    Returns:
-        A `TokenDataset`; for an objective of examples, a `PreferenceDataset`.
-
-    Raises:
-        ConfigError: `max_length` is more than the model's positions.
-        DataError: the data is missing or malformed.
+    Returns a `TokenDataset`; for an objective of examples, a `PreferenceDataset`. Raises `ConfigError` where
+    `max_length` is more than the model's positions, `DataError` where the data is missing or malformed.
     """
     text, forms = files.config.get_text_config(), forms_of(config)
     options: dict[str, Any] = {

@@ -20,7 +20,6 @@ from lema.train.steps import add_measured, means, measured_here
 
 __all__ = ["evaluate", "passes_of_mixture", "passes_of_rows"]
 
-
 EvalPass = tuple[Sequence[Mapping[str, Tensor]], str]
 """The micro-batches of one pass over the layers, none of them where only other processes have some; and which rows
 these are, for an error."""
@@ -31,12 +30,8 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
     """Return `eval_loss` (mean over trained tokens), `eval_perplexity` and `eval_tokens`, over all processes.
 
     The model is measured without dropout, and no random number is drawn. Every process calls this, with its share of
-    the rows in as many passes as the others have.
-
-    Raises:
-        NonFiniteError: the loss of a pass is NaN or infinite; names its rows and the layer where it began.
-        DataError: no token is trained.
-        StopRequested: the run it is made in is to stop.
+    the rows in as many passes as the others have. Raises `NonFiniteError`, which names the rows of a pass and the layer
+    where it began; `DataError` where no token is trained; `StopRequested` where the run it is made in is to stop.
     """
     replicas, module = model.backend.replicas, model.split.model
     was_training = module.training

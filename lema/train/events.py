@@ -21,58 +21,46 @@ from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.errors import ConfigError, DiskError
 from lema.train.checkpoint.format import TRAINER_STATE
-from lema.train.metrics import METRICS_NAME, PICTURE, MetricsLog, Window, plot_loss, since
+from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, MetricsLog, Window, plot_loss, since
 from lema.train.steps import StepResult, Steps, add_measured, means
 
 __all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments"]
 
 
 def report_callbacks(config: LemaConfig) -> list[Any]:
-    """Return a callback for each name in `report_to`.
-
-    Raises:
-        ConfigError: a name is unknown, or what it needs is not installed.
-    """
+    """Return a callback for each name in `report_to`; `ConfigError` where one is unknown, or its library is missing."""
     try:
         return [kind() for kind in get_reporting_integration_callbacks(_names(config))]
     except (ValueError, ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"this report cannot be made: {error}",
-            where=f"report_to: {', '.join(_names(config))}",
-            how="install what it needs, or leave it out of report_to",
-        ) from error
+        what = f"this report cannot be made: {error}"
+        how = "install what it needs, or leave it out of report_to"
+        raise ConfigError(what, where=f"report_to: {', '.join(_names(config))}", how=how) from error
+
+
+# Settings that `transformers` calls and reads as they are here.
+SAME_SETTINGS = (
+    *("output_dir", "run_name", "seed", "learning_rate", "weight_decay", "gradient_accumulation_steps"),
+    *("num_train_epochs", "logging_steps", "eval_steps", "save_total_limit"),
+)
 
 
 def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
-    """Return the settings as callbacks read them.
-
-    Raises:
-        ConfigError: they do not go together.
-    """
+    """Return the settings as callbacks read them; `ConfigError` where they do not go together."""
     theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
         return TrainingArguments(
-            output_dir=config.output_dir,
-            run_name=config.run_name,
+            **{name: getattr(config, name) for name in SAME_SETTINGS},
             per_device_train_batch_size=config.batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
             lr_scheduler_type=config.lr_scheduler_type if config.lr_scheduler_type in theirs else "constant",
             max_grad_norm=config.max_grad_norm or 0.0,
-            num_train_epochs=config.num_train_epochs,
             max_steps=config.max_steps or -1,
-            logging_steps=config.logging_steps,
             eval_strategy=evaluation,
-            eval_steps=config.eval_steps,
             metric_for_best_model="eval_loss" if evaluates else None,  # what early stopping asks for
             greater_is_better=False,
             save_strategy="steps" if config.save_steps else "no",
             save_steps=config.save_steps or 1,
-            save_total_limit=config.save_total_limit,
             report_to=_names(config) or "none",
-            seed=config.seed,
             use_cpu=True,  # the device is the backend's business; nothing here may open another
             disable_tqdm=True,
         )
@@ -99,18 +87,9 @@ class Position:
 class RunEvents:
     """Metrics and callbacks of one run; use it in a `with` block. Of several processes the first writes and reports.
 
-    Args:
-        config: of the run: `output_dir`, the intervals, `report_to`.
-        num_steps: of the whole run.
-        replicas: the processes.
-        callbacks: `transformers.TrainerCallback`s.
-        num_epochs: of the whole run; None: it does not count them.
-        evaluates: whether there is anything to evaluate on.
-        told: called with each line of metrics.
-
-    Attributes:
-        control: what callbacks have asked for.
-        state: what callbacks know of the run.
+    Of the config it takes `output_dir`, the intervals and `report_to`. `num_steps` and `num_epochs` are of the whole
+    run, which counts no epochs where that is None. `told` is called with each line of metrics. `control` is what
+    callbacks have asked for, `state` what they know of the run.
     """
 
     def __init__(
@@ -154,7 +133,7 @@ class RunEvents:
         """Whether any step was about to be taken."""
         return self._handler is not None
 
-    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: Sequence[Any] = (0.0, 0)) -> None:
+    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: Sequence[Any] = NO_SUMS) -> None:
         """Begin to train something, or go on with it where `unlogged` was this; callbacks see module and optimizer."""
         self._steps = steps
         self.move(at)
@@ -201,7 +180,9 @@ class RunEvents:
     def counted(self, result: StepResult) -> None:
         """Count a step that was taken for the next line of metrics."""
         for window in (self._window, self._whole):
-            window.add(result.loss, result.trained_tokens, result.tokens)
+            window.loss += result.loss * result.trained_tokens
+            window.trained_tokens += result.trained_tokens
+            window.tokens += result.tokens
             add_measured(result.measured, window.measured)
 
     def measured(self, numbers: Mapping[str, Any]) -> None:
@@ -213,7 +194,7 @@ class RunEvents:
         seconds, model = time.perf_counter() - window.began, self._steps.model
         self.log(
             {
-                "loss": window.mean_loss,
+                "loss": window.loss / window.trained_tokens,
                 **means(window.measured),
                 **numbers,
                 "tokens_per_second": window.tokens / seconds,
@@ -230,7 +211,7 @@ class RunEvents:
             return {}
         seconds = time.perf_counter() - whole.began
         return {
-            "train_loss": whole.mean_loss,
+            "train_loss": whole.loss / whole.trained_tokens,
             "train_runtime": seconds,
             "train_tokens_per_second": whole.tokens / seconds,
         }

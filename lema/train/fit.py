@@ -14,20 +14,16 @@ from lema.backend.group import check_alike, first_alone
 from lema.backend.interrupt import Stop
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
-from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, forget_old_checkpoints
-from lema.train.checkpoint.resume import check_same_run, newest_sound, past_log, say_changed
+from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, checkpoints, forget_old_checkpoints
+from lema.train.checkpoint.resume import Say, check_same_run, newest_sound, past_log, say_changed
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending, RunLoop
-from lema.train.metrics import METRICS_NAME, cut_back
+from lema.train.metrics import METRICS_NAME, NO_SUMS, cut_back
 from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
 __all__ = ["PlainRun", "save_step"]
-
-
-Say = Callable[[str], None]
 
 
 def save_step(steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()) -> None:
@@ -39,13 +35,7 @@ def save_step(steps: Steps, extra: Mapping[str, Any] | None = None, writers: Seq
 
 
 class PlainRun:
-    """The one stage of a plain run; see `lema.train.loop.Stage`.
-
-    Args:
-        steps: what trains, perhaps after some steps.
-        dataset: rows with `input_ids` and `labels`.
-        eval_dataset: the same to evaluate on; None: there is no evaluation.
-    """
+    """The one stage of a plain run, whose `steps` may have taken some already; see `lema.train.loop.Stage`."""
 
     trains: str | None = None
 
@@ -62,54 +52,39 @@ class PlainRun:
         self.best: dict[str, Any] | None = None
         self.eval_loss: float | None = None
         self.pending: Pending | None = None
-        self.unlogged: Sequence[Any] = (0.0, 0)
+        self.unlogged: Sequence[Any] = NO_SUMS
         self.saved: int | None = None
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
             check_alike(self._replicas, self._config.to_dict() | data)
 
     def begin(self, *, weights_only: bool = False) -> None:
-        """Begin, or go on from the step that `steps` is at.
-
-        Raises:
-            ConfigError: checkpoints of another run are in `output_dir`, or no step is left; or `weights_only` is set,
-                and no checkpoint is gone on from.
+        """Begin, or go on from the step that `steps` is at; `ConfigError` in another run's `output_dir` or without
+        steps left.
         """
         if self.done == 0 and checkpoints(self._output):
-            raise ConfigError(
-                "the output directory holds checkpoints of an earlier run",
-                where=str(self._output),
-                how="go on from the newest with --resume (resume=True), or choose another output_dir",
-            )
+            what = "the output directory holds checkpoints of an earlier run"
+            how = "go on from the newest with --resume (resume=True), or choose another output_dir"
+            raise ConfigError(what, where=str(self._output), how=how)
         if self.done >= self.num_steps:
-            raise ConfigError(
-                f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}",
-                where="fit",
-                how="raise num_train_epochs or max_steps, or begin again with a new trainer",
-            )
+            what = f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
+            how = "raise num_train_epochs or max_steps, or begin again with a new trainer"
+            raise ConfigError(what, where="fit", how=how)
         if weights_only:
-            raise ConfigError(
-                "weights alone are taken of a checkpoint that is gone on from",
-                where="weights_only",
-                how="set resume (--resume) too, or leave it out",
-            )
+            what = "weights alone are taken of a checkpoint that is gone on from"
+            raise ConfigError(what, where="weights_only", how="set resume (--resume) too, or leave it out")
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
 
-        With `weights_only` it leaves the optimizer out. What is gone on from is said.
-
-        Raises:
-            AdapterError: there is none; ConfigError: it is of another run.
+        What is gone on from is said. Raises `AdapterError` where there is none, `ConfigError` where it is of another
+        run.
         """
         steps, found = self.steps, checkpoints(self._output)
         say = say if self._replicas.first else lambda _: None
         if not found:
-            raise AdapterError(
-                "there is no checkpoint to resume from",
-                where=str(self._output),
-                how="leave --resume out to begin a new run",
-            )
+            what = "there is no checkpoint to resume from"
+            raise AdapterError(what, where=str(self._output), how="leave --resume out to begin a new run")
         path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about)
@@ -123,7 +98,7 @@ class PlainRun:
     def _take_up(self, extra: Mapping[str, Any], path: Path, *, whole: bool) -> None:
         """Go on with what a checkpoint says of the run, `whole` with all that is in it."""
         self.done = self.steps.global_step
-        self.unlogged = extra.get("window", (0.0, 0))  # a checkpoint that `train_step` wrote has none
+        self.unlogged = extra.get("window", NO_SUMS)  # a checkpoint that `train_step` wrote has none
         self.pending = extra.get("left")
         self.saved = self.done if whole else None
         self._past = past_log(path / TRAINER_STATE)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +23,6 @@ from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model import Split
-
-__all__ = [
-    "HiddenGradients",
-    "Pass",
-    "Passes",
-    "awaited",
-    "first_non_finite",
-    "first_non_finite_gradient",
-    "moves",
-    "non_finite_gradient",
-    "non_finite_loss",
-    "non_finite_norm",
-    "watched",
-    "where_began",
-    "worst",
-]
 
 
 class HiddenGradients:
@@ -63,10 +46,7 @@ class HiddenGradients:
 
 
 def worst(replicas: Replicas, loss: float) -> float:
-    """Return a loss that all processes which hold one copy together have formed; one that is not finite, if any has.
-
-    Each of them calls this, so that they see the same.
-    """
+    """Return a loss that all processes of a copy, which call this, have formed; one that is not finite, if any."""
     return next((one for one in replicas.of_copy(loss) if not math.isfinite(one)), loss)
 
 
@@ -75,11 +55,9 @@ def non_finite_loss(
 ) -> NonFiniteError:
     """Return the error of a loss that is not finite; runs forward once more to name the part at fault."""
     place = first_non_finite(model, micro_batches) or "the loss itself"
-    return NonFiniteError(
-        f"the loss is {value}",
-        where=f"{where}; first non-finite output: {place}",
-        how="check the base weights and the data; lower learning_rate, or set max_grad_norm, if it grew before",
-    )
+    what = f"the loss is {value}"
+    how = "check the base weights and the data; lower learning_rate, or set max_grad_norm, if it grew before"
+    return NonFiniteError(what, where=f"{where}; first non-finite output: {place}", how=how)
 
 
 @torch.no_grad()
@@ -110,16 +88,14 @@ def _lowest(replicas: Replicas, index: int | None) -> int | None:
 def non_finite_gradient(where: str, place: str | None) -> NonFiniteError:
     """Return the error of a norm that is not finite; `place` is where gradients began not to be, None: nowhere."""
     if place is None:
-        return NonFiniteError(
-            "the gradients are finite, their norm is not; the optimizer was not stepped",
-            where=where,
-            how="lower learning_rate",
-        )
-    return NonFiniteError(
+        what = "the gradients are finite, their norm is not; the optimizer was not stepped"
+        return NonFiniteError(what, where=where, how="lower learning_rate")
+    what, where = (
         "a gradient is not finite; the optimizer was not stepped",
-        where=f"{where}; first non-finite gradient: {place}",
-        how="lower learning_rate, set max_grad_norm, or check the base weights of this layer",
+        f"{where}; first non-finite gradient: {place}",
     )
+    how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
+    return NonFiniteError(what, where=where, how=how)
 
 
 def non_finite_norm(name: str, norm: float, where: str, *, stepped: bool) -> NonFiniteError:
@@ -141,11 +117,7 @@ def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -
         run()
     # Processes that compute a layer together form parts of what it hands down: it is named where any sees it.
     seen = (one for one in model.backend.replicas.of_copy(hidden.highest()) if one is not None)
-    return place_of(model.split, max(seen, default=None))
-
-
-def place_of(split: Split, handed_down: int | None) -> str | None:
-    """Name where the gradients of a pass begin not to be finite, given the highest layer that hands such down."""
+    split, handed_down = model.split, max(seen, default=None)
     reached = -1 if handed_down is None else handed_down
     for layer, name, parameter in _downwards(split):
         if layer < reached:
@@ -164,16 +136,8 @@ def where_began(split: Split, name: str, handed_down: int | None) -> str:
 
     `handed_down` is the highest layer that hands down a gradient which is not finite; None: none does.
     """
-    prefix = f"{split.layers_name}."
-    if name.startswith(prefix):
-        layer = int(name.removeprefix(prefix).partition(".")[0])
-    else:
-        names = [one for one, _ in split.model.named_parameters()]
-        above = any(one.startswith(prefix) for one in names[: names.index(name)])
-        layer = split.num_layers if above else -1
-    if handed_down is None or handed_down <= layer:
-        return name
-    return _handing_down(split, handed_down)
+    layer = next(number for number, one, _ in _downwards(split) if one == name)
+    return name if handed_down is None or handed_down <= layer else _handing_down(split, handed_down)
 
 
 def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -188,8 +152,7 @@ def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
     yield from ((-1, name, parameter) for name, parameter in named[: inside.index(True)])
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """A pass of the step under way, as it can be run again."""
 
     micro_batches: Sequence[Mapping[str, Tensor]]
@@ -212,10 +175,7 @@ class Passes:
         self._begun.clear()
 
     def non_finite_loss(self, value: float, mine: float, place: str) -> NonFiniteError:
-        """Return the error of the last pass, whose loss is not finite: `value`, of which `mine` is this process's part.
-
-        All processes call this.
-        """
+        """Return the error of the last pass, `mine` being this process's part of `value`; all processes call this."""
         if math.isfinite(mine):
             self._model.accompany(training=False)  # while the other looks for the layer
             return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
@@ -230,22 +190,21 @@ class Passes:
     def non_finite_gradient(
         self, place: str, again: Callable[[Pass], None], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
-        """Return the error of gradients that are not finite; the passes are run again to find where.
+        """Return the error of gradients that are not finite; the passes are run `again` to find where.
 
-        The generator is then where it was, and the gradients are of no further use. All processes call this. `again`
-        runs a pass forward and backward; `drop_gradients` lets those of what trains go.
+        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called. All processes
+        call it.
         """
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None
+        alone = not stream.sharded and backend.parallel.size == 1  # else other processes run all passes too
         stream.cancel()  # what was announced for the next step
         drop_gradients()
         for one in self._begun:
-            backend.set_rng_state(one.state)
-            found = first_non_finite_gradient(self._model, partial(again, one))
-            began = began or found
-            alone = not stream.sharded and backend.parallel.size == 1
-            if began is not None and alone:  # else other processes run all passes too
-                break
+            if began is None or not alone:
+                backend.set_rng_state(one.state)
+                found = first_non_finite_gradient(self._model, partial(again, one))
+                began = began or found
         backend.set_rng_state(after)
         told = backend.replicas.exchange(began)
         if began is None and any(told):

@@ -24,10 +24,9 @@ from lema.storage.diskspace import say_passed_over, unsaved
 from lema.train.checkpoint.rng import Generators
 from lema.train.events import Position, RunEvents
 from lema.train.guards import watched
-from lema.train.steps import StepResult, Steps
+from lema.train.steps import Steps
 
 __all__ = ["Drawn", "Pending", "RunLoop", "Snapshot", "Stage"]
-
 
 Pending = Mapping[str, Any]
 """What is still to be done after the last step, because a stop came while it was evaluated, as JSON types.
@@ -39,10 +38,7 @@ Pending = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The rows of one step: this process's share, which may be none, and which they are.
-
-    `where` is for an error; `about` is the same for a line of metrics, where it is short enough.
-    """
+    """The rows of a step: this process's share; `where` they are, for an error; `about` them, for a line of metrics."""
 
     micro_batches: Sequence[Mapping[str, Tensor]]
     where: str
@@ -83,10 +79,8 @@ class Stage(Protocol):
         """Return `eval_loss` and what else is measured on rows that are not trained on."""
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken, and of what was not done after it; forget those that are too old.
-
-        Raises:
-            DiskFull: there was no room for it; nothing has changed.
+        """Write a checkpoint of the step just taken, and what was not done after it, or raise `DiskFull`; forget old
+        ones.
         """
 
 
@@ -112,17 +106,10 @@ class Snapshot:
 
 
 class RunLoop:
-    """Takes the steps of a stage that are left.
+    """Takes the steps of a stage that are left; `last_eval` is what was measured last.
 
-    Args:
-        stage: what to train.
-        events: metrics and callbacks of the run.
-        at_layer: asked before each layer whether the run is to stop; None: nobody is. The step or evaluation under way
-            is given up then.
-        after_step: asked after each step of a phase; None: nobody is.
-
-    Attributes:
-        last_eval: what was measured last.
+    `at_layer` is asked before each layer whether the run is to stop: the step or evaluation under way is given up then.
+    `after_step` is asked after each step of a phase.
     """
 
     def __init__(
@@ -139,9 +126,8 @@ class RunLoop:
     def run(self) -> None:
         """Take the steps.
 
-        Raises:
-            Stopped: somebody who was asked said so, or in a phase a callback; a checkpoint of the last step is there.
-            DiskFull: there is no room for the checkpoint that the stage ends with.
+        Raises `Stopped` where somebody who was asked said so, or in a phase a callback, with a checkpoint of the last
+        step there; `DiskFull` where there is no room for the checkpoint that the stage ends with.
         """
         stage = self._stage
         self._tell_best()
@@ -151,17 +137,14 @@ class RunLoop:
             self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.unlogged)
             if self._is_phase:
                 self._events.event("phase_resumed" if stage.done else "phase_begin", trains=stage.trains)
-            if (why := self._stopped_by()) is not None:
+            why: str | None = None
+            with nullcontext() if self._at_layer is None else self._model.interruptible(self._at_layer):
+                try:
+                    self._loop()
+                except StopRequested as request:  # before a layer
+                    why = request.why
+            if why is not None:
                 raise self._cut_short(why)
-
-    def _stopped_by(self) -> str | None:
-        """Take the steps; return why somebody stopped them before a layer, None: they have come to their end."""
-        with nullcontext() if self._at_layer is None else self._model.interruptible(self._at_layer):
-            try:
-                self._loop()
-            except StopRequested as request:
-                return request.why
-        return None
 
     def _cut_short(self, why: str) -> Stopped:
         """Go back to the end of the last step, save that unless it is saved, and return what ends the run."""
@@ -179,12 +162,8 @@ class RunLoop:
         return stopped
 
     def _stopped(self, why: str) -> Stopped:
-        at = self._stage.position(self._stage.done)
-        return Stopped(
-            f"stopped by {why} after {at.name}",
-            where=str(at.checkpoint),
-            how="go on from there with --resume (resume=True)",
-        )
+        at, how = self._stage.position(self._stage.done), "go on from there with --resume (resume=True)"
+        return Stopped(f"stopped by {why} after {at.name}", where=str(at.checkpoint), how=how)
 
     def _loop(self) -> None:
         stage, events, in_epoch = self._stage, self._events, False
@@ -220,19 +199,17 @@ class RunLoop:
             on_event=events.fire,
         )
         if self._is_phase:  # the schedule of a plain run is of steps that the optimizer took, and its trainer steps it
-            _step_anyway(stage.schedule)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # torch warns if the first was not
+                stage.schedule.step()
         stage.done, stage.eval_loss = stage.done + 1, None
         events.move(stage.position(stage.done))
-        self._count(result, drawn)
-        return {"learning_rate": rate, "grad_norm": result.grad_norm}
-
-    def _count(self, result: StepResult, drawn: Drawn) -> None:
-        """Count a step for the metrics; of one that was dropped, write why, and which rows it had."""
         if (why := result.dropped) is None:
-            self._events.counted(result)
-            return
-        skipped = self._stage.steps.skipped_steps
-        self._events.event("skipped", skipped=skipped, why=why.what, at=why.where, **drawn.about)
+            events.counted(result)
+        else:
+            skipped = stage.steps.skipped_steps
+            events.event("skipped", skipped=skipped, why=why.what, at=why.where, **drawn.about)
+        return {"learning_rate": rate, "grad_norm": result.grad_norm}
 
     def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
         """Do what is due after a step, and after the epoch if it has ended; return whether it goes on.
@@ -245,11 +222,9 @@ class RunLoop:
             if self._is_phase:
                 return True
             if events.control.should_epoch_stop:
-                raise ConfigError(
-                    "a callback set should_epoch_stop: the place in the data follows from the step alone",
-                    where=f"step {stage.done}",
-                    how="set should_training_stop, or lower num_train_epochs",
-                )
+                what = "a callback set should_epoch_stop: the place in the data follows from the step alone"
+                how = "set should_training_stop, or lower num_train_epochs"
+                raise ConfigError(what, where=f"step {stage.done}", how=how)
             events.agree()  # because evaluating or saving may have been the last
             if not stage.position(stage.done).ends_epoch and not events.control.should_training_stop:
                 return True
@@ -332,10 +307,3 @@ class RunLoop:
         with self._model.patient("saving a checkpoint"):
             self._stage.save(self._events, pending)
         self._stage.saved = self._stage.done
-
-
-def _step_anyway(schedule: LRScheduler) -> None:
-    """Let the learning rate of a phase go on, which is that of the plan's step, whether or not that was taken."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # torch warns if the first was not
-        schedule.step()

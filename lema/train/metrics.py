@@ -15,25 +15,12 @@ from dataclasses import dataclass, field, fields
 from io import FileIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from lema.errors import DataError, DiskError, DiskFull
 from lema.storage.atomic import replacing
 from lema.storage.diskspace import not_written
 from lema.stream import StreamCounters
-
-__all__ = [
-    "METRICS_NAME",
-    "PICTURE",
-    "MetricsLog",
-    "Window",
-    "cut_back",
-    "cut_metrics",
-    "plot_loss",
-    "read_metrics",
-    "since",
-]
-
 
 METRICS_NAME, PICTURE = "metrics.jsonl", "loss.png"
 
@@ -44,13 +31,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsLog:
     """Appends one line of JSON per measurement; every line is on its way to the disk before `write` returns.
 
-    A line that a kill cut short is removed on opening, so the file always reads.
-
-    Args:
-        path: the file; made, with its directory, where it does not exist.
-
-    Raises:
-        DiskError: the file cannot be opened or written.
+    A line that a kill cut short is removed on opening, so the file always reads. `DiskError` where it cannot be
+    written.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -86,29 +68,19 @@ class MetricsLog:
         """Close the file; twice is harmless."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Drop lines of what a run that goes on from an earlier step measures again; return how many. A kill leaves all.
+    """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all.
 
-    Args:
-        path: the file; it need not exist.
-        keep: says of a row whether it stays. What is not a JSON object stays for `read_metrics` to tell of.
-
-    Raises:
-        DiskError: the file cannot be read or written; it is as it was.
+    `keep` says which rows stay; what is no JSON object does. `DiskError` leaves the file, which need not exist, as it
+    was.
     """
     file = Path(path)
     try:
         if not file.is_file():
             return 0
         lines = file.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _stays(line, keep)]
+        kept = [line for line in lines if not isinstance(row := _row(line), dict) or keep(row)]
         if len(kept) < len(lines):
             with replacing(file) as out:
                 out.writelines(kept)
@@ -117,21 +89,15 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
         raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
 
 
-def _stays(line: bytes, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return True
-    return not isinstance(row, dict) or keep(row)
+def _row(line: bytes) -> Any:
+    with suppress(ValueError):
+        return json.loads(line)
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The rows that count: those a resumed run measured again are given once, as measured last.
+    """Return the rows that count: those a resumed run measured again are given once, as measured last.
 
-    A run killed after its last checkpoint leaves rows of steps that the resumed run repeats.
-
-    Raises:
-        DataError: the file is missing, or a line is not a JSON object; names file and line.
+    A `DataError` names the file that is missing, or file and line of what is no JSON object.
     """
     rows: list[dict[str, Any]] = []
     file = Path(path)
@@ -233,22 +199,19 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(position)
 
 
+NO_SUMS: Sequence[Any] = (0.0, 0, {})  # of a window that nothing was counted in
+
+
 @dataclass
 class Window:
     """What happened since `began`: between two lines of metrics, or over the whole run."""
 
     began: float
     counters: StreamCounters
-    loss: float = 0.0
+    loss: float = 0.0  # the sum over its trained tokens
     trained_tokens: int = 0
     tokens: int = 0
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)  # by an objective: sums, and of how many
-
-    def add(self, loss: float, trained: int, tokens: int) -> None:
-        """Count a step: its mean loss, the tokens it trained, and all its tokens."""
-        self.loss += loss * trained
-        self.trained_tokens += trained
-        self.tokens += tokens
 
     @property
     def sums(self) -> list[Any]:
@@ -256,14 +219,9 @@ class Window:
         return [self.loss, self.trained_tokens, self.measured]
 
     def go_on(self, sums: Sequence[Any]) -> None:
-        """Take up the `sums` of a window that ended early; an earlier version wrote the first two."""
+        """Take up the `sums` of a window that ended early."""
         self.loss, self.trained_tokens = float(sums[0]), int(sums[1])
-        self.measured = {} if len(sums) < 3 else {name: (one[0], one[1]) for name, one in sums[2].items()}
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean loss of all trained tokens."""
-        return self.loss / max(self.trained_tokens, 1)
+        self.measured = {name: (one[0], one[1]) for name, one in sums[2].items()}
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:

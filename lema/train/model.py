@@ -120,13 +120,10 @@ class LemaModel:
         trust_remote_code: bool = False,
         **overrides: Any,
     ) -> Self:
-        """Open a saved adapter with its base model.
+        """Open a saved adapter, with PEFT's files in `directory`, and its base model.
 
-        Args:
-            directory: with PEFT's files, and `lema_config.json` unless `overrides` say what it would.
-            backend: the device; None: the one the config names.
-            trust_remote_code: run code that comes with the base model.
-            overrides: settings that replace those saved.
+        Settings are those of `lema_config.json`, which `overrides` replace or stand for. Code that comes with the base
+        model is run if it is trusted.
 
         Raises:
             AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained
@@ -146,31 +143,40 @@ class LemaModel:
     def initialize_lora(self) -> None:
         """Attach a fresh adapter, with the numbers PEFT draws for `seed`.
 
-        Raises:
-            ModelError: no module matches `lora_target_modules`, or the adapter does not fit the model otherwise.
-            ConfigError: a setting of the adapter does not fit the model.
+        Raises `ModelError` where no module matches `lora_target_modules`, or the adapter does not fit the model
+        otherwise; `ConfigError` where a setting of the adapter does not.
         """
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton)
-        self._attach(configured_lora(self.skeleton, self.config), seed=self.config.seed)
+        self.attach_lora(configured_lora(self.skeleton, self.config), seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
         """Attach an adapter as PEFT's config has it, drawn from `seed`; None: its values are to be loaded.
 
-        Raises:
-            ModelError, ConfigError: as `initialize_lora`.
+        Raises `ModelError` or `ConfigError` as `initialize_lora` does.
         """
-        self._attach(config, seed=seed)
+        if self.lora_manager is not None:
+            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
+        if self._divided and self.backend.parallel.size > 1:
+            what = "the layers have been divided among processes already"
+            raise ConfigError(what, how="call initialize_lora() before anything else")
+        if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
+            self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
+        with self._tables.taken_out():
+            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+            touched = self._tables.touched()
+        self.keep_whole(touched.__contains__, self._head.touched())
+        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
+        self._divide()
+        self.split.adapters_changed()
+        self.spend_anew()  # limits must leave room for the adapter
 
     def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
         """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
 
-        Args:
-            directory: it holds PEFT's `adapter_config.json` and `adapter_model.safetensors`.
-
-        Raises:
-            AdapterError: there is no adapter, it is damaged, it belongs to another model, or does not fit this one.
-            ConfigError: the model has an adapter already.
+        Its directory holds PEFT's `adapter_config.json` and `adapter_model.safetensors`. Raises `AdapterError` where
+        there is none, it is damaged, or it does not fit this model; `ConfigError` where the model has an adapter
+        already.
         """
         path = Path(directory)
         if (saved := read_lora_config(path)) is None:
@@ -188,12 +194,8 @@ class LemaModel:
     def get_trainer(
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
-        """Return a trainer of this model.
-
-        Args:
-            optimizer: over `get_trainable_parameters()`; None: AdamW as the config says.
-            callbacks: `transformers.TrainerCallback`s.
-            options: further arguments of `LemaTrainer`.
+        """Return a trainer of this model; `optimizer` is over `get_trainable_parameters()`, `options` are
+        `LemaTrainer`'s.
         """
         from lema.train.trainer import LemaTrainer
 
@@ -201,13 +203,7 @@ class LemaModel:
         return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write PEFT's adapter files and `lema_config.json`.
-
-        Processes that hold the model together all call this, and the first of all writes.
-
-        Raises:
-            DiskError: a file could not be written.
-        """
+        """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`; of processes the first does."""
         adapter = self._require_adapter()
         whole = whole_adapter(adapter, self.backend.parallel)
 
@@ -216,10 +212,7 @@ class LemaModel:
             self.config.save_pretrained(directory)
             write_base(Path(directory), base_fingerprint(self.gbi))
 
-        if whole is None:
-            write()
-        else:
-            first_alone(self.backend.replicas, write)
+        write() if whole is None else first_alone(self.backend.replicas, write)
 
     @cached_property
     def adapter(self) -> StreamedModel:
@@ -252,11 +245,9 @@ class LemaModel:
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
-        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names; and
-        the head, if it says so of its own, or for the reason that is given.
+        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names.
 
-        Raises:
-            ConfigError: the settings ask for their rows, or for the head in pieces.
+        So is the head, or for the reason that is given. Raises `ConfigError` where the settings ask for rows or pieces.
         """
         if head is None and any(map(chosen, self._head.names)):
             head = "its weight is adapted, or trains"
@@ -275,12 +266,10 @@ class LemaModel:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """What memory is spent on, within the limits of the settings. Made at first use, adapters attached.
+        """What memory is spent on, within the limits of the settings; made at first use, with adapters, unless it was
+        set.
 
-        It may be set, before that, to what one knows better.
-
-        Raises:
-            MemoryLimitError: the limits are too small.
+        Raises `MemoryLimitError` where the limits are too small.
         """
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         shape = None
@@ -299,11 +288,7 @@ class LemaModel:
 
     @cached_property
     def memory(self) -> LayerStream:
-        """The stream of layers, as `allocation` has it. Several processes make it at once, each its own.
-
-        Raises:
-            ReadError: a layer that is kept in memory could not be read.
-        """
+        """The stream of layers, as `allocation` has it; of several processes each makes its own, all at once."""
         if self.config.shard_weights and self.backend.replicas.size == 1:
             warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
         if not self.allocation.pieces:
@@ -342,10 +327,8 @@ class LemaModel:
             keys_values: where they wait for the next token.
             options: of `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
 
-        Processes that hold the model together all call this with the same arguments, and all get the texts.
-
-        Raises:
-            MemoryLimitError: keys and values of a batch do not fit; `ConfigError`: processes divide a row's tokens.
+        Processes that hold the model together all call this alike, and all get the texts. Raises `MemoryLimitError`
+        where keys and values of a batch do not fit; `ConfigError` where processes divide a row's tokens.
         """
         from lema.train.inference.texts import texts_of
 
@@ -370,26 +353,8 @@ class LemaModel:
         self._precision.put_back()
 
     def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Return tensors of the model without adapters, by name, on the device; those that are not stored are left
-        out."""
+        """Return tensors of the model without adapters, by name, on the device; what is not stored is left out."""
         return self._stored.read(names)
-
-    def _attach(self, config: LoraConfig, seed: int | None) -> None:
-        if self.lora_manager is not None:
-            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
-        if self._divided and self.backend.parallel.size > 1:
-            what = "the layers have been divided among processes already"
-            raise ConfigError(what, how="call initialize_lora() before anything else")
-        if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
-            self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
-        with self._tables.taken_out():
-            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
-            touched = self._tables.touched()
-        self.keep_whole(touched.__contains__, self._head.touched())
-        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
-        self._divide()
-        self.split.adapters_changed()
-        self.spend_anew()  # limits must leave room for the adapter
 
     def _require_adapter(self) -> PeftModel:
         if self.lora_manager is None:

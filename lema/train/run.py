@@ -35,7 +35,7 @@ def train(
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
 ) -> dict[str, Any]:
-    """Train as the config says and save the adapter to `output_dir`.
+    """Train as the config says and save the adapter to `output_dir`; return what `LemaTrainer.fit` returns.
 
     Args:
         config: with `train_data`.
@@ -45,9 +45,6 @@ def train(
         console: what to print on; None: standard output.
         trust_remote_code: run code that comes with the model.
         trace: records what is read, uploaded and computed, and when.
-
-    Returns:
-        What `LemaTrainer.fit` returns.
 
     Raises:
         Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
@@ -89,11 +86,8 @@ def train(
 
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
-    """Read the training and evaluation data the model's config names.
-
-    Raises:
-        ConfigError: the config names no training data, or rows longer than the model's positions.
-        DataError: the data is missing or malformed.
+    """Read the training and evaluation data that the config names; `ConfigError` where it names none, else as
+    `read_data`.
     """
     config = model.config
     if not config.train_data:

@@ -18,16 +18,10 @@ __all__ = ["StepSampler"]
 
 
 class StepSampler:
-    """The optimizer steps of a run. Where in the data a step ends follows from its number alone.
+    """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process gets its share.
 
-    Args:
-        dataset: rows with `input_ids` and `labels`.
-        config: how many rows a batch has, how many batches a step takes, how long the run is.
-        replicas: the processes, each of which gets its share of every batch.
-
-    Attributes:
-        num_batches: of the whole run.
-        num_steps: likewise; the last may take fewer batches than the others.
+    Where in the data a step ends follows from its number alone. `num_batches` and `num_steps` are of the whole run; the
+    last step may take fewer batches than the others.
     """
 
     def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas) -> None:

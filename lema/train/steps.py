@@ -1,7 +1,7 @@
 """What the run loop drives: something that takes optimizer steps, saves itself and is restored.
 
-`lema.train.trainer.LemaTrainer` does so for adapters, `lema.train.full.FullTraining` for a model's own weights. The
-loop knows only the protocol `Steps`. What both do alike when a step is dropped or a checkpoint needs room is here, too.
+`LemaTrainer` does so for adapters, `FullTraining` for a model's own weights. The loop knows only the protocol `Steps`.
+What both do alike when a step is dropped or a checkpoint needs room is here, too.
 """
 
 from __future__ import annotations
@@ -24,20 +24,6 @@ from lema.engine.head.loss import attended_tokens, trained_tokens
 from lema.errors import NonFiniteError
 from lema.storage.diskspace import check_room
 from lema.train.checkpoint.format import Writer
-
-__all__ = [
-    "StepResult",
-    "Steps",
-    "add_measured",
-    "check_room_for",
-    "count_tokens",
-    "may_drop",
-    "means",
-    "measured_here",
-    "no_event",
-    "read_measured",
-    "warn_dropped",
-]
 
 
 @dataclass(frozen=True)
@@ -89,11 +75,8 @@ class Steps(Protocol):
             micro_batches: with `labels`; every layer is leased once for all of them.
             more: another step follows at once, and its first layers may be read while this one ends.
             following: the micro-batches of that step, where some of its layers may be left out.
-            where: which rows these are, for an error.
+            where: which rows these are, for the error where the loss or a gradient is not finite.
             on_event: called with the names of the events around the optimizer's step, where such moments exist.
-
-        Raises:
-            NonFiniteError: the loss or a gradient is not finite, and the step may not be dropped.
         """
 
     def require_room(self, count: int) -> None:
@@ -184,10 +167,6 @@ def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
 
 
 def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
-    """Make sure that a directory has room for `count` checkpoints of `nbytes` each; all processes call this.
-
-    Raises:
-        DiskFull: it has not; in every process.
-    """
+    """Raise `DiskFull` in all processes, which all call this, unless a directory has room for so many checkpoints."""
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
     first_alone(replicas, lambda: check_room(directory, count * nbytes, what))

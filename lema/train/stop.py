@@ -15,7 +15,6 @@ from lema.errors import Stopped
 
 __all__ = ["SIGNALS", "STOP_FILE", "StopOnSignal"]
 
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE = "stop"
 
@@ -28,16 +27,9 @@ BETWEEN_LOOKS = 1.0  # seconds between two looks at the file: its disk may be fa
 class StopOnSignal:
     """Notes that a run is to stop; give `why` to the run as whom to ask. A second signal ends the process at once.
 
-    Use it in a `with` block, at whose end the handlers that were there before are back. A block that `Stopped` ends,
-    or an error that came of it, has done what the file asked for, which is deleted: the run that goes on would stop
-    again.
-
-    Args:
-        file: that asks for the end of the run by being there; None: there is none.
-        clock: seconds.
-
-    Attributes:
-        received: the signal that came.
+    Use it in a `with` block, at whose end the handlers that were there before are back. It asks for the end, too, that
+    a `file` is there. A block that `Stopped` ends, or an error that came of it, has done what the file asked for, which
+    is deleted: the run that goes on would stop again. `received` is the signal that came, `clock` gives seconds.
     """
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:

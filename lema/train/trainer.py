@@ -26,10 +26,9 @@ from lema.storage.locks import one_run
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.train.batch import as_batch, as_rows
-from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import Writer, check_savable
+from lema.train.checkpoint.format import Writer, check_savable, checkpoints
 from lema.train.checkpoint.resume import check_sound
 from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -126,16 +125,12 @@ class LemaTrainer:
         where: str = "",
         on_event: Callable[[str], None] = no_event,
     ) -> StepResult:
-        """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
+        """Add the gradients of one layer-major pass; the last of `num_passes` of a step steps the optimizer.
 
-        The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm.
-
-        Args:
-            micro_batches: as `Steps.accumulate` takes them, and so are `more`, `following` and `where`.
-            num_passes: passes of this optimizer step.
-            logits: a list that receives each micro-batch's logits.
-            on_event: called with `"on_pre_optimizer_step"` once the gradients are whole, and with
-                `"on_optimizer_step"` before they are dropped.
+        The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm. `logits`
+        receives each micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole,
+        and with `"on_optimizer_step"` before they are dropped. Everything else is as
+        `lema.train.steps.Steps.accumulate` takes it.
         """
         optimizer, replicas = self.ready(), self.backend.replicas
         place = f"step {self.global_step + 1}{where}"
@@ -147,8 +142,8 @@ class LemaTrainer:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
             with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
-                ahead: dict[str, Any] = {"more": more, "following": following}
-                loss = self.update.accumulate(self._parameters(), micro_batches, divisor, logits=logits, **ahead)
+                announce = partial(self.model.announce_step, following) if more else lambda: None
+                loss = self.update.accumulate(self._parameters(), micro_batches, divisor, logits, announce)
             self.accumulation_step += 1
             norm = None
             if self.accumulation_step == num_passes:  # the step's tokens were not known when its first batch ran
@@ -248,15 +243,11 @@ class LemaTrainer:
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
-        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
+        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read; one of that name is replaced.
 
         It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
-        which call this, the first writes; directories are on a disk that all of them see.
-
-        Args:
-            directory: its name; replaced if it is there. Where writing fails, what was there is untouched.
-            extra: further JSON state, for the caller's own use.
-            writers: of further files.
+        which call this, the first writes; directories are on a disk that all of them see. `extra` is further JSON
+        state, for the caller's own use; `writers` add further files. Where writing fails, what was there is untouched.
 
         Raises:
             DiskFull, DiskError: it could not be written, or does not read back as it was written.
@@ -365,13 +356,7 @@ class LemaTrainer:
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
-        """Have the step under way dropped, if the config lets one more be; `error` looks for the place at fault.
-
-        All processes come here with the same numbers, so that they do the same.
-
-        Raises:
-            NonFiniteError: it does not.
-        """
+        """Have the step under way dropped, in all processes, if one more may be; else raise the `error` found."""
         if self._fault is None:
             found = error()
             if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):

@@ -21,12 +21,8 @@ __all__ = ["Update", "read_numbers"]
 class Update:
     """Turns micro-batches into gradients, and the gradients of a step into new parameters.
 
-    Args:
-        model: the streamed model.
-        max_grad_norm: gradients longer than this are scaled down to it; None: they are not.
-
-    Attributes:
-        scaler: of half-precision gradients; idle for other dtypes.
+    Gradients longer than `max_grad_norm` are scaled down to it. `scaler` is of half-precision gradients, idle for
+    others.
     """
 
     def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
@@ -41,24 +37,16 @@ class Update:
         parameters: Sequence[nn.Parameter],
         micro_batches: Sequence[Mapping[str, Tensor]],
         num_tokens: int,
-        *,
-        more: bool = False,
-        following: Sequence[Mapping[str, Tensor]] | None = None,
         logits: list[Tensor] | None = None,
+        announce: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """Add the gradients of one pass through the layers; return its loss, on the device.
 
-        Where the device's memory runs out, room is made and the pass begins again.
-
-        Args:
-            parameters: that train.
-            micro_batches: of this process; none where only other processes have some.
-            num_tokens: by which the summed loss is divided; 0: nothing is trained.
-            more: another pass follows at once, and its first layers may be read while this one ends.
-            following: the micro-batches of that pass, where some of its layers may be left out.
-            logits: a list that receives each micro-batch's logits.
+        Where the device's memory runs out, room is made and the pass begins again. There are no micro-batches where
+        only other processes have some. The summed loss is divided by `num_tokens`; 0: nothing is trained. `logits`
+        receives each micro-batch's; `announce` is called before the backward, to say what comes after this pass.
         """
-        run = partial(self._pass, num_tokens=num_tokens, more=more, following=following, logits=logits)
+        run = partial(self._pass, num_tokens=num_tokens, logits=logits, announce=announce)
         return self._model.retry.run_pass(run, micro_batches, parameters=parameters, made=logits)
 
     def _pass(
@@ -66,9 +54,8 @@ class Update:
         micro_batches: Sequence[Mapping[str, Tensor]],
         *,
         num_tokens: int,
-        more: bool,
-        following: Sequence[Mapping[str, Tensor]] | None,
         logits: list[Tensor] | None,
+        announce: Callable[[], object],
     ) -> Tensor:
         """Run one attempt at a pass; its tensors go when it fails, before the next."""
         # The scale stays on the device. It is asked for also where nothing trains, because the scaler begins with it.
@@ -79,16 +66,14 @@ class Update:
             loss = torch.zeros((), device=self._backend.device)
         else:
             loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
-        if more:
-            self._model.announce_step(following)
+        announce()
         if loss.requires_grad:
             self.scaler.scale(loss).backward()
         return loss.detach()
 
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
-        """Make the gradients those of the whole step, in every process; return their norm, on the device.
-
-        Gradients, which some of the parameters may not have, are multiplied by `factor`.
+        """Make the gradients those of the whole step in all processes, times `factor`; return their norm, on the
+        device.
         """
         sum_gradients(self._backend.replicas, parameters)
         self.scaler.unscale_(optimizer)
@@ -101,10 +86,8 @@ class Update:
         return self._backend.parallel.norm(touched)
 
     def fails(self, length: float) -> bool:
-        """Whether the norm of the gradients is none, and not for their having been scaled.
-
-        Half-precision gradients overflow now and then: the scaler skips that step and halves the scale. Where nothing
-        is scaled (any more), the fault is not the scale's.
+        """Whether the norm of the gradients is none, and not for their having been scaled: then the scaler skips the
+        step.
         """
         return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
 
@@ -124,8 +107,8 @@ class Update:
     ) -> bool:
         """Clip the gradients and step the optimizer; return whether it stepped.
 
-        Their `norm` is on the device and, as `length`, on the host, where it is not to be one that `fails`; `on_event`
-        is called before and after the step.
+        `norm` is on the device and, as `length`, on the host, not one that `fails`; `on_event` is called around the
+        step.
         """
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]

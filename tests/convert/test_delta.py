@@ -19,7 +19,8 @@ from lema.convert.delta import DELTA_NAME, is_delta
 from lema.errors import ConfigError, LemaError, WeightsError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
-from lema.train.full import FullTraining, save_delta, save_trained
+from lema.train.full.export import save_delta, save_trained
+from lema.train.full.training import FullTraining
 
 Chosen = Callable[[str], bool]
 
@@ -30,7 +31,7 @@ def trained(model: Path, chosen: Chosen, dtype: str | None = None) -> Iterator[t
     opened = LemaModel(LemaConfig(str(model), device="cpu", strategy="resident", learning_rate=1e-2, dtype=dtype))
     training = FullTraining(opened.adapter, opened.config, chosen)
     for _ in range(2):
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
     yield opened, training
     opened.close()
 

@@ -22,7 +22,7 @@ from lema.plan.machine import profile
 from lema.plan.meter import Tally
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.plan.workload import MicroBatch, measure
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 
 LENGTH, ROWS, MICRO = 64, 4, 2
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176}
@@ -61,7 +61,7 @@ def test_a_real_step_takes_what_was_told(tmp_path: Path, dtype: torch.dtype, cli
     trained = needs.planner.blueprint.trained
     assert trained is not None
     with trains(config) as (model, training):
-        training.step([micro_batches()])  # the first makes what later ones use again
+        training.accumulate(micro_batches())  # the first makes what later ones use again
         own = {name: master for name, master in training.masters.items() if ".layers." in name}
         streamed = {name: stored_in(model, name) for name in own}
         apart = [one for name, one in training.masters.items() if not in_model(model, streamed, name, one)]
@@ -89,7 +89,7 @@ def peak_of_a_step(model: LemaModel, training: FullTraining) -> int:
         tally.leave_out(list(model.memory._host.values()))
         tally.leave_out(training.places._waiting.values())
         tally.leave_out([tensor for batch in micro_batches() for tensor in batch.values()])
-        training.step([micro_batches()])
+        training.accumulate(micro_batches())
     return tally.peak
 
 
@@ -101,7 +101,7 @@ def test_the_device_peak_does_not_grow_with_depth(tmp_path: Path) -> None:
         directory = write_model(tmp_path / str(depth), num_hidden_layers=depth, **WIDE)
         config = config_of(directory, tmp_path)
         with trains(config) as (model, training):
-            training.step([micro_batches()])
+            training.accumulate(micro_batches())
             real = peak_of_a_step(model, training)
         needs = told(config)
         assert needs.device["gradients"] == 2 * 4 * needs.planner.blueprint.trained.layers[0].count  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ def test_bytes_that_move_are_those_of_a_run(tmp_path: Path, clipped: float | Non
     device = Downloads()
     with trains(config, backend=device) as (model, training):
         for _ in range(3):
-            training.step([[{key: tensor[:, :16] for key, tensor in micro_batches()[0].items()}]])
+            training.accumulate([{key: tensor[:, :16] for key, tensor in micro_batches()[0].items()}])
         counters = model.memory.counters
     moved = needs.traffic(3)
     blueprint = needs.planner.blueprint

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema.engine.optim import make_optimizer
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema_cpu import CpuBackend
 
 STEPS = 10
@@ -69,7 +69,7 @@ def streamed(
     try:
         model.skeleton.train()
         training = FullTraining(model.adapter, config, chosen)
-        losses = [training.step([micro_batches(count)]) for _ in range(steps)]
+        losses = [torch.tensor(training.accumulate(micro_batches(count)).loss) for _ in range(steps)]
         return losses, {name: master.detach().clone() for name, master in training.masters.items()}
     finally:
         model.close()

@@ -11,10 +11,11 @@ from tiny import VOCABULARY
 
 from lema.train import LemaTrainer
 from lema.train.events import RunEvents
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema.train.metrics import read_metrics
-from lema.train.phases import PhasePlan, run
+from lema.train.phases import run
 from lema.train.phases.places import Places
+from lema.train.phases.plan import PhasePlan
 
 BLOCK, ROWS = 12, 4
 STEP = BLOCK * ROWS

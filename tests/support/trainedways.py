@@ -65,7 +65,7 @@ def bare_model(checkpoint: Checkpoint, settings: dict[str, Any] | None = None) -
 
 def attach(model: LemaModel, checkpoint: Checkpoint, **options: Any) -> None:
     with unwarned():
-        model._attach(lora(checkpoint, **options), seed=SEED)
+        model.attach_lora(lora(checkpoint, **options), seed=SEED)
     model.lora_manager.train()
 
 

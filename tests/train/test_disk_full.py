@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_a_run_does_not_begin_without_room_for_two_checkpoints(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_line_of_metrics_is_not_worth_a_run() -> None:
-    with MetricsLog("/dev/full") as metrics:
+    with closing(MetricsLog("/dev/full")) as metrics:
         with pytest.warns(UserWarning, match="No space left on device.*this line of step 7 is lost"):
             metrics.note({"step": 7, "loss": 1.0})
         with pytest.raises(DiskFull):

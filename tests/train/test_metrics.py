@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ ROWS = st.lists(
 
 
 def log(path: Path, *rows: dict[str, Any]) -> None:
-    with MetricsLog(path) as metrics:
+    with closing(MetricsLog(path)) as metrics:
         for row in rows:
             metrics.write(row)
 
@@ -52,7 +53,7 @@ def test_what_is_written_is_read_back_and_every_line_is_strict_json(
 
 def test_each_row_is_on_file_before_the_next_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "metrics.jsonl"
-    with MetricsLog(path) as metrics:
+    with closing(MetricsLog(path)) as metrics:
         for step in range(1, 4):
             metrics.write({"step": step, "loss": 1.0 / step})
             assert [row["step"] for row in read_metrics(path)] == list(range(1, step + 1))
@@ -68,7 +69,7 @@ def test_tensors_and_numpy_scalars_are_numbers(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_refused_and_leaves_no_half_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    with MetricsLog(path) as metrics:
+    with closing(MetricsLog(path)) as metrics:
         with pytest.raises(TypeError):
             metrics.write({"step": 1, "loss": object()})
         metrics.write({"step": 2})
@@ -144,7 +145,7 @@ def test_metrics_that_cannot_be_opened_are_a_disk_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")  # noqa: PTH110
 def test_a_full_disk_is_a_disk_error() -> None:
-    with MetricsLog("/dev/full") as metrics, pytest.raises(DiskError, match="No space left"):
+    with closing(MetricsLog("/dev/full")) as metrics, pytest.raises(DiskError, match="No space left"):
         metrics.write({"step": 1})
 
 
@@ -152,10 +153,11 @@ def test_a_disk_that_fills_within_a_line_keeps_the_lines_before(tmp_path: Path) 
     path = tmp_path / "m.jsonl"
     log(path, {"step": 1})
     code = (
-        "import resource, signal, sys\nfrom lema.train.metrics import MetricsLog\nfrom lema.errors import DiskError\n"
+        "import resource, signal, sys\nfrom contextlib import closing\n"
+        "from lema.train.metrics import MetricsLog\nfrom lema.errors import DiskError\n"
         # A limit on file size fails a write in its middle, as a full disk does.
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"
-        "with MetricsLog(sys.argv[1]) as metrics:\n"
+        "with closing(MetricsLog(sys.argv[1])) as metrics:\n"
         "    try:\n        metrics.write({'step': 2, 'note': 'x' * 40})\n    except DiskError:\n        pass\n"
         "    else:\n        sys.exit('nothing failed')\n"
         "    metrics.write({'step': 3})\n"

@@ -1,6 +1,7 @@
 """A step whose loss or gradient is not finite is dropped where that is allowed: counted, told, and without a trace."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,16 +181,16 @@ def test_weights_go_on_as_if_the_step_had_not_been(
         with monkeypatch.context() as patch, full(checkpoint, **changes) as (_, training):
             if faulty:
                 Spoiling(patch, 2)
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
             if faulty:
                 with pytest.warns(UserWarning, match="step 2 was dropped"):
-                    assert training.step([micro_batches(2)], where=", rows 1 and 2").isnan()
+                    assert math.isnan(training.accumulate(micro_batches(2), where=", rows 1 and 2").loss)
                 assert training.dropped is not None and "step 2, rows 1 and 2" in training.dropped.where
                 training.save_checkpoint(tmp_path / "saved")
                 training.skipped_steps = training.global_step = 0
                 training.restore(tmp_path / "saved")
                 assert (training.skipped_steps, training.global_step) == (1, 2)
-            training.step([micro_batches(3)])
+            training.accumulate(micro_batches(3))
             assert training.dropped is None
             found.append({name: master.detach().clone() for name, master in training.masters.items()})
     assert same(*found)
@@ -209,17 +210,17 @@ def test_a_gradient_of_weights_is_dropped_only_where_nothing_was_stepped(
         handle = model.skeleton.get_submodule("model.layers.6.post_attention_layernorm").register_forward_hook(hook)
         if clipped is None:
             with pytest.raises(NonFiniteError, match=r"gradient of model\.layers\.6") as caught:
-                training.step([micro_batches(2)])
+                training.accumulate(micro_batches(2))
             assert training.skipped_steps == 0 and "stepped already" in caught.value.where
             return
         with pytest.warns(UserWarning, match="step 1 was dropped"):
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
         assert training.dropped is not None and ": model.layers.6" in training.dropped.where
         assert same(before, {name: master.detach() for name, master in training.masters.items()})
         with pytest.raises(NonFiniteError):
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
         handle.remove()
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
         assert (training.global_step, training.skipped_steps) == (2, 1)
 
 
@@ -240,5 +241,5 @@ def test_the_layer_that_hands_nan_down_is_named_though_the_weights_of_another_ha
 
             model.skeleton.get_submodule("model.layers.6.input_layernorm").register_forward_hook(hook)
             with pytest.raises(NonFiniteError, match=r"gradient of model\.layers\.5") as caught:
-                training.step([micro_batches(2)])
+                training.accumulate(micro_batches(2))
             assert caught.value.where.endswith("; first non-finite gradient: model.layers.6")

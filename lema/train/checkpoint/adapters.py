@@ -52,21 +52,11 @@ def write_adapters(
     base: str,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
+    """Write a checkpoint of PEFT's `adapters` and an `optimizer` over what trains of them: whole, or not at all.
 
-    Args:
-        directory: its name; replaced if it is there.
-        backend: the device, and the processes.
-        adapters: PEFT's model.
-        optimizer: over its trainable parameters.
-        about: `global_step`, `schedule`, `scaler` and `extra`, as JSON types.
-        config: of the run, saved with it.
-        base: fingerprint of the model below the adapters.
-        writers: of further files.
-
-    Raises:
-        DiskFull, DiskError: it could not be written; in every process.
-        NonFiniteError: something of it is not finite; in every process.
+    All processes call this, the first writes. `about` is `global_step`, `schedule`, `scaler` and `extra`, as JSON
+    types; `base` the fingerprint of the model below; `writers` add further files. Errors are as `write_checkpoint`'s,
+    in every process.
     """
     kept, whole = optimizer_state(optimizer, backend.parallel), whole_adapter(adapters, backend.parallel)
     state = {**about_run(config, "adapters", base), **states_of_all(backend), **about}
@@ -87,9 +77,8 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Load adapters, and the optimizer unless it is None; return the checkpoint's state.
 
-    Raises:
-        AdapterError: it is damaged, of another optimizer, or of a model whose files have changed since.
-        ConfigError: the settings of the adapters have changed since it was saved.
+    Raises `AdapterError` where it is damaged or of another optimizer or model, `ConfigError` of other adapters'
+    settings.
     """
     state = read_state(directory)
     check_same_adapter(adapters, directory)

@@ -14,7 +14,6 @@ from lema.errors import AdapterError
 
 __all__ = ["CLASSES", "SCHEDULE", "UPDATE", "Changed", "changed_settings", "settings_then"]
 
-
 CLASSES: Mapping[str, Change] = {
     name: next(one for one in field.metadata if isinstance(one, Change))
     for name, field in LemaConfig.model_fields.items()
@@ -22,15 +21,10 @@ CLASSES: Mapping[str, Change] = {
 
 # What the learning rate of a step follows from, and what else the optimizer's update does.
 SCHEDULE = frozenset(
-    {
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "warmup_ratio",
-        "max_steps",
-        "num_train_epochs",
-    }
+    [
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+        *("max_steps", "num_train_epochs"),
+    ]
 )
 
 UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})
@@ -49,11 +43,7 @@ class Changed:
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:
-    """Read the settings a checkpoint was written with, as plain values; none where they are not beside it.
-
-    Raises:
-        AdapterError: the file cannot be read.
-    """
+    """Read the settings a checkpoint was written with; none where they are not beside it; or raise `AdapterError`."""
     file = checkpoint / CONFIG_NAME
     if not file.is_file():
         return {}
@@ -64,10 +54,7 @@ def settings_then(checkpoint: Path) -> dict[str, Any]:
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *wanted: Change) -> list[Changed]:
-    """Return the settings of the wanted classes that are not what they were, both as `LemaConfig.to_dict` has them.
-
-    One that is missing in `then`, which a file of an earlier version may hold, counts as the same.
-    """
+    """Return the settings of the wanted classes that are not what they were; one that is missing then is the same."""
     return [
         Changed(name, then[name], now[name])
         for name, change in CLASSES.items()

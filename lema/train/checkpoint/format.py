@@ -33,24 +33,6 @@ from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
 from lema.storage.verify import check_finite, check_written
 
-__all__ = [
-    "STATE",
-    "TRAINER_STATE",
-    "OptimizerState",
-    "Writer",
-    "about_run",
-    "check_savable",
-    "checkpoints",
-    "delete_checkpoint",
-    "forget_old_checkpoints",
-    "nbytes_of",
-    "optimizer_state",
-    "read_state",
-    "restore_optimizer",
-    "write_checkpoint",
-]
-
-
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 TRAINER_STATE = "trainer_state.json"
@@ -70,10 +52,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
     """Delete all but `keep` checkpoints of a run, up to `newest`; None: keep all. What is of a later step is another's.
 
-    Those that are `spared`, such as the best, stay besides.
-
-    Raises:
-        DiskError: one could not be deleted.
+    Those that are `spared`, such as the best, stay besides. Raises `DiskError` where one cannot be deleted.
     """
     found = checkpoints(output_dir)
     mine = found[: found.index(newest) + 1]
@@ -83,11 +62,7 @@ def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spa
 
 
 def delete_checkpoint(directory: Path, what: str) -> None:
-    """Delete a checkpoint; `what` it is, for the error.
-
-    Raises:
-        DiskError: it could not be deleted.
-    """
+    """Delete a checkpoint, or raise a `DiskError` that says `what` it is."""
     try:
         discard(directory)
     except OSError as error:
@@ -111,20 +86,15 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint; a directory of that name that was there before is replaced.
 
-    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory.
-
-    Args:
-        directory: the checkpoint's final name.
-        optimizer: its tensors go to safetensors, the rest of its state to JSON.
-        state: JSON types: step, position, schedule, scaler, generator states.
-        writers: of what trains, and of what belongs beside it. Where none writes a `trainer_state.json`, one with the
-            step alone is written.
-        nbytes: about as much as these will write; there must be room for it.
+    Before it gets its name it is read back and compared with its manifest; the optimizer's tensors with memory. `state`
+    is of JSON types: step, position, schedule, scaler, generator states. The `writers` are of what trains, and of what
+    belongs beside it; where none makes a `trainer_state.json`, one with the step alone is written. There must be room
+    for `nbytes`, about as much as they will write.
 
     Raises:
-        DiskFull: there is no room for it; what was there before is untouched.
-        DiskError: it could not be written, or reads back otherwise; likewise.
-        NonFiniteError: the optimizer's state is not finite, or what would be written; likewise.
+        DiskFull, DiskError: there is no room for it, it could not be written, or reads back otherwise; what was there
+            before is untouched, as by every error here.
+        NonFiniteError: the optimizer's state is not finite, or what would be written.
         ConfigError: the optimizer's state is more than tensors and JSON types.
     """
     text = _json({**state, "optimizer": dict(optimizer.plain)})
@@ -149,10 +119,7 @@ def write_checkpoint(
 
 
 def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """Return what a checkpoint's state says of the run that writes it; its settings lie beside it in full.
-
-    The kind of training is "adapters", or "full" for weights; `base` is the fingerprint of the model, if it is known.
-    """
+    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model."""
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
     versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
     return {
@@ -169,39 +136,26 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """Read a checkpoint's JSON state.
-
-    Raises:
-        AdapterError: it is missing or damaged.
-    """
+    """Read a checkpoint's JSON state; `AdapterError` where it is missing or damaged."""
     try:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise AdapterError(f"the checkpoint's state cannot be read: {error}", where=str(directory / STATE)) from error
     expected = {"global_step", "schedule", "scaler", "generators", "extra", "optimizer"}
     if not isinstance(state, dict) or not expected <= state.keys():
-        raise AdapterError(
-            "this is not the state of a checkpoint",
-            where=str(directory / STATE),
-            how="name a directory that save_checkpoint or `lema train` wrote",
-        )
+        what = "this is not the state of a checkpoint"
+        how = "name a directory that save_checkpoint or `lema train` wrote"
+        raise AdapterError(what, where=str(directory / STATE), how=how)
     return state
 
 
 def restore_optimizer(
     optimizer: Optimizer, directory: Path, plain: Mapping[str, Any], parallel: Parallel | None = None
 ) -> None:
-    """Load into `optimizer` what `write_checkpoint` stored; of one whose parameters `parallel` divides, its part.
-
-    Raises:
-        AdapterError: the state is missing, damaged, or of another optimizer.
-    """
+    """Load its part of what `write_checkpoint` stored, or raise `AdapterError` of what is of another optimizer."""
     if plain.get("class") != (name := type(optimizer).__qualname__):
-        raise AdapterError(
-            f"the state is of the optimizer {plain.get('class')}, not of {name}",
-            where=str(directory / STATE),
-            how="resume with the optimizer the run began with",
-        )
+        what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
+        raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer the run began with")
     try:
         tensors = load_file(directory / OPTIMIZER)
         state: dict[int, dict[str, Any]] = {}
@@ -220,24 +174,18 @@ def restore_optimizer(
         ]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise AdapterError(
-            f"the optimizer cannot be restored: {error}",
-            where=str(directory / OPTIMIZER),
-            how="resume with the settings the run began with, or name another checkpoint",
-        ) from error
+        what = f"the optimizer cannot be restored: {error}"
+        how = "resume with the settings the run began with, or name another checkpoint"
+        raise AdapterError(what, where=str(directory / OPTIMIZER), how=how) from error
 
 
 PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameters in fp32 to quantise its moments
 
 
 def check_savable(optimizer: Optimizer) -> None:
-    """Refuse, before its first step, an optimizer whose state no checkpoint could hold.
+    """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers.
 
-    Another one of its class takes a step with a parameter of its own. Of a class that cannot be made from its defaults
-    nothing is known until the first checkpoint.
-
-    Raises:
-        ConfigError: its state, or its parameter groups, are not tensors and numbers.
+    Another one of its class, made from its defaults if that can be, takes a step with a parameter of its own.
     """
     first = optimizer.param_groups[0]["params"][0]
     probe = nn.Parameter(torch.zeros(PROBE, device=first.device, dtype=first.dtype))
@@ -250,11 +198,9 @@ def check_savable(optimizer: Optimizer) -> None:
         tried = optimizer_state(other)
     _json({"optimizer": tried.plain})
     if other_kind := next((type(one) for one in tried.tensors.values() if type(one) is not Tensor), None):
-        raise ConfigError(
-            f"the state of the run cannot be saved without pickling: {other_kind.__name__} is no plain tensor",
-            where=f"optimizer {tried.plain['class']}",
-            how="use an optimizer whose state is tensors and numbers, such as adamw_8bit in place of torchao's",
-        )
+        what = f"the state of the run cannot be saved without pickling: {other_kind.__name__} is no plain tensor"
+        how = "use an optimizer whose state is tensors and numbers, such as adamw_8bit in place of torchao's"
+        raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how=how)
 
 
 def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
@@ -304,8 +250,6 @@ def _json(state: Mapping[str, Any]) -> str:
     try:
         return json.dumps(state, indent=1)
     except TypeError as error:
-        raise ConfigError(
-            f"the state of the run cannot be saved without pickling: {error}",
-            where=f"optimizer {state['optimizer']['class']}",
-            how="use an optimizer whose state is tensors and numbers, one level deep",
-        ) from error
+        what = f"the state of the run cannot be saved without pickling: {error}"
+        how = "use an optimizer whose state is tensors and numbers, one level deep"
+        raise ConfigError(what, where=f"optimizer {state['optimizer']['class']}", how=how) from error

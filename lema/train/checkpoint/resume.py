@@ -18,8 +18,7 @@ from lema.storage.manifest import check_manifest
 from lema.train.checkpoint.changes import CLASSES, Changed, changed_settings, settings_then
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
-__all__ = ["check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
-
+__all__ = ["Say", "check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
 
 Say = Callable[[str], None]
 
@@ -28,15 +27,10 @@ KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest checkpoint that is sound; say, and warn, why newer ones are passed over. None is changed.
+    """Return the newest sound checkpoint of those `found`, the oldest first; why newer ones are passed over is said.
 
-    Args:
-        found: checkpoints, the oldest first.
-        say: called with a line for each that is passed over.
-        weights_only: whether one will do whose optimizer is missing or damaged.
-
-    Raises:
-        AdapterError: none is sound; lists each with what is wrong with it.
+    With `weights_only` the optimizer may be damaged. Where none is sound, the `AdapterError` says what is wrong with
+    each.
     """
     faults: list[str] = []
     for directory in reversed(found):
@@ -58,11 +52,7 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
-    """Make sure that a checkpoint is what was written, and all of it; return its state.
-
-    Raises:
-        AdapterError: it is not; names the file and what is wrong with it.
-    """
+    """Return the state of a checkpoint that is what was written, and all of it; else an `AdapterError` names a file."""
     check_manifest(directory, spared=(OPTIMIZER,) if weights_only else ())
     state = read_state(directory)
     kind = state.get("kind", "adapters")
@@ -74,19 +64,13 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
     settings_then(directory)
     step = directory.name.removeprefix(PREFIX)
     if step.isdigit() and int(step) != (said := _step_of(state)):
-        raise AdapterError(
-            f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it",
-            where=str(directory / STATE),
-        )
+        what = f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it"
+        raise AdapterError(what, where=str(directory / STATE))
     return state
 
 
 def past_log(file: Path) -> dict[str, Any]:
-    """Read what an earlier process logged and found best; a checkpoint that `train_step` wrote has none of it.
-
-    Raises:
-        AdapterError: the file is damaged.
-    """
+    """Read what an earlier process logged and found best, or raise `AdapterError`; `train_step` writes none of it."""
     if not file.is_file():
         return {}
     try:
@@ -117,16 +101,9 @@ def check_same_run(
 ) -> list[Changed]:
     """Refuse to go on with what another run began; return the settings that may have changed, and have.
 
-    Args:
-        checkpoint: that is gone on from.
-        config: the settings now.
-        adapter: that is attached now; None: none trains.
-        data: what tells the rows apart from others, as JSON types; compared with what the checkpoint's `extra` has
-            under `data`, as far as that goes.
-
-    Raises:
-        ConfigError: something differs that would make it another run; names each, with what it was and is.
-        AdapterError: the checkpoint's settings cannot be read.
+    `adapter` is what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is
+    compared with what the checkpoint's `extra` has under `data`, as far as that goes. The `ConfigError` names each
+    thing that differs, with what it was and is. Settings that cannot be read are an `AdapterError`.
     """
     then, now = settings_then(checkpoint), config.to_dict()
     refused = changed_settings(then, now, Change.REFUSED)
@@ -144,11 +121,9 @@ def check_same_run(
         refused += changed_settings(then, now, Change.DATA)
     if refused:
         listed = "".join(f"\n  - {one}" for one in refused)
-        raise ConfigError(
-            f"the run began with other settings or data (then -> now):{listed}",
-            where=str(checkpoint),
-            how="resume with those it began with, or begin a new run in another output_dir",
-        )
+        what = f"the run began with other settings or data (then -> now):{listed}"
+        how = "resume with those it began with, or begin a new run in another output_dir"
+        raise ConfigError(what, where=str(checkpoint), how=how)
     return changed_settings(then, now, Change.SAID)
 
 

@@ -43,16 +43,13 @@ class Generators:
         numpy_state = np.random.get_state(legacy=False)
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), backend.rng_state())
 
-    def put_back(self, backend: Backend) -> None:
-        """Let the generators go on from here."""
-        self.put_back_on_host()
-        backend.set_rng_state(self.device)
-
-    def put_back_on_host(self) -> None:
-        """Let the generators of the host go on from here."""
+    def put_back(self, backend: Backend | None) -> None:
+        """Let the generators go on from here; without a backend, those of the host alone."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
+        if backend is not None:
+            backend.set_rng_state(self.device)
 
     def to_json(self) -> dict[str, Any]:
         """Return the states as JSON types."""
@@ -84,15 +81,12 @@ def states_of_all(backend: Backend) -> dict[str, Any]:
 def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
     """Put this process's generators back where a checkpoint found them.
 
-    A device of another kind cannot go on from there, nor can a process that there was not then: these draw other
-    numbers, from the seed and the step.
+    A process that was not there, or has a device of another kind, draws other numbers, from the seed and the step.
     """
     saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
-    anew = seed + rank + int(state["global_step"])
-    if rank >= len(saved):
-        torch.manual_seed(anew)
-    elif saved[rank].get("kind", backend.name) == backend.name:
-        Generators.from_json(saved[rank]).put_back(backend)
-    else:
-        torch.manual_seed(anew)  # every device's
-        Generators.from_json(saved[rank]).put_back_on_host()
+    there = rank < len(saved)
+    alike = there and saved[rank].get("kind", backend.name) == backend.name
+    if not alike:
+        torch.manual_seed(seed + rank + int(state["global_step"]))  # every device's
+    if there:
+        Generators.from_json(saved[rank]).put_back(backend if alike else None)

@@ -37,7 +37,6 @@ from lema.train.full.masters import MOMENTS, Masters, settings_of
 
 __all__ = ["carry_moments", "check_full", "read_full", "write_full"]
 
-
 KIND = "full"  # of training, as a checkpoint says it
 MASTER, STEP = "master", "step"
 
@@ -52,21 +51,11 @@ def write_full(
     base: str | None = None,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint: whole, or not at all. All processes call this, the first writes.
+    """Write a checkpoint of what trains and its AdamW: whole, or not at all. All processes call this, the first writes.
 
-    Args:
-        directory: its name; replaced if it is there.
-        backend: the device, and the processes.
-        masters: what trains.
-        optimizer: an AdamW over it.
-        about: `global_step` and `extra`.
-        config: of the run, saved with it.
-        base: fingerprint of the model that the weights were of at first; None: it is not known.
-        writers: of further files.
-
-    Raises:
-        DiskError: it could not be written; in every process.
-        NonFiniteError: something of it is not finite; likewise.
+    `about` is `global_step` and `extra`; `base` is the fingerprint of the model that the weights were of at first, None
+    where it is not known; `writers` add further files. Raises `DiskError`, or `NonFiniteError` of what is not finite,
+    in every process.
     """
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states_of_all(backend), **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
@@ -84,34 +73,23 @@ def _write_weights(directory: Path, masters: Masters, optimizer: Optimizer, part
 
 
 def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None) -> None:
-    """Refuse a checkpoint of weights of another model; `base` is this one's fingerprint, `gbi` where it lies.
-
-    Raises:
-        AdapterError: the model has changed since it was trained.
-    """
+    """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is this one's fingerprint."""
     then = read_state(directory).get("base")
     if gbi is not None and then not in (None, base):
-        raise AdapterError(
-            f"the model has changed since it was trained: its fingerprint is {base}, and it was {then}",
-            where=f"{directory}, on {gbi.path}",
-            how="give the model as it was, or begin a new run in another output_dir",
-        )
+        what = f"the model has changed since it was trained: its fingerprint is {base}, and it was {then}"
+        how = "give the model as it was, or begin a new run in another output_dir"
+        raise AdapterError(what, where=f"{directory}, on {gbi.path}", how=how)
 
 
 def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:
-    """Restore masters, optimizer and generators; return the checkpoint's state.
-
-    Raises:
-        AdapterError: it is damaged, of another kind of training, or of other weights.
-    """
+    """Restore masters, optimizer and generators; return the state, or raise `AdapterError` of what does not fit."""
     state = _state(directory)
     saved, expected = _index(directory), {f"{MASTER}.{name}": tuple(one.shape) for name, one in masters.by_name.items()}
     found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
     if found != expected:
         other = next(iter(sorted(found.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
-        raise AdapterError(
-            f"other weights were trained there: {other}", where=str(directory), how="train the same selection"
-        )
+        what = f"other weights were trained there: {other}"
+        raise AdapterError(what, where=str(directory), how="train the same selection")
     settings = settings_of(optimizer)
     restore_optimizer(settings, directory, state["optimizer"])
     for mine, theirs in zip(optimizer.param_groups, settings.param_groups, strict=True):
@@ -123,23 +101,15 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
 
 
 def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> dict[str, Any]:
-    """Take the moments of what trained in a checkpoint, too, of the same model; empty those of the rest.
-
-    Returns:
-        The checkpoint's `extra`.
-
-    Raises:
-        AdapterError: it is damaged, of another kind of training, or a weight has another shape there.
+    """Take the moments of what trained in a checkpoint, too; empty the others. Return its `extra`, or raise
+    `AdapterError`.
     """
     state, saved = _state(directory), _index(directory)
     for name, master in masters.by_name.items():
         there = saved.get(f"{MASTER}.{name}")
         if there is not None and there[1] != tuple(master.shape):
-            raise AdapterError(
-                f"{name} is {list(there[1])} there, and {list(master.shape)} here",
-                where=str(directory / there[0]),
-                how="carry moments of the same model",
-            )
+            what = f"{name} is {list(there[1])} there, and {list(master.shape)} here"
+            raise AdapterError(what, where=str(directory / there[0]), how="carry moments of the same model")
     masters.attach(optimizer)
     _fill(directory, masters, optimizer, saved, (STEP, *MOMENTS))
     return dict(state["extra"])
@@ -148,15 +118,12 @@ def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> di
 def _state(directory: Path) -> dict[str, Any]:
     state = read_state(directory)
     if (kind := state.get("kind", "adapters")) != KIND:
-        raise AdapterError(
-            f"this is a checkpoint of {kind}, not of weights",
-            where=str(directory),
-            how="name one of this kind of training",
-        )
+        what = f"this is a checkpoint of {kind}, not of weights"
+        raise AdapterError(what, where=str(directory), how="name one of this kind of training")
     return state
 
 
-def _files(masters: Masters) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _files(masters: Masters) -> Iterator[tuple[str, Iterable[str]]]:
     for layer, names in masters.by_layer.items():
         yield f"{KIND}-{layer:05}.safetensors", names
     if masters.outside:

@@ -37,20 +37,12 @@ class _Trained:
 def save_trained(
     model: LemaModel, training: FullTraining, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
 ) -> Path:
-    """Write a model with the weights it has been trained to, in the hub's format.
+    """Write a model with the weights it has been trained to into a new or empty directory, in the hub's format.
 
     What trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by
-    piece, from where it is stored.
-
-    Args:
-        model: it.
-        training: what trains it.
-        out_dir: a new or empty directory; it appears under its name when it is complete.
-        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
-
-    Raises:
-        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
-        DiskError: a file could not be written; nothing is left behind.
+    piece, from where it is stored. Files hold at most `max_shard_size` bytes of tensors; a larger one has a file to
+    itself. Raises `ConfigError` for another directory or size, `DiskError` where a file cannot be written; nothing is
+    left behind.
     """
     out = free_directory(out_dir, max_shard_size)
     skeleton = model.skeleton
@@ -65,8 +57,8 @@ def save_delta(
 ) -> Path:
     """Write the weights that were trained, and no others, rounded from their masters to the type of the weights.
 
-    `apply_delta` makes of it and of the base, bit for bit, what `lema.train.full.save_trained` writes, whose arguments
-    and errors these are.
+    `apply_delta` makes of it and of the base, bit for bit, what `save_trained` writes, whose arguments and errors these
+    are.
     """
     out = free_directory(out_dir, max_shard_size)
     specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in training.masters]

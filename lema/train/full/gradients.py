@@ -16,12 +16,7 @@ __all__ = ["GradientOffload"]
 
 
 class GradientOffload:
-    """Copies the gradients of one layer at a time from the device to host memory.
-
-    Args:
-        model: the streamed model.
-        places: where gradients wait that are kept.
-    """
+    """Copies the gradients of one layer at a time to host memory; `places` is where those wait that are kept."""
 
     def __init__(self, model: StreamedModel, places: Masters) -> None:
         self._backend, self._places = model.backend, places
@@ -57,7 +52,7 @@ class GradientOffload:
             return found
         parameters = {}
         for name in self._places.by_layer[layer]:
-            weight, gradient = self._places.weight(name), found.get(name)
+            weight, gradient = self._places.weights[name], found.get(name)
             held = torch.empty_like(weight, device=backend.device) if gradient is None else gradient
             parameters[name] = nn.Parameter(held, requires_grad=False)
             parameters[name].grad = gradient
@@ -67,7 +62,7 @@ class GradientOffload:
     def _one_layer(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return memory for gradients of one layer at a time."""
         if self._passing is None:
-            sizes = (sum(self._places.weight(one).nbytes for one in names) for names in self._places.by_layer.values())
+            sizes = (sum(self._places.weights[one].nbytes for one in names) for names in self._places.by_layer.values())
             self._passing = self._backend.host_buffer(max(sizes))
         targets, start = {}, 0
         for name, gradient in sorted(found.items(), key=lambda item: -item[1].itemsize):

@@ -12,7 +12,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -30,21 +29,16 @@ from lema.storage.spillfile import OffloadFile, whole_blocks
 
 __all__ = ["MOMENTS", "BackgroundStep", "Masters", "settings_of", "step_part"]
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW calls them
 
 
 class Masters:
-    """What trains of a streamed model, by its name in the model.
-
-    Args:
-        model: its layers that train are kept in host memory.
-        config: `host_memory`, `offload_dir`, and whether gradients are clipped.
-        chosen: says of a parameter's name whether it trains; called once for each.
+    """What trains of a streamed model, by its name in the model; `chosen` says of a name whether it does.
 
     Attributes:
         by_name: the masters, fp32, in the order of the model.
-        by_layer: of each layer that trains, the names; the lowest first.
+        weights: what these are rounded to: in host memory what streams, on the device what lies outside.
+        by_layer: of each layer that trains, the names, each with that in the layer; the lowest first.
         outside: the names of the others.
         mapped: the layers that lie in the file.
         host_bytes: of what streams, masters, moments and waiting gradients of all that trains, in memory.
@@ -52,8 +46,7 @@ class Masters:
 
     Raises:
         ConfigError: nothing trains, or a weight that cannot.
-        MemoryLimitError: `host_memory` does not hold what has to lie in memory.
-        DiskError: the disk does not hold the rest.
+        MemoryLimitError, DiskError: `host_memory` does not hold what has to lie in memory, or the disk not the rest.
     """
 
     def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:
@@ -71,15 +64,16 @@ class Masters:
                     number, _, own = name.removeprefix(prefix).partition(".")
                     self._own[name] = int(number), own
         self.outside = tuple(name for name in order if name not in self._own)
-        in_layers = groupby(sorted(self._own, key=lambda name: self._own[name][0]), key=lambda name: self._own[name][0])
-        self.by_layer = {layer: tuple(names) for layer, names in in_layers}
+        self.by_layer: dict[int, dict[str, str]] = {}
+        for name, (layer, own) in sorted(self._own.items(), key=lambda item: item[1][0]):
+            self.by_layer.setdefault(layer, {})[name] = own
         self._check(order)
         if model.backend.replicas.local_size > 1:  # they share what streams, and nobody writes there
             model.stream.make_private(self.by_layer)
-        self._weights = {name: self._weight(name) for name in order}
+        self.weights = {name: self._weight(name) for name in order}
         self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}
         self._outside_bytes = self._bytes(self.outside)
-        self.host_bytes = sum(self._weights[name].nbytes for name in self._own)
+        self.host_bytes = sum(self.weights[name].nbytes for name in self._own)
         self.mapped_bytes = 0
         self.mapped = place_masters(self._movable(), *self._limits(config))
         self._file: OffloadFile | None = None
@@ -92,20 +86,12 @@ class Masters:
             for layer in self.by_layer:
                 self.waiting(layer)
 
-    def own(self, name: str) -> str:
-        """Return a weight's name in its layer."""
-        return self._own[name][1]
-
-    def weight(self, name: str) -> Tensor:
-        """Return what a master is rounded to: in host memory what streams, on the device what lies outside."""
-        return self._weights[name]
-
     def waiting(self, layer: int) -> dict[str, Tensor]:
         """Return the memory in which gradients of a layer wait: by name, in the type of its weights."""
         names = self.by_layer[layer]
-        for name in sorted(names, key=lambda name: -self._weights[name].itemsize):  # each at a multiple of its size
+        for name in sorted(names, key=lambda name: -self.weights[name].itemsize):  # each at a multiple of its size
             if name not in self._waiting:
-                self._waiting[name] = self._taken(name, self._weights[name].dtype)
+                self._waiting[name] = self._taken(name, self.weights[name].dtype)
         return {name: self._waiting[name] for name in names}
 
     @torch.no_grad()
@@ -121,7 +107,7 @@ class Masters:
     def round(self, names: Iterable[str]) -> None:
         """Have the weights be what their masters are now, to the nearest, where they are not the same memory."""
         for name in names:
-            master, weight = self.by_name[name], self._weights[name]
+            master, weight = self.by_name[name], self.weights[name]
             if master.data_ptr() != weight.data_ptr():
                 weight.copy_(master)
 
@@ -137,19 +123,13 @@ class Masters:
         return self._model.split.model.get_parameter(name).detach()
 
     def _master(self, name: str) -> nn.Parameter:
-        weight = self._weights[name]
-        if name not in self._own and self._is_master(name):
-            return self._model.split.model.get_parameter(name)
-        if self._is_master(name):
-            return nn.Parameter(weight)
+        weight, inside = self.weights[name], name in self._own
+        if weight.dtype == torch.float32 and (inside or self._shared):  # in host memory: it is its own master
+            return nn.Parameter(weight) if inside else self._model.split.model.get_parameter(name)
         return nn.Parameter(self._taken(name, torch.float32).copy_(weight))
 
-    def _is_master(self, name: str) -> bool:
-        """Whether a weight is its own master: in fp32 and in host memory."""
-        return self._weights[name].dtype == torch.float32 and (name in self._own or self._shared)
-
     def _bytes(self, names: Iterable[str]) -> TrainableBytes:
-        return trainable_bytes((name, self._weights[name].numel(), self._weights[name].dtype) for name in names)
+        return trainable_bytes((name, self.weights[name].numel(), self.weights[name].dtype) for name in names)
 
     def _movable(self) -> dict[int, int]:
         return {layer: found.movable(clipped=self._clipped) for layer, found in self._layer_bytes.items()}
@@ -167,9 +147,9 @@ class Masters:
         return there, streamed + (host.available if left is None else min(host.available, left))
 
     def _make_rooms(self, directory: Path) -> None:
-        sizes: dict[int | None, int] = {None: outside_bytes(self._outside_bytes, shared=self._shared)}
-        for layer, nbytes in self._movable().items():
-            sizes[layer] = nbytes
+        outside = outside_bytes(self._outside_bytes, shared=self._shared)
+        sizes: dict[int | None, int] = {None: outside}
+        sizes.update(self._movable().items())
         if self.mapped:
             what, how = "masters and moments", "free some space, set offload_dir, or raise host_memory"
             self._file = OffloadFile(directory, what, how)
@@ -179,23 +159,18 @@ class Masters:
             self._file.reserve(end)
             memory = self._file.mapped()
             self._rooms = {layer: memory[start : start + sizes[layer]] for layer, start in starts.items()}
-        for place, nbytes in sizes.items():
-            if place not in self._rooms:
-                self._rooms[place] = anonymous(nbytes)
+        self._rooms |= {place: anonymous(nbytes) for place, nbytes in sizes.items() if place not in self._rooms}
 
     def _taken(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the next memory of a layer's room, shaped as a weight; beyond the room, memory of its own."""
-        shape, layer = self._weights[name].shape, self._own[name][0] if name in self._own else None
+        """Return the next memory of a layer's room, shaped as a weight."""
+        shape, layer = self.weights[name].shape, self._own[name][0] if name in self._own else None
         nbytes, room = shape.numel() * dtype.itemsize, self._rooms[layer]
-        if len(room) < nbytes:
-            assert not self._clipped, "a layer's room was too small"
-            room = anonymous(nbytes)
+        assert len(room) >= nbytes, "a layer's room was too small"
+        self._rooms[layer] = room[nbytes:]
+        if layer in self.mapped:
+            self.mapped_bytes += nbytes
         else:
-            self._rooms[layer] = room[nbytes:]
-            if layer in self.mapped:
-                self.mapped_bytes += nbytes
-                return room[:nbytes].view(dtype).view(shape)
-        self.host_bytes += nbytes
+            self.host_bytes += nbytes
         return room[:nbytes].view(dtype).view(shape)
 
     def _check(self, chosen: Sequence[str]) -> None:
@@ -203,31 +178,22 @@ class Masters:
         if not chosen:
             raise ConfigError("no weight is chosen to be trained")
         if self._model.backend.parallel.size > 1:
-            raise ConfigError(
-                "weights of layers that processes hold together do not train",
-                where="tensor_parallel_size",
-                how="train adapters, or have each process hold the whole",
-            )
+            what = "weights of layers that processes hold together do not train"
+            how = "train adapters, or have each process hold the whole"
+            raise ConfigError(what, where="tensor_parallel_size", how=how)
         if stream.sharded:
-            raise ConfigError(
-                "weights of which each process has a part do not train", where="shard_weights", how="set it to false"
-            )
+            what = "weights of which each process has a part do not train"
+            raise ConfigError(what, where="shard_weights", how="set it to false")
         if missing := in_layers - stream.host_cached:
-            raise ConfigError(
-                f"layer {min(missing)} trains, and its weights are not kept in host memory",
-                where="strategy",
-                how="use strategy: resident, without device_memory",
-            )
+            what = f"layer {min(missing)} trains, and its weights are not kept in host memory"
+            raise ConfigError(what, where="strategy", how="use strategy: resident, without device_memory")
         if absent := [name for name in self.outside if self._model.split.model.get_parameter(name).is_meta]:
-            raise ConfigError(
-                f"{absent[0]} trains, and is not on the device", where="embeddings", how="set it to device"
-            )
+            what = f"{absent[0]} trains, and is not on the device"
+            raise ConfigError(what, where="embeddings", how="set it to device")
         if quantised := {layer for layer in in_layers if stream.layers[layer].expansions}:
-            raise ConfigError(
-                f"layer {min(quantised)} is stored quantised, and such weights do not train",
-                where="model_name_or_path",
-                how="train adapters, or open the model as it was before it was quantised",
-            )
+            what = f"layer {min(quantised)} is stored quantised, and such weights do not train"
+            how = "train adapters, or open the model as it was before it was quantised"
+            raise ConfigError(what, where="model_name_or_path", how=how)
 
 
 def step_part(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -255,11 +221,7 @@ class BackgroundStep:
         self._under_way: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Have `work` done; blocks until what was begun before has ended.
-
-        Raises:
-            what that raised; then `work` is not begun.
-        """
+        """Have `work` done once what was begun before has ended; where that failed, its error is raised instead."""
         self.wait()
         self._under_way = self._pool.submit(_done, [work])
 

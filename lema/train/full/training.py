@@ -27,7 +27,6 @@ from lema.backend import Download
 from lema.backend.group import sum_gradients
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
-from lema.engine.head.loss import trained_tokens
 from lema.engine.optim import make_optimizer, set_update
 from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.errors import ConfigError, NonFiniteError
@@ -45,27 +44,19 @@ __all__ = ["FullTraining"]
 
 
 class FullTraining:
-    """Trains weights of a streamed model. Of several processes each has all masters, and its share of every batch.
+    """Trains the weights of a streamed model whose names are `chosen`; its layers that train are kept in host memory.
 
-    Args:
-        model: the streamed model; its layers that train are kept in host memory.
-        config: the optimizer's settings, `max_grad_norm`, `host_memory` and where files may lie.
-        chosen: says of a parameter's name in the model whether it trains.
-        gbi: where the weights lay at first, whose fingerprint checkpoints keep; None: they do not.
+    Of several processes each has all masters, and its share of every batch. Checkpoints keep the fingerprint of `gbi`.
 
     Attributes:
         places: where masters, moments and waiting gradients lie, and how many bytes they take.
         masters: what trains, by its name in the model: fp32, in host memory.
-        optimizer: over them.
-        global_step: optimizer steps of the run, those that were dropped among them.
-        skipped_steps: how many were dropped, for a loss or a gradient that was not finite.
         dropped: why the last step was dropped; None: it was not.
         grad_norm: of all gradients of the last step, before they were clipped; None: there was none.
 
     Raises:
         ConfigError: nothing trains, or something that cannot: it is not in host memory, quantised or in float16.
-        MemoryLimitError: `host_memory` does not hold what cannot lie in a file.
-        DiskError: the disk does not hold the rest.
+        MemoryLimitError, DiskError: `host_memory` does not hold what cannot lie in a file, or the disk not the rest.
     """
 
     def __init__(
@@ -83,9 +74,8 @@ class FullTraining:
             raise ConfigError(what, where=f"optim: {config.optim}", how="leave optim out, or train adapters")
         self.optimizer = make_optimizer(self.masters.values(), config, model.split.model, self.masters)
         self.places.attach(self.optimizer)
-        self._layers_name = f"{model.split.layers_name}."
-        own = {layer: [self.places.own(name) for name in names] for layer, names in self.places.by_layer.items()}
-        model.train_weights(TrainedWeights(own, self._done, self._begun))
+        own = {layer: list(names.values()) for layer, names in self.places.by_layer.items()}
+        model.train_weights(TrainedWeights(own, self._done))
         self.global_step = self.skipped_steps = 0
         self.dropped: NonFiniteError | None = None
         self.grad_norm: float | None = None
@@ -95,8 +85,7 @@ class FullTraining:
         self._hidden = HiddenGradients()  # of this step
         self._passes = Passes(model)
         self._behind = BackgroundStep("lema-optimizer")
-        self._last = True  # of the passes of a step
-        self._begun_with: dict[str, Tensor] = {}  # gradients of the passes before
+        self._waiting: dict[str, Tensor] = {}  # gradients of this step, until they are clipped
         self._norms: dict[str, Tensor] = {}
         self._clipped = config.max_grad_norm is not None
         self._offload = GradientOffload(model, self.places)
@@ -119,9 +108,28 @@ class FullTraining:
         where: str = "",
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
-        """Take one optimizer step of one pass, as `lema.train.steps.Steps` says."""
+        """Take one optimizer step, as `lema.train.steps.Steps` says.
+
+        Where the loss or a gradient is not finite and no weight was stepped yet, the step is dropped, if
+        `max_skipped_steps` lets one more be, and its loss is NaN. Without clipping layers may have been stepped by the
+        time that a gradient is not finite, as the error says.
+        """
         trained, tokens = count_tokens(micro_batches, self.model)
-        loss = float(self.step([micro_batches], trained, where=where))
+        self._fault, self._stepped, self.dropped, self._where = None, False, None, where
+        self._hidden = HiddenGradients()
+        self._passes.clear()
+        try:
+            with self.model.seen_by(self._hidden.look):
+                loss = self._pass(micro_batches, trained)
+                self._finish()
+        except BaseException as error:
+            if (other := self._forget()) is not None:
+                error.add_note(f"besides, in the optimizer's thread: {other}")
+            if not self._drops(error):
+                raise
+            loss = math.nan
+        self.model.backend.end_step()
+        self.global_step += 1
         return StepResult(loss, trained, tokens, self.grad_norm, self.dropped)
 
     def require_room(self, count: int) -> None:
@@ -134,73 +142,21 @@ class FullTraining:
         if not UPDATE.isdisjoint(changed):
             set_update(self.optimizer, self.config)
 
-    def step(
-        self, passes: Sequence[Sequence[Mapping[str, Tensor]]], num_tokens: int | None = None, *, where: str = ""
-    ) -> Tensor:
-        """Take one optimizer step; return the loss of all its passes and processes, an fp32 scalar.
-
-        Where the loss or a gradient is not finite and no weight was stepped yet, the step is dropped, if
-        `max_skipped_steps` lets one more be: `dropped` says why, and the loss is NaN.
-
-        Args:
-            passes: the micro-batches of each pass over the layers. Of several processes each gives its share, as many
-                passes as the others, some of them empty.
-            num_tokens: trained tokens of all; None: they are counted.
-            where: which rows these are, for an error.
-
-        Raises:
-            NonFiniteError: the loss is NaN or infinite, or the norm of a gradient, and the step is not dropped. Without
-                clipping layers may have been stepped by then, as the error says.
-        """
-        replicas = self.model.backend.replicas
-        if num_tokens is None and (len(passes) > 1 or replicas.size > 1):
-            mine = sum(trained_tokens(one, shifted=self.model.shifts_labels) for one in passes)
-            num_tokens = sum(replicas.exchange(mine))
-        total = torch.zeros((), dtype=torch.float32, device=self.model.backend.device)
-        self._fault, self._stepped, self.dropped, self._where = None, False, None, where
-        self._hidden = HiddenGradients()
-        self._passes.clear()
-        try:
-            with self.model.seen_by(self._hidden.look):
-                for number, micro_batches in enumerate(passes):
-                    self._last = number == len(passes) - 1
-                    total = total + self._pass(micro_batches, num_tokens)
-                self._finish()
-        except BaseException as error:
-            if (other := self._forget()) is not None:
-                error.add_note(f"besides, in the optimizer's thread: {other}")
-            if not self._drops(error):
-                raise
-            total = torch.full_like(total, math.nan)
-        self.model.backend.end_step()
-        self.global_step += 1
-        return total
-
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
         """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
-        Args:
-            directory: its name; replaced if it is there.
-            extra: further JSON state, for the caller's own use.
-            writers: of further files.
-
-        Raises:
-            DiskError: it could not be written, or does not read back as it was written; what was there before is
-                untouched.
-            NonFiniteError: a weight or a moment is not finite; likewise.
+        It replaces a directory of that name. `extra` is further JSON state, for the caller's own use; `writers` add
+        further files. Raises `DiskError` where it cannot be written, or reads back otherwise, and `NonFiniteError`
+        where a weight or a moment is not finite; what was there before is untouched then.
         """
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
         write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, writers)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
-        """Go on from what `save_checkpoint` wrote; return its `extra`.
-
-        Raises:
-            AdapterError: it is damaged, of another kind of training, of other weights, or of another model.
-        """
+        """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
         path = Path(directory)
         check_full(path, self._base, self._gbi)
         for layer in self.places.by_layer:
@@ -213,13 +169,7 @@ class FullTraining:
         return dict(state["extra"])
 
     def carry_moments(self, directory: str | Path) -> dict[str, Any]:
-        """Begin with the moments in a checkpoint of another selection of weights of the same model; return its `extra`.
-
-        Moments of what trained there, too, are taken; those of other weights are empty. Masters stay what they are.
-
-        Raises:
-            AdapterError: it is damaged, of another kind of training, or of other shapes.
-        """
+        """Begin with the moments in a checkpoint of another selection; masters stay. Return its `extra`."""
         return carry_moments(Path(directory), self.places, self.optimizer)
 
     @cached_property
@@ -232,11 +182,11 @@ class FullTraining:
         self.model.train_weights(TrainedWeights({}, lambda *_: None))
         self.places.close()
 
-    def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int | None) -> Tensor:
-        """Run one pass over the layers, forward and backward; return its loss."""
+    def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int) -> float:
+        """Go through the layers, forward and backward; return the loss of all processes, rounded to fp32."""
         model, replicas = self.model, self.model.backend.replicas
         alone = bool(micro_batches) or replicas.size == 1
-        self._passes.begin(micro_batches, num_tokens or 0)
+        self._passes.begin(micro_batches, num_tokens)
         with model.stop.opened():
             loss = model.loss(micro_batches, num_tokens=num_tokens) if alone else None
             mine = 0.0 if loss is None else float(loss.detach())
@@ -251,33 +201,22 @@ class FullTraining:
             loss.backward()
         else:
             for layer in sorted(self.places.by_layer, reverse=True):
-                begun = {own: self._begun(layer, own) for own in map(self.places.own, self.places.by_layer[layer])}
-                self._done(layer, {own: gradient for own, gradient in begun.items() if gradient is not None})
+                self._done(layer, {})
         self._behind.wait()
-        return torch.tensor(value, dtype=torch.float32, device=model.backend.device)
+        return float(torch.tensor(value, dtype=torch.float32))
 
     def _done(self, layer: int, gradients: Leaves) -> None:
         """Take the gradients of a layer, and go on in the other thread. No computation reads the layer any more."""
-        names = {name: self.places.own(name) for name in self.places.by_layer[layer]}
-        found = {name: gradients[own].detach() for name, own in names.items() if own in gradients}
-        if not self._last:
-            arrived, downloads = self._offload.begin(layer, found, kept=True)
-            for one in downloads:
-                one.landed()
-            self._begun_with.update(arrived)
-            return
+        names = self.places.by_layer[layer].items()
+        found = {name: gradients[own].detach() for name, own in names if own in gradients}
         self._behind.wait()  # in every process before what these tell each other, so that what fails fails in all
         arrived, downloads = self._offload.begin(layer, self._offload.summed(layer, found), kept=self._clipped)
         if self._clipped:
-            self._begun_with.update(arrived)
+            self._waiting.update(arrived)
         else:
             self.model.stop.close()  # a step is taken whole
             self.model.stream.rewrite(layer, self._behind.wait)
         self._behind.begin(partial(self._take, layer, arrived, downloads))
-
-    def _begun(self, layer: int, own: str) -> Tensor | None:
-        gradient = self._begun_with.get(f"{self._layers_name}{layer}.{own}")
-        return None if gradient is None else gradient.to(self.model.backend.device)
 
     def _take(self, layer: int, gradients: dict[str, Tensor], downloads: Sequence[Download]) -> None:
         """Look at the gradients of a layer once they have landed; step it, where nothing is clipped."""
@@ -293,11 +232,7 @@ class FullTraining:
 
     @torch.no_grad()
     def _measure(self, name: str, gradient: Tensor, place: str, begun: str | None) -> None:
-        """Keep the norm of a gradient; `begun` says what was stepped before, if anything was.
-
-        Raises:
-            NonFiniteError: it is none.
-        """
+        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` says what was stepped before, if anything."""
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
             where = f"{self._place}, {place}; {begun or 'no weight was stepped'}"
@@ -358,18 +293,16 @@ class FullTraining:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
-            raise self._faulty(
-                NonFiniteError(
-                    f"the norm of the gradients is {length}",
-                    where=f"{self._place}; no weight was stepped",
-                    how="lower learning_rate, or look at the rows of this step",
-                )
+            what, how = (
+                f"the norm of the gradients is {length}",
+                "lower learning_rate, or look at the rows of this step",
             )
+            raise self._faulty(NonFiniteError(what, where=f"{self._place}; no weight was stepped", how=how))
         self._stepped = True
         if self.config.max_grad_norm is not None:
             for layer, names in self.places.by_layer.items():
                 with stream.rewritten(layer):
-                    found = {name: self._begun_with[name] for name in names if name in self._begun_with}
+                    found = {name: self._waiting[name] for name in names if name in self._waiting}
                     self._step_layer(layer, found, norm)
             clip_grads_with_norm_([self.masters[name] for name in outside], self.config.max_grad_norm, norm)
         self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
@@ -377,7 +310,7 @@ class FullTraining:
         self.places.round(outside)
         stream.settle()
         self.grad_norm = length
-        self._begun_with.clear()
+        self._waiting.clear()
         self._norms.clear()
 
     def _forget(self) -> BaseException | None:
@@ -386,10 +319,8 @@ class FullTraining:
         self._offload.let_go()
         self.model.stream.cancel()
         self.model.stream.settle()
-        self._begun_with.clear()
+        self._waiting.clear()
         self._norms.clear()
-        for name, master in self.masters.items():
-            master.grad = None
-            if name in self.places.outside:
-                self.model.split.model.get_parameter(name).grad = None
+        for parameter in (*self.masters.values(), *map(self.model.split.model.get_parameter, self.places.outside)):
+            parameter.grad = None
         return failure

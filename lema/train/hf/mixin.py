@@ -39,13 +39,9 @@ __all__ = ["StreamingMixin"]
 class StreamingMixin(Below):
     """Put before the trainer in the bases of a class; it takes what that trainer takes, and two keywords more.
 
-    Args:
-        peft_config: of the adapter, where the model is given by name.
-        streaming: further arguments of `lema.streamed`, such as `micro_batch_size`, for that model.
-
-    Raises:
-        ConfigError: the model is none that `lema.streamed` opens.
-        TypeError: the class has the trainer before the mixin, so that no step would come by here.
+    They are for a model that is given by name: `peft_config`, and `streaming`, further arguments of `lema.streamed`.
+    Raises `ConfigError` where the model is none that `lema.streamed` opens, and `TypeError` where the class has the
+    trainer before the mixin, so that no step would come by here.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -102,31 +98,17 @@ class _Reached(BaseException):
 
 @dataclass(eq=False)
 class _Batch:
-    """One batch of an optimizer step.
+    """One batch of an optimizer step."""
 
-    Attributes:
-        inputs: as the trainer has it.
-        states: what its calls of the layers return, so far as they have been run, each without the layers' graph.
-        at: how many of these its training step has been given this time.
-        call: the call that it waits for; None: there is none.
-        loss: what its training step has returned; None: it has not ended.
-    """
-
-    inputs: Any
-    states: list[Tensor] = field(default_factory=list)
-    at: int = 0
-    call: StackCall | None = None
-    loss: Tensor | None = None
+    inputs: Any  # as the trainer has it
+    states: list[Tensor] = field(default_factory=list)  # what its calls of the layers return, without the layers' graph
+    at: int = 0  # how many of these its training step has been given this time
+    call: StackCall | None = None  # the call that it waits for; None: there is none
+    loss: Tensor | None = None  # what its training step has returned; None: it has not ended
 
 
 class _JointStep:
-    """The training steps of all batches of an optimizer step.
-
-    Args:
-        stack: the layers.
-        batches: those batches.
-        step: takes the training step of one.
-    """
+    """The training steps of all batches of an optimizer step through the layers; `step` takes that of one."""
 
     def __init__(self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]) -> None:
         self._stack, self._step = stack, step
@@ -156,10 +138,7 @@ class _JointStep:
                 self._go_on(other, leads=False)
 
     def _go_on(self, batch: _Batch, *, leads: bool) -> None:
-        """Take a batch's training step, as far as the first call of the layers that has not been run.
-
-        One that `leads` has that call run, together with those that others wait for, and goes on to the next.
-        """
+        """Take a batch's step as far as its next call of the layers; one that `leads` has it run for all that wait."""
         stack, inputs = self._stack, batch.inputs
         before, batch.at, batch.call = stack.supply, 0, None
         waiting = leads

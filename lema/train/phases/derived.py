@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict
@@ -23,28 +23,13 @@ if TYPE_CHECKING:
     from lema.train.phases.phase import Phase
     from lema.train.phases.plan import PhasePlan
 
-__all__ = [
-    "FadeConfig",
-    "PlanWarning",
-    "differences_between",
-    "fade_problems",
-    "fade_too_long",
-    "numbers_of",
-    "plan_warnings",
-    "starts_of",
-]
-
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
 class FadeConfig(Settings):
-    """Over its first so many steps or tokens, the mixture of a phase comes in for that of the phase before.
-
-    Raises:
-        SettingsError: a setting is unknown or out of range, or both lengths are given, or neither is.
-    """
+    """Over its first so many steps or tokens, the mixture of a phase comes in for that of the phase before."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -175,38 +160,26 @@ _NOTABLE = 0.01
 _SMALL = 0.5
 
 
-@dataclass(frozen=True)
-class PlanWarning:
-    """Something to look at before the run: the setting's path, what will happen, and what to change if not meant."""
-
-    key: str
-    what: str
-    how: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.what} ({self.how})"
+def _warning(key: str, what: str, how: str) -> Problem:
+    return Problem(key, what, how, place=key)
 
 
-def plan_warnings(plan: PhasePlan, num_processes: int = 1) -> tuple[PlanWarning, ...]:
-    """Return what to look at before a plan is run by so many processes.
-
-    Raises:
-        ConfigError: the rows of a step cannot be divided among them.
-    """
+def plan_warnings(plan: PhasePlan, num_processes: int = 1) -> tuple[Problem, ...]:
+    """Return what to look at before so many processes run a plan; `ConfigError` where they cannot divide a step."""
     phases = (warning for index in range(len(plan.phases)) for warning in _phase(plan, index))
     return (*_division(plan, num_processes), *phases)
 
 
-def _division(plan: PhasePlan, num_processes: int) -> Iterator[PlanWarning]:
+def _division(plan: PhasePlan, num_processes: int) -> Iterator[Problem]:
     batch = plan.batch(num_processes)
     share = batch.rows // num_processes
     wanted = min(plan.micro_batch_size or batch.micro_batch_size, share)
     if batch.micro_batch_size < _SMALL * wanted:
         what = f"the {share} rows of a process divide into micro-batches of {batch.micro_batch_size} only"
-        yield PlanWarning("batch_size", what, f"a multiple of {wanted * num_processes} rows divides into {wanted}")
+        yield _warning("batch_size", what, f"a multiple of {wanted * num_processes} rows divides into {wanted}")
 
 
-def _phase(plan: PhasePlan, index: int) -> Iterator[PlanWarning]:
+def _phase(plan: PhasePlan, index: int) -> Iterator[Problem]:
     phase, size = plan.phases[index], plan.steps(index)
     path, called = f"phases[{index}]", f"phase {index + 1} ({phase.name})"
     ends, total, spans = phase.schedule_start + size.steps, phase.schedule_total(size.steps), phase.spans(size.steps)
@@ -216,15 +189,14 @@ def _phase(plan: PhasePlan, index: int) -> Iterator[PlanWarning]:
     if not goes_on and ends <= spans.warmup:
         what = f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of warm-up; {moves}"
         what += f", and never reaches {phase.learning_rate:.2g}"
-        yield PlanWarning(
-            f"{path}.{phase.length_key('warmup')}", what, "shorten the warm-up, or give the phase more tokens"
-        )
+        key, how = f"{path}.{phase.length_key('warmup')}", "shorten the warm-up, or give the phase more tokens"
+        yield _warning(key, what, how)
     elif not goes_on and ends < total:
         what = f"{called} ends at step {ends} of a schedule of {total}; {moves}"
-        yield PlanWarning(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
+        yield _warning(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
     if size.leftover > _NOTABLE * phase.tokens:
         what = f"{called} leaves out {size.leftover} of {phase.tokens} tokens, which are less than a step"
-        yield PlanWarning(f"{path}.tokens", what, f"give {size.tokens} or {size.tokens + size.tokens // size.steps}")
+        yield _warning(f"{path}.tokens", what, f"give {size.tokens} or {size.tokens + size.tokens // size.steps}")
 
 
 def _goes_on(plan: PhasePlan, index: int, ends: int, total: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -14,7 +14,7 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
 from lema.config.objective import OF_OBJECTIVES
-from lema.config.problems import Problem, SettingsError, nearest, unknown_setting
+from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
 from lema.errors import ConfigError
@@ -25,19 +25,6 @@ from lema.train.phases.twophase import LoRATrainerConfig
 if TYPE_CHECKING:
     from lema.data.mixture import Source
     from lema.model.files import ModelFiles
-
-__all__ = [
-    "EVALUATIONS_NAME",
-    "Files",
-    "PhaseFile",
-    "clipped",
-    "evaluate_end",
-    "has_phases",
-    "named_files",
-    "read_phase_file",
-    "read_sources",
-]
-
 
 EVAL_ROWS, PHASES = "eval_rows", "phases"
 EVALUATIONS_NAME = "evaluations.json"
@@ -80,18 +67,13 @@ class PhaseFile:
 
 def has_phases(path: str | PathLike[str]) -> bool:
     """Whether a file is one of phases. What is wrong with it is said by whoever reads it."""
-    try:
+    with suppress(ConfigError):
         return bool((STAGES | {PHASES}) & read_yaml(path).values.keys())
-    except ConfigError:
-        return False
+    return False
 
 
 def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
-    """Read a YAML file of phases; settings given here replace those of the file.
-
-    Raises:
-        ConfigError: it is not YAML, or a setting is wrong; names file, line and key.
-    """
+    """Read a YAML file of phases, whose settings those given here replace; a `ConfigError` names file, line and key."""
     yaml = read_yaml(path)
     try:
         return _read({**yaml.values, **overrides})
@@ -104,11 +86,8 @@ def _read(values: dict[str, Any]) -> PhaseFile:
     staged = PHASES not in values
     problems = list(_unfit(values, staged=staged))
     values = {key: value for key, value in values.items() if key not in {problem.key for problem in problems}}
-    stages: LoRATrainerConfig | None = None
-    config: LemaConfig | None = None
-    plan: PhasePlan | None = None
-    rows = values.pop(EVAL_ROWS, None)
-    given = values.pop(PHASES, None)
+    stages, config, plan = None, None, None
+    rows, given = values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
     if staged:
         own = {key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES}
         try:
@@ -147,8 +126,7 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
             problems.append(Problem(key, what, "add `eval_data:` with files of each data set, or leave it out"))
     used = {one.full_name for phase in plan.phases for one in phase.mixture}
     for name in sorted(used - train_data.keys()) if train_data else ():
-        near = nearest(name, train_data)
-        how = f"did you mean {near[0]}?" if near else "give its files"
+        how = meant(name, train_data) or "give its files"
         problems.append(Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how))
     measured = stages.evaluations if stages is not None else []
     for name in (one for one in measured if one not in eval_data):
@@ -157,14 +135,9 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
         raise SettingsError(problems)
     if stages is None:
         return PhaseFile(clipped(config), plan, train_data, eval_data, rows)
-    return PhaseFile(
-        clipped(stages.settings_of_run(config)),
-        plan,
-        train_data,
-        eval_data if stages.validate else {},
-        rows or stages.validation_steps,
-        {name: eval_data[name] for name in measured},
-    )
+    validated, rows = eval_data if stages.validate else {}, rows or stages.validation_steps
+    evaluations = {name: eval_data[name] for name in measured}
+    return PhaseFile(clipped(stages.settings_of_run(config)), plan, train_data, validated, rows, evaluations)
 
 
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
@@ -184,9 +157,8 @@ def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
 
 
 def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
-    """Return the plan of phases, of which each of the `given` entries overrides `values`, the settings of the run.
-
-    `config` is those of them that `LemaConfig` has; None: they are wrong.
+    """Return the plan of the `given` entries over `values`, the settings of the run; `config` is None if they are
+    wrong.
     """
     # Because rows that are wrong are not those that are meant, no phase is then refused for having too few tokens.
     run = LemaConfig("model", batch_size=1, max_length=1) if config is None else config
@@ -203,10 +175,7 @@ def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> P
 
 
 def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
-    """Return an entry of `phases` with the settings of the run that it does not override, all as they are written.
-
-    `alone` is the name of the run's data set, where there is one; None: there are several.
-    """
+    """Return an entry of `phases` with the settings of the run below it; `alone` is the only data set, if one is."""
     if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
         return entry
     taken = SHARED | OF_ADAPTERS if entry.get("trains") == "lora" else SHARED
@@ -243,13 +212,16 @@ def _missing(config: LemaConfig) -> Iterator[Problem]:
 
 
 def clipped(config: LemaConfig) -> LemaConfig:
-    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless `max_grad_norm` is given.
-
-    Weights of a whole model are seldom trained without; `max_grad_norm: null` says not to clip.
-    """
+    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless `max_grad_norm` is given."""
     if "max_grad_norm" in config.model_fields_set:
         return config
     return LemaConfig(**{**config.model_dump(exclude_unset=True), "max_grad_norm": MAX_GRAD_NORM})
+
+
+def with_model(config: LemaConfig, directory: Path) -> LemaConfig:
+    """Return the settings of a run with the model in a directory for its own."""
+    base = {"model_name_or_path": str(directory), "gbi_path": None, "revision": None}
+    return LemaConfig(**{**config.to_dict(), **base})
 
 
 Files = str | PathLike[str] | list[str]
@@ -266,21 +238,12 @@ def read_sources(
     trust_remote_code: bool = False,
     files: ModelFiles | None = None,
 ) -> dict[str, Source]:
-    """Return the rows of every data set that a plan uses, of those that are given.
+    """Return the rows of every data set that a plan uses, of those that are `given` by name: rows, files or a
+    directory.
 
-    Args:
-        config: names the model, whose tokenizer reads text.
-        plan: says which data sets are used, and which of them are packed tokens.
-        given: by name, rows; or files, or a directory of packed tokens.
-        split: the file of packed tokens, without its ending.
-        also: names of data sets that no phase reads, and that are wanted.
-        say: is told what was read.
-        trust_remote_code: run code that comes with the model.
-        files: the model's directory, opened; None: the one that `config` names.
-
-    Raises:
-        ConfigError: files of a packed data set are given, rather than its directory.
-        DataError: files are missing or malformed.
+    Text is read with the tokenizer of the model that the config names, whose directory may be opened already in
+    `files`. `split` is the file of packed tokens, without its ending. Data sets that are `also` wanted are read, too.
+    Raises `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed.
     """
     from lema.data.packed import PackedTokens
     from lema.model.files import ModelFiles
@@ -298,16 +261,14 @@ def read_sources(
         paths: Any = given[name]
         if used[name] is Style.PMD:
             if isinstance(paths, list):
-                raise ConfigError(
-                    "packed tokens are one directory, and this is a list", where=name, how="name the directory"
-                )
+                what = "packed tokens are one directory, and this is a list"
+                raise ConfigError(what, where=name, how="name the directory")
             vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
             found[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
         else:
             each = [fspath(one) for one in paths] if isinstance(paths, list) else fspath(paths)
-            read = read_data(settings, opened, each)
+            found[name] = read = read_data(settings, opened, each)
             say(f"{name}: {read.counts}")
-            found[name] = read
     return found
 
 
@@ -321,23 +282,18 @@ def _is_files(given: Any) -> bool:
 def evaluate_end(
     config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Measure each of some data sets, by name, whole on what the last phase has left in `end`.
-
-    The numbers are written to `evaluations.json`, too.
-    """
+    """Measure each data set whole on what the last phase has left in `end`; write that to `evaluations.json`, too."""
     if not rows:
         return {}
     from lema.backend.group import first_alone
     from lema.train.model import LemaModel
     from lema.train.phases.places import Places
 
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if plan.phases[-1].trains == "lora":
-        model = LemaModel.from_pretrained(end, **options)
+        model = LemaModel.from_pretrained(end, trust_remote_code=trust_remote_code)
     else:
         trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
-        base = {"model_name_or_path": str(trained), "gbi_path": None, "revision": None}
-        model = LemaModel(LemaConfig(**{**config.to_dict(), **base}), **options)
+        model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
     with closing(model):
         found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
         file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"

@@ -18,7 +18,8 @@ from lema.errors import ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_errors
-from lema.train.full import FullTraining, save_delta, save_trained
+from lema.train.full.export import save_delta, save_trained
+from lema.train.full.training import FullTraining
 from lema.train.model import LemaModel
 from lema.train.phases.phase import Phase
 from lema.train.phases.plan import PhasePlan
@@ -42,12 +43,10 @@ def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
 def leave_model(
     model: LemaModel, trainer: LemaTrainer | FullTraining, phase: Phase, end: Path, out: Path, after: Phase | None
 ) -> None:
-    """Write to `out` the model that a phase leaves: what was trained, or the base with the adapters merged into it.
+    """Write to `out` the model that a phase leaves: what was trained, or the base with the adapters of `end` merged
+    into it.
 
-    `end` is the phase's last checkpoint; `after` is the phase that begins with the model, if one does.
-
-    Raises:
-        DiskError: it could not be written; nothing is left behind.
+    Phase `after` begins with it, if one does. Raises `DiskError`, with nothing left behind, where it cannot be written.
     """
     write: Callable[[Path], object]
     if isinstance(trainer, FullTraining):
@@ -56,19 +55,14 @@ def leave_model(
         rounding = (after.rounding if after else None) or "nearest"
         options: dict[str, Any] = {"seed": model.config.seed, "trust_remote_code": model.trusted}
         write = partial(merge_adapter, end, rounding=rounding, **options)
-    first_alone(model.backend.replicas, lambda: _written(out, write))
 
+    def written() -> None:
+        for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
+            shutil.rmtree(left, ignore_errors=True)
+        with disk_errors(out):
+            commit(out, write)
 
-def _written(out: Path, write: Callable[[Path], object]) -> None:
-    """Have a model appear under its name, with a manifest; `write` writes it into the directory it is given.
-
-    Raises:
-        DiskError: it could not be written; nothing is left behind.
-    """
-    for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
-        shutil.rmtree(left, ignore_errors=True)
-    with disk_errors(out):
-        commit(out, write)
+    first_alone(model.backend.replicas, written)
 
 
 def copy_adapter(end: Path, out: Path) -> None:
@@ -82,11 +76,7 @@ def copy_adapter(end: Path, out: Path) -> None:
 
 
 def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return what says of a parameter's name whether it trains in a phase.
-
-    Raises:
-        ConfigError: nothing does; or `layers` are not those of the model.
-    """
+    """Return what says of a parameter's name whether it trains in a phase; `ConfigError` where none does."""
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings, head = (set(), set()) if selection is None else (_embeddings(model), _head(model))
@@ -113,15 +103,12 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
         if wanted:
             found.add(name)
     if unmatched and found:
-        raise ConfigError(
-            f"no module of the layers ends with {min(unmatched)}", where="trainable", how="correct it, or leave it out"
-        )
+        what = f"no module of the layers ends with {min(unmatched)}"
+        raise ConfigError(what, where="trainable", how="correct it, or leave it out")
     if not found:
-        raise ConfigError(
-            f"no weight of the model is in what phase {phase.name} trains",
-            where="trainable" if phase.trainable else "layers",
-            how="name the ends of modules' names, such as those that `lema models DIRECTORY` prints",
-        )
+        what = f"no weight of the model is in what phase {phase.name} trains"
+        how = "name the ends of modules' names, such as those that `lema models DIRECTORY` prints"
+        raise ConfigError(what, where="trainable" if phase.trainable else "layers", how=how)
     return found.__contains__
 
 
@@ -146,11 +133,8 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
     try:
         return {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     except NotImplementedError as error:  # of a model whose code does not say
-        raise ConfigError(
-            f"the model does not say what its embeddings are: {error}",
-            where="layers",
-            how="leave layers out, and name modules with `trainable`",
-        ) from error
+        what = f"the model does not say what its embeddings are: {error}"
+        raise ConfigError(what, where="layers", how="leave layers out, and name modules with `trainable`") from error
 
 
 def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:

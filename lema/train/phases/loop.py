@@ -16,6 +16,7 @@ from lema.engine.optim import follow
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents
 from lema.train.loop import Drawn, Pending
+from lema.train.metrics import NO_SUMS
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.steps import Steps
@@ -26,11 +27,7 @@ __all__ = ["PhaseRun", "mixture_of"]
 def mixture_of(
     plan: PhasePlan, index: int, sources: Mapping[str, Source], held_out: Mapping[str, Source] | None = None
 ) -> Mixture:
-    """Return the rows of a phase; `held_out` are those to validate on.
-
-    Raises:
-        ConfigError: the data sets do not fit the phase.
-    """
+    """Return the rows of a phase, `held_out` those to validate on; `ConfigError` where the data sets do not fit it."""
     options: dict[str, Any] = {"stage": index, "held_out": held_out}
     options |= {"fade": plan.fade(index), "starts": plan.starts(index)}
     return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
@@ -39,13 +36,8 @@ def mixture_of(
 class PhaseRun:
     """A phase that is being trained; see `lema.train.loop.Stage`.
 
-    Args:
-        places: where the run's phases are.
-        index: of the phase.
-        steps: what trains.
-        mixture: its rows.
-        eval_rows: rows to validate on; None: there is no validation.
-        data: what tells its rows apart from others, as JSON types.
+    There is no validation where `eval_rows`, the number of rows of one, is None. `data` tells the rows apart from
+    others.
     """
 
     def __init__(
@@ -68,7 +60,7 @@ class PhaseRun:
         self.done = 0
         self.best: dict[str, Any] | None = None
         self.pending: Pending | None = None
-        self.unlogged: Sequence[Any] = (0.0, 0)
+        self.unlogged: Sequence[Any] = NO_SUMS
         self.saved: int | None = None
         self.eval_loss: float | None = None
 
@@ -78,11 +70,7 @@ class PhaseRun:
         return follow(self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done)
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of this phase.
-
-        Raises:
-            AdapterError: it is damaged, or of another kind of training.
-        """
+        """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of another kind of training."""
         about = self.steps.restore(checkpoint)
         self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
         self.pending, self.unlogged, self.saved = about["left"], about["unlogged"], self.done
@@ -117,9 +105,8 @@ class PhaseRun:
         return evaluate(self.steps.model, passes_of_mixture(self._mixture, self._eval_rows, self._replicas, **sizes))
 
     def save(self, events: RunEvents | None, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken, say that it is the latest, and forget those that are too old.
-
-        Where there are no `events`, nothing of this run is there yet that callbacks could know.
+        """Write a checkpoint of the step just taken and note it; without `events` there is nothing callbacks could
+        know.
         """
         base = Path(self.steps.config.model_name_or_path)
         about = {

@@ -6,7 +6,7 @@ It runs the phases of `lema.train.phases`, and counts what each trains on a mode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from lema.lora.attach import configured_lora
 from lema.model import meta_model
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.phases.file import Files, clipped, evaluate_end, read_sources
+from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
 from lema.train.phases.kinds import chosen_by, of_kind
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -31,33 +31,20 @@ from lema.train.phases.run import run_phases
 from lema.train.phases.start import find_point, find_start
 from lema.train.phases.twophase import LoRATrainerConfig
 
-__all__ = ["LoRATrainState", "LoRATrainer", "Trainable", "trainable_in", "transition_to_lora"]
+__all__ = ["LoRATrainState", "LoRATrainer", "trainable_in", "transition_to_lora"]
 
 
-@dataclass(frozen=True)
-class Trainable:
-    """How many parameters train, and how many the model has without adapters; tied ones are counted once."""
-
-    num_trained: int
-    num_model: int
-
-
-def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> Trainable:
-    """Return how many parameters train in a phase of the model that a config names; no weights are read.
-
-    Raises:
-        ModelError: no module matches the targets of the adapters; names those that could be.
-        ConfigError: no weight matches what the phase trains, or a setting does not fit the model.
-    """
+def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> tuple[int, int]:
+    """Return how many parameters train in a phase, and how many the model has without adapters; tied ones are one."""
     files = ModelFiles(config, trust_remote_code=trust_remote_code)
     model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
     whole = sum(parameter.numel() for parameter in model.parameters())
     if phase.trains != "lora":
         chosen = chosen_by(phase, model)
-        return Trainable(sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), whole)
+        return sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), whole
     settings = LemaConfig(**{**config.to_dict(), **of_kind(phase)})
     lora = configured_lora(model, settings)
-    return Trainable(count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), whole)
+    return count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), whole
 
 
 Kind = Literal["full", "lora"]
@@ -66,31 +53,18 @@ KINDS: Mapping[str, Kind] = {"full": "full", "adapters": "lora"}  # as checkpoin
 
 @dataclass(frozen=True)
 class LoRATrainState:
-    """Where a run is.
+    """Where a run is."""
 
-    Attributes:
-        kind: `full`: weights train. `lora`: adapters train, and the weights are frozen.
-        phase: its name.
-        stage: its number in the plan, from 0.
-        step: optimizer steps of the run that were taken.
-        tokens: of these steps, padding included.
-        checkpoint: where this is on disk; None: nothing was trained yet.
-        lora_rank: of the phase's adapters; None: it has none.
-        lora_alpha: likewise; they are scaled by alpha / rank.
-        num_trainable: parameters that train in this phase.
-        num_parameters: those of the model without adapters.
-    """
-
-    kind: Kind
-    phase: str
-    stage: int
-    step: int
-    tokens: int
-    checkpoint: Path | None
-    lora_rank: int | None
-    lora_alpha: float | None
-    num_trainable: int
-    num_parameters: int
+    kind: Kind  # `full`: weights train. `lora`: adapters train, and the weights are frozen
+    phase: str  # its name
+    stage: int  # its number in the plan, from 0
+    step: int  # optimizer steps of the run that were taken
+    tokens: int  # of these steps, padding included
+    checkpoint: Path | None  # where this is on disk; None: nothing was trained yet
+    lora_rank: int | None  # of the phase's adapters; None: it has none
+    lora_alpha: float | None  # likewise; they are scaled by alpha / rank
+    num_trainable: int  # parameters that train in this phase
+    num_parameters: int  # those of the model without adapters
 
 
 class LoRATrainer:
@@ -98,7 +72,8 @@ class LoRATrainer:
 
     Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
     bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
-    config's `evaluations`, and so has `evaluations.json` there.
+    config's `evaluations`, and so has `evaluations.json` there. `callbacks`, `on_step` and `stop` are as in
+    `lema.train.phases.run.run_phases`.
 
     Args:
         config: the stages; or any plan of phases.
@@ -108,10 +83,6 @@ class LoRATrainer:
         eval_data: rows or files of the same data sets to validate on, and of the config's `evaluations`; None: there is
             no validation.
         eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
-        callbacks: `transformers.TrainerCallback`s.
-        on_step: called with every line of metrics.
-        stop: asked after each step; returns why to stop, None: go on.
-        trust_remote_code: run code that comes with the model.
 
     Raises:
         ConfigError: a data set or a setting is wrong; DataError: files cannot be read.
@@ -138,9 +109,8 @@ class LoRATrainer:
         self._sources = read_sources(model, self.plan, datasets, "train", trust_remote_code=trust_remote_code)
         wanted = stages.evaluations if stages is not None and stages.evaluate else []
         if missing := [name for name in wanted if name not in (eval_data or {})]:
-            raise ConfigError(
-                f"there is no data set {missing[0]!r} to evaluate on", where="evaluations", how="give it in eval_data"
-            )
+            what = f"there is no data set {missing[0]!r} to evaluate on"
+            raise ConfigError(what, where="evaluations", how="give it in eval_data")
         found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, trust_remote_code=trust_remote_code)
         self._measured = {name: found[name] for name in wanted}
         self.evaluated: dict[str, dict[str, float]] = {}
@@ -149,17 +119,12 @@ class LoRATrainer:
         self._held_out = {name: found[name] for name in validated} if validates else None
         if eval_rows is None and stages is not None:
             eval_rows = stages.validation_steps
-        self._options: dict[str, Any] = {
-            "eval_rows": eval_rows,
-            "callbacks": callbacks,
-            "on_step": on_step,
-            "stop": stop,
-            "trust_remote_code": trust_remote_code,
-        }
+        options = {"callbacks": callbacks, "on_step": on_step, "stop": stop, "trust_remote_code": trust_remote_code}
+        self._options: dict[str, Any] = {"eval_rows": eval_rows, **options}
         self._start: Path | None = None  # outside `output_dir`
         self._here: LoRATrainState | None = None  # where `restore_from_path` or `transition_to_lora` has put it
         self._begun = False
-        self._counted: dict[int, Trainable] = {}
+        self._counted: dict[int, tuple[int, int]] = {}  # parameters that train in a phase, and those of the model
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
         """Train through all stages, from where the run is; return the directory that the last one ends with.
@@ -169,10 +134,7 @@ class LoRATrainer:
             resume: go on where an earlier run in `output_dir` stopped. After `restore_from_path`, and after an earlier
                 call of this trainer's, a run goes on from there in any case.
 
-        Raises:
-            Stopped: `stop` or a callback said so; a checkpoint of the last step was written.
-            ConfigError: a run is in `output_dir` and is not to be resumed; or there is nothing before the boundary.
-            LemaError: as `lema.train.phases.run_phases`.
+        Raises as `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary.
         """
         plan = self.plan
         if until == "lora":
@@ -193,10 +155,8 @@ class LoRATrainer:
     def state(self) -> LoRATrainState:
         """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
 
-        Newer ones that are not are in the log, as warnings.
-
-        Raises:
-            LemaError: the model cannot be read, no checkpoint is sound, or nothing of the model would train.
+        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing of the model would
+        train.
         """
         if self._here is not None:
             return self._here
@@ -209,48 +169,34 @@ class LoRATrainer:
         """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.
 
         Nothing is trained and nothing is written: the weights are frozen, and the optimizer of theirs is gone, because
-        that stage opens the model that the one before has left. `train()` goes over by itself as well.
-
-        Raises:
-            ConfigError: there are steps left before the boundary, no stage trains adapters, or they train already.
-            ModelError: no module of the model matches the adapters' targets.
+        that stage opens the model that the one before has left. `train()` goes over by itself as well. Raises
+        `ConfigError` where steps are left before the boundary, no stage trains adapters, or they train already;
+        `ModelError` where no module matches.
         """
         first, state = self._first_lora(), self.state
         boundary = self.plan.boundaries()[first]
         if state.stage > first or (state.stage == first and state.step > boundary.first_step):
-            raise ConfigError(
-                f"the run is past that: it is at step {state.step}, in stage {state.phase}",
-                how="go on with train()",
-            )
+            what = f"the run is past that: it is at step {state.step}, in stage {state.phase}"
+            raise ConfigError(what, how="go on with train()")
         if left := boundary.first_step - state.step:
-            raise ConfigError(
-                f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left",
-                where=f"step {state.step}, in stage {state.phase}",
-                how="call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model",
-            )
-        self._here = replace(self._state(first, 0, state.checkpoint), checkpoint=state.checkpoint)
+            what = f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left"
+            how = "call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model"
+            raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
+        self._here = self._state(first, 0, state.checkpoint)
         return self._here
 
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
         """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
 
-        What it is, is recorded in it. With a model's directory, the first stage of adapters begins on that model.
-
-        Args:
-            path: anywhere; in this run's `output_dir`, it must be the run's last checkpoint.
-
-        Returns:
-            Where the run is then. `train()` goes on from there.
-
-        Raises:
-            ConfigError: it is none of these, or of another plan.
-            AdapterError: it is damaged.
+        What it is, is recorded in it. With a model's directory, the first stage of adapters begins on that model. It
+        may lie anywhere; in this run's `output_dir`, it must be the run's last checkpoint. Returns where the run is
+        then, from where `train()` goes on. Raises `ConfigError` where it is none of these, or of another plan,
+        `AdapterError` where it is damaged.
         """
         given = Path(path).absolute()
         self._refuse(given)
         if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:
-            changed = {"model_name_or_path": str(given), "gbi_path": None, "revision": None}
-            self.model = LemaConfig(**{**self.model.to_dict(), **changed})
+            self.model = with_model(self.model, given)
             self._start, self._begun = None, False
             self._counted.clear()
             self._here = self._state(0, 0, None)
@@ -263,11 +209,8 @@ class LoRATrainer:
             state = read_state(start.checkpoint)
             here = self._state(start.index, int(state["extra"]["step"]), start.checkpoint)
             if (kind := KINDS.get(str(state.get("kind", "adapters")))) != here.kind:
-                raise AdapterError(
-                    f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}",
-                    where=str(start.checkpoint / STATE),
-                    how="name another checkpoint",
-                )
+                what = f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
+                raise AdapterError(what, where=str(start.checkpoint / STATE), how="name another checkpoint")
             begun = self._is_last(start.checkpoint, start.index)
         self._start, self._begun, self._here = None if begun else given, begun, here
         return here
@@ -286,19 +229,18 @@ class LoRATrainer:
         phase, boundary = self.plan.phases[index], self.plan.boundaries()[index]
         if index not in self._counted:
             self._counted[index] = trainable_in(self.model, phase, trust_remote_code=self._trust)
-        lora, counted = phase.adapters, self._counted[index]
-        per_step = self.plan.batch_size * self.plan.max_length
+        lora, (num_trainable, num_parameters) = phase.adapters, self._counted[index]
         return LoRATrainState(
             kind="full" if lora is None else "lora",
             phase=boundary.name,
             stage=index,
             step=boundary.first_step + step,
-            tokens=boundary.first_token + step * per_step,
+            tokens=boundary.first_token + step * self.plan.batch_size * self.plan.max_length,
             checkpoint=checkpoint,
             lora_rank=None if lora is None else lora.lora_rank,
             lora_alpha=None if lora is None else lora.lora_alpha,
-            num_trainable=counted.num_trained,
-            num_parameters=counted.num_model,
+            num_trainable=num_trainable,
+            num_parameters=num_parameters,
         )
 
     def _is_last(self, checkpoint: Path, index: int) -> bool:
@@ -308,27 +250,20 @@ class LoRATrainer:
             return False
         later = [number for number in range(index + 1, len(self.plan.phases)) if places.is_begun(number)]
         if later or checkpoint.name != places.saved(index)[-1].name:
-            raise ConfigError(
-                "the run in that directory has gone on since this checkpoint",
-                where=str(checkpoint),
-                how="go on from it in another output_dir, or name the last one",
-            )
+            what = "the run in that directory has gone on since this checkpoint"
+            how = "go on from it in another output_dir, or name the last one"
+            raise ConfigError(what, where=str(checkpoint), how=how)
         return True
 
     def _refuse(self, given: Path) -> None:
         """Refuse what is like a checkpoint or a model, and neither."""
         if is_delta(given):
-            raise ConfigError(
-                "this is a delta: what training has changed of a model, alone",
-                where=str(given),
-                how="make a model of it first: `lema merge DELTA OUT`",
-            )
+            what = "this is a delta: what training has changed of a model, alone"
+            raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")
         if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
-            raise ConfigError(
-                "this is an adapter without the state of a run: no optimizer, no step",
-                where=str(given),
-                how="name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model",
-            )
+            what = "this is an adapter without the state of a run: no optimizer, no step"
+            how = "name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model"
+            raise ConfigError(what, where=str(given), how=how)
 
 
 def transition_to_lora(trainer: LoRATrainer) -> LoRATrainState:

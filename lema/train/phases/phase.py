@@ -31,7 +31,6 @@ from lema.train.phases.selection import may_overlap, selection_problems
 
 __all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases"]
 
-
 # Each part of a schedule by the settings that say how long it is: in steps, or as a fraction of all steps.
 LENGTHS: Mapping[str, tuple[str, str]] = {
     name: (f"{name}_steps", f"{name}_ratio") for name in ("warmup", "decay", "tail")
@@ -40,19 +39,9 @@ LENGTHS: Mapping[str, tuple[str, str]] = {
 # Settings of a run that a phase may override besides those it has itself: how its steps are taken, and in what memory.
 OVERRIDES = frozenset(
     [
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "gradient_checkpointing",
-        "activation_offloading",
-        "boundary_activations",
-        "loss_chunk_tokens",
-        "device_memory",
-        "host_memory",
-        "prefetch_depth",
-        "max_skipped_steps",
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_skipped_steps"),
+        *("gradient_checkpointing", "activation_offloading", "boundary_activations", "loss_chunk_tokens"),
+        *("device_memory", "host_memory", "prefetch_depth"),
     ]
 )
 
@@ -94,12 +83,9 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Phase(AdapterSettings):
-    """What trains, on how many tokens of what, and how fast.
+    """What trains, on how many tokens of what, and how fast; a `SettingsError` holds every problem of its settings.
 
     A phase takes the settings of a run's adapters and those in `OVERRIDES` by the names that `LemaConfig` has.
-
-    Raises:
-        SettingsError: a setting is unknown, missing or out of range, or contradicts another; holds every problem.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -233,11 +219,7 @@ class Phase(AdapterSettings):
         return self.schedule_steps or self.schedule_start + steps
 
     def spans(self, steps: int) -> Spans:
-        """Return how long the parts of the schedule are, where the phase has `steps`.
-
-        Raises:
-            ConfigError: they do not fit into the schedule, or the schedule does not have them.
-        """
+        """Return the lengths of the schedule's parts, where the phase has `steps`; `ConfigError` if they do not fit."""
         lengths = {part: getattr(self, self.length_key(part)) for part in LENGTHS}
         try:
             return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)
@@ -259,9 +241,8 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
     for place, phase in enumerate(phases):
         path = f"phases[{place}]"
         if phase.name in names:
-            yield Problem(
-                f"{path}.name", f"{path}.name: {phase.name} is the name of an earlier phase", "choose another"
-            )
+            what = f"{path}.name: {phase.name} is the name of an earlier phase"
+            yield Problem(f"{path}.name", what, "choose another")
         names.add(phase.name)
         yield from _merging(phase, attached, f"{path}.merge")
         if phase.merge:

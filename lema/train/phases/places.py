@@ -16,13 +16,10 @@ from typing import Any
 from lema.errors import AdapterError, ConfigError
 from lema.storage.atomic import replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
-from lema.train.checkpoint import checkpoints
-from lema.train.checkpoint.format import delete_checkpoint, forget_old_checkpoints, read_state
-from lema.train.phases.phase import Phase
+from lema.train.checkpoint.format import checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
 from lema.train.phases.plan import PhasePlan
 
 __all__ = ["BEST", "LATEST", "MODEL", "Places"]
-
 
 BEST, LATEST, MODEL, DELTA = "best.json", "latest.json", "model", "delta"
 
@@ -60,11 +57,7 @@ class Places:
         return bool(self.saved(index)) or model.is_symlink() or model.exists()
 
     def is_done(self, index: int, *, alone: bool = False) -> bool:
-        """Whether a phase has ended, with all that the next one needs of it; `alone`: whatever is there of later ones.
-
-        Raises:
-            AdapterError: the model that it has left is damaged; ConfigError: it was linked to, and is gone.
-        """
+        """Whether a phase has ended, with all that the next one needs; `alone`: whatever is there of later ones."""
         if not alone and any(self.is_begun(later) for later in range(index + 1, len(self.plan.phases))):
             return True  # a phase begins when the one before has ended
         if not self.leaves_model(index):
@@ -75,16 +68,13 @@ class Places:
     def has_model(self, index: int) -> bool:
         """Whether the model that a phase leaves is there, and as it was written. One that is linked to may be anyone's.
 
-        Raises:
-            AdapterError: it is damaged; ConfigError: it was linked to, and is gone.
+        Raises `AdapterError` where it is damaged, `ConfigError` where it was linked to, and is gone.
         """
         model, name = self.model_of(index), self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
-            raise ConfigError(
-                f"the model that phase {name} was said to have left is gone",
-                where=f"{model} -> {model.readlink()}",
-                how="put it back, or begin again in another output_dir",
-            )
+            what = f"the model that phase {name} was said to have left is gone"
+            how = "put it back, or begin again in another output_dir"
+            raise ConfigError(what, where=f"{model} -> {model.readlink()}", how=how)
         if not model.is_dir():
             return False
         if model.is_symlink() and not (model / MANIFEST).is_file():
@@ -92,14 +82,11 @@ class Places:
         try:
             check_manifest(model)
         except AdapterError as error:
-            end = self.end_of(index)
-            raise AdapterError(
-                f"the model that phase {name} left is damaged: {error.what}",
-                where=error.where,
-                how=f"delete {model}, and resume: it is written again from {end.name}, bit for bit"
-                if end.is_dir()
-                else "copy it back from where it is whole, or begin again in another output_dir",
-            ) from error
+            how = "copy it back from where it is whole, or begin again in another output_dir"
+            if (end := self.end_of(index)).is_dir():
+                how = f"delete {model}, and resume: it is written again from {end.name}, bit for bit"
+            what = f"the model that phase {name} left is damaged: {error.what}"
+            raise AdapterError(what, where=error.where, how=how) from error
         return True
 
     def _has_ended(self, index: int) -> bool:
@@ -107,18 +94,11 @@ class Places:
         return self.end_of(index).is_dir() and not read_state(self.end_of(index))["extra"].get("left")
 
     def check_new(self) -> None:
-        """Refuse a directory in which a phase has been begun.
-
-        Raises:
-            ConfigError: one has.
-        """
+        """Refuse, with `ConfigError`, a directory in which a phase has been begun."""
         for index in range(len(self.plan.phases)):
             if self.is_begun(index):
-                raise ConfigError(
-                    f"phase {self.plan.phases[index].name} has been begun there",
-                    where=str(self.place(index)),
-                    how="resume, or choose another output_dir",
-                )
+                what = f"phase {self.plan.phases[index].name} has been begun there"
+                raise ConfigError(what, where=str(self.place(index)), how="resume, or choose another output_dir")
 
     def begins_anew(self, index: int) -> bool:
         """Whether a phase begins with a base of its own, rather than in the midst of the one before."""
@@ -127,7 +107,8 @@ class Places:
         before, phase = self.plan.phases[index - 1], self.plan.phases[index]
         if phase.merge or (before.trains == "lora") != (phase.trains == "lora"):
             return True
-        return phase.trains != "lora" and (phase.optimizer == "reset" or _selection(before) != _selection(phase))
+        selected = [(one.trains, one.trainable, one.layers) for one in (before, phase)]
+        return phase.trains != "lora" and (phase.optimizer == "reset" or selected[0] != selected[1])
 
     def carries_moments(self, index: int) -> bool:
         """Whether a phase begins with a base of its own, and yet with the optimizer of the one before."""
@@ -149,11 +130,7 @@ class Places:
         return index
 
     def note_latest(self, index: int, step: int) -> None:
-        """Say which checkpoint is the run's last.
-
-        Raises:
-            DiskError: the note could not be written.
-        """
+        """Say which checkpoint is the run's last, or raise `DiskError`."""
         steps = self.plan.boundaries()[index].first_step + step
         name = self.checkpoint(index, step).relative_to(self.directory).as_posix()
         note = {"phase": self.plan.phases[index].name, "checkpoint": name, "step": steps, "step_in_phase": step}
@@ -163,9 +140,7 @@ class Places:
         """Say which checkpoint of a phase has the lowest validation loss, and forget the one that was kept for that.
 
         `best` is its `step` and `eval_loss`, and whether it was written `only` for this; None: there is none yet.
-
-        Raises:
-            DiskError: the note could not be written, or the checkpoint before not be deleted.
+        Raises `DiskError` where the note cannot be written, or the checkpoint before not be deleted.
         """
         if best is None:
             return
@@ -178,11 +153,7 @@ class Places:
             delete_checkpoint(old, "a checkpoint that is not the best any more")
 
     def best(self, index: int) -> dict[str, Any] | None:
-        """What `note_best` has written of a phase; None: nothing.
-
-        Raises:
-            AdapterError: it cannot be read.
-        """
+        """What `note_best` has written of a phase, None where it has nothing; or `AdapterError`."""
         file = self.place(index) / BEST
         if not file.is_file():
             return None
@@ -198,10 +169,6 @@ class Places:
         best = self.best(index)
         spared = () if best is None else (self.place(index) / str(best["checkpoint"]),)
         forget_old_checkpoints(self.place(index), self.checkpoint(index, step), keep, spared)
-
-
-def _selection(phase: Phase) -> tuple[Any, ...]:
-    return phase.trains, phase.trainable, phase.layers
 
 
 def _write(file: Path, note: Mapping[str, Any]) -> None:

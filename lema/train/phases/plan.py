@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from os import PathLike
 from typing import Annotated, Any, Self
 
@@ -18,7 +19,6 @@ from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
 from lema.train.phases.derived import (
-    PlanWarning,
     differences_between,
     fade_too_long,
     numbers_of,
@@ -53,17 +53,10 @@ class Boundary:
     first_step: int  # from 0
     stop_step: int  # the step after its last one
     first_token: int  # tokens of the run before it
-    stop_token: int  # tokens of the run when it has ended; exactly `stop_step` steps' worth
-    leftover: int  # tokens asked for that are less than a step, and not trained on
 
 
 class PhasePlan(Settings):
-    """The phases of a run.
-
-    Raises:
-        SettingsError: a setting is unknown, missing or out of range, or contradicts another; holds every problem, each
-            under its path, such as `phases[1].learning_rate`.
-    """
+    """The phases of a run; a `SettingsError` has every problem under its path, such as `phases[1].learning_rate`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -104,11 +97,7 @@ class PhasePlan(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file; settings given here replace those of the file.
-
-        Raises:
-            ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
-        """
+        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
         return from_yaml(cls, path, overrides)
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,11 +105,7 @@ class PhasePlan(Settings):
         return self.model_dump(mode="json")
 
     def batch(self, num_processes: int = 1) -> GlobalBatch:
-        """Return how the rows of a step are divided.
-
-        Raises:
-            ConfigError: they cannot be divided among so many processes.
-        """
+        """Return how the rows of a step are divided; `ConfigError` where so many processes cannot divide them."""
         return solve_batch(self.batch_size, self.micro_batch_size, num_processes)
 
     def steps(self, index: int) -> TokenSteps:
@@ -134,24 +119,16 @@ class PhasePlan(Settings):
 
     def boundaries(self) -> tuple[Boundary, ...]:
         """Return where each phase begins and ends."""
-        found: list[Boundary] = []
-        step = 0
-        for index, phase in enumerate(self.phases):
-            size = self.steps(index)
-            stop, per_step = step + size.steps, self.batch_size * self.max_length
-            found.append(Boundary(str(phase.name), step, stop, step * per_step, stop * per_step, size.leftover))
-            step = stop
-        return tuple(found)
+        stops = list(accumulate(self.steps(index).steps for index in range(len(self.phases))))
+        per_step = self.batch_size * self.max_length
+        spans = zip(self.phases, [0, *stops[:-1]], stops, strict=True)
+        return tuple(Boundary(str(phase.name), first, stop, first * per_step) for phase, first, stop in spans)
 
     def factor(self, index: int) -> Callable[[int], float]:
         """Return a phase's factor of the learning rate, as a function of the step counted from 0 in that phase."""
         phase, steps = self.phases[index], self.steps(index).steps
         of_schedule = factor_of(phase.lr_scheduler_type, phase.schedule_total(steps), phase.spans(steps))
-
-        def factor(step: int) -> float:
-            return of_schedule(phase.schedule_start + step)
-
-        return factor
+        return lambda step: of_schedule(phase.schedule_start + step)
 
     def learning_rate(self, index: int, step: int) -> float:
         """Return the learning rate of a step counted from 0 in its phase."""
@@ -174,7 +151,7 @@ class PhasePlan(Settings):
         turns = Interleaving(rates, "turns", self.seed, index, fade=self.fade(index))
         return turns.counts(self.steps(index).steps * self.batch_size)
 
-    def warnings(self, num_processes: int = 1) -> tuple[PlanWarning, ...]:
+    def warnings(self, num_processes: int = 1) -> tuple[Problem, ...]:
         """Return what to look at before the run: `lema.train.phases.derived.plan_warnings`."""
         return plan_warnings(self, num_processes)
 
@@ -195,10 +172,8 @@ class PhasePlan(Settings):
         return differences_between(self.numbers(num_phases), then)
 
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
-        """Refuse to go on with what another plan began, whose `numbers` of so many phases were found at `where`.
-
-        Raises:
-            ConfigError: they are another plan's; names each key, with what it is and was.
+        """Refuse to go on with another plan's `numbers`, found at `where`; the `ConfigError` names each key that
+        differs.
         """
         if changed := self.differences(then, num_phases):
             listed = "".join(f"\n  - {one}" for one in changed)

@@ -25,11 +25,10 @@ from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.train.phases.kinds import chosen_by, settings_of_phase, tied_note
 from lema.train.phases.loop import mixture_of
-from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 
-__all__ = ["PhaseEntry", "PhaseMemory", "PhaseReport", "Rates", "phase_report", "report_rows", "show_report"]
+__all__ = ["PhaseReport", "phase_report", "report_rows", "show_report"]
 
 
 @dataclass(frozen=True)
@@ -117,35 +116,24 @@ def phase_report(
         config: the settings of the run that no phase has of its own.
         plan: the phases.
         sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
-        machine: to plan for; None: this one.
-        backend: the device, opened; None: it is opened here.
+        machine: to plan for; None: this one, with its `backend`, if that is opened already.
         measure: this machine, which takes seconds for each kind of phase; else hours are not known here.
         price: of an hour, in any currency.
         processes: that share each batch, all on one machine.
-        trust_remote_code: as in `LemaModel`.
 
-    Raises:
-        MemoryLimitError: a phase does not fit; names it.
-        ConfigError: a phase selects nothing, its rows are longer than the model's positions, or data sets do not fit.
+    Raises `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` where a phase selects nothing,
+    its rows are longer than the model's positions, or data sets do not fit.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
-    known, entries, selected = dict[str, StepNeeds](), list[PhaseEntry](), []
     for index in range(len(plan.phases)) if sources is not None else ():
         mixture_of(plan, index, sources or {})  # which refuses what does not fit
-    for index, phase in enumerate(plan.phases):
-        kind = repr([phase.trains, phase.trainable, phase.layers, phase.adapters])
-        if kind not in known:
-            try:
-                known[kind] = _needs(config, plan, phase, site, processes, trust_remote_code)
-            except MemoryLimitError as error:
-                error.where = f"phase {phase.name}: {error.where}"
-                raise
-        entries.append(_entry(config, plan, index, known[kind]))
-        selected.append((phase, known[kind].planner.blueprint.model))
+    needs = _needs(config, plan, site, processes, trust_remote_code)
+    entries = [_entry(config, plan, index, one) for index, one in enumerate(needs)]
     on_device, in_host = site.limits(config.device_memory, config.host_memory)
     known_hours = [one.hours for one in entries if one.hours is not None]
     hours = math.fsum(known_hours) if len(known_hours) == len(entries) else None
-    notes = {one.planner.note for one in known.values()} | {tied_note(*one) for one in selected}
+    notes = {one.planner.note for one in needs}
+    notes |= {tied_note(phase, one.planner.blueprint.model) for phase, one in zip(plan.phases, needs, strict=True)}
     return PhaseReport(
         phases=tuple(entries),
         warnings=(*map(str, plan.warnings(processes)), *sorted(notes - {""})),
@@ -162,18 +150,28 @@ def phase_report(
     )
 
 
-def _needs(config: LemaConfig, plan: PhasePlan, phase: Phase, site: Site, processes: int, trusted: bool) -> StepNeeds:
+def _needs(config: LemaConfig, plan: PhasePlan, site: Site, processes: int, trusted: bool) -> list[StepNeeds]:
+    """Return what a step of each phase needs; phases that train the same need the same."""
+    known: dict[str, StepNeeds] = {}
     rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length")}
-    planner = planner_of(
-        settings_of_phase(config, plan, phase, **rows, gradient_accumulation_steps=1),
-        site=site,
-        chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
-        device_memory=phase.overrides.get("device_memory", config.device_memory),
-        processes=processes,
-        strict=False,
-        trust_remote_code=trusted,
-    )
-    return planner.needs()
+    kinds = [repr([phase.trains, phase.trainable, phase.layers, phase.adapters]) for phase in plan.phases]
+    for kind, phase in zip(kinds, plan.phases, strict=True):
+        if kind in known:
+            continue
+        try:
+            known[kind] = planner_of(
+                settings_of_phase(config, plan, phase, **rows, gradient_accumulation_steps=1),
+                site=site,
+                chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
+                device_memory=phase.overrides.get("device_memory", config.device_memory),
+                processes=processes,
+                strict=False,
+                trust_remote_code=trusted,
+            ).needs()
+        except MemoryLimitError as error:
+            error.where = f"phase {phase.name}: {error.where}"
+            raise
+    return [known[kind] for kind in kinds]
 
 
 def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> PhaseEntry:
@@ -181,6 +179,8 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
     risen = min(max(0, phase.spans(size.steps).warmup - phase.schedule_start), size.steps - 1)
     rates = [plan.learning_rate(index, step) for step in (0, risen, size.steps - 1)]
     disk, seconds = _disk(config, plan, index, needs), needs.seconds
+    host = sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared
+    parts = {"device": needs.device, "host": needs.host, "disk": disk}
     return PhaseEntry(
         name=boundary.name,
         trains=phase.trains,
@@ -193,13 +193,7 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         tokens_per_source={name: count * plan.max_length for name, count in plan.counts(index).items()},
         rates=Rates(rates[0], max(rates), rates[-1]),
         moved=needs.traffic(size.steps),
-        memory=PhaseMemory(
-            device=sum(needs.device.values()),
-            host=sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared,
-            mapped=needs.mapped,
-            disk=sum(disk.values()),
-            parts={"device": needs.device, "host": needs.host, "disk": disk},
-        ),
+        memory=PhaseMemory(sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts),
         hours=None if seconds is None else size.steps * seconds / 3600,
     )
 
@@ -220,15 +214,13 @@ HOURS_FROM = {"profile": "by its profile", "measured": "as measured"}
 def report_rows(report: PhaseReport) -> Iterator[Row]:
     """Yield what a report says, as (phase, what, how much)."""
     for phase in report.phases:
-        for what, amount in _phase(phase, report):
-            yield phase.name, what, amount
+        yield from ((phase.name, *row) for row in _phase(phase, report))
     yield "in all", "steps", f"{report.steps:,}"
     yield "in all", "tokens", f"{report.tokens:,}"
     yield "in all", "takes", _duration(report.hours, report)
     if report.cost is not None:
         yield "in all", "costs", f"{report.cost:,.2f}"
-    for warning in report.warnings:
-        yield "note", warning, ""
+    yield from (("note", warning, "") for warning in report.warnings)
 
 
 def show_report(report: PhaseReport, console: Console) -> None:
@@ -248,8 +240,7 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     yield "steps", f"{phase.first_step:,} to {phase.last_step:,}"
     left = f"; {phase.leftover:,} more are less than a step" if phase.leftover else ""
     yield "tokens", f"{phase.tokens:,}{left}"
-    for name, tokens in phase.tokens_per_source.items():
-        yield f"tokens of {name}", f"{tokens:,}"
+    yield from ((f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items())
     rates = phase.rates
     yield "learning rate", f"{rates.first:.3g} at first, {rates.peak:.3g} at its peak, {rates.last:.3g} at last"
     memory, moved = phase.memory, phase.moved
@@ -259,11 +250,8 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     if memory.mapped:
         yield "in files mapped into memory", human_bytes(memory.mapped)
     yield "disk, for what it leaves", human_bytes(memory.disk)
-    for what, nbytes in (
-        ("read from disk", moved.read),
-        ("copied to the device", moved.uploaded),
-        ("copied from the device", moved.downloaded),
-    ):
+    copied = {"copied to the device": moved.uploaded, "copied from the device": moved.downloaded}
+    for what, nbytes in {"read from disk": moved.read, **copied}.items():
         if nbytes:
             yield what, human_bytes(nbytes)
     yield "takes", _duration(phase.hours, report)

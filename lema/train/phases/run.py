@@ -33,11 +33,11 @@ from lema.model.partition import open_backend
 from lema.storage.locks import one_run
 from lema.train.checkpoint.resume import check_same_run, say_changed
 from lema.train.events import RunEvents
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
-from lema.train.phases.file import PhaseFile, evaluate_end, read_sources
+from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
 from lema.train.phases.kinds import copy_adapter, leave_model, settings_of_phase, trainer_of
 from lema.train.phases.loop import PhaseRun, mixture_of
 from lema.train.phases.places import Places
@@ -48,7 +48,6 @@ from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
 __all__ = ["Phases", "run_phases", "train_phases"]
-
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -90,11 +89,7 @@ def run_phases(
         at_layer: the same, asked before each layer: the step or validation under way is given up then. Of several
             processes all give one, or none.
         callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
-        trust_remote_code: run code that comes with the model.
-        trace: records what is read, uploaded and computed, and when.
-        say: called with each line on what is gone on from.
-        backend: the device, opened; None: it is opened here, and closed.
-        files: the directory of the model that `config` names, opened; None: it is opened where it is needed.
+        backend: the device, and with `files` the model's directory, opened; None: they are opened here.
 
     Raises:
         Stopped: `stop`, `at_layer` or a callback said so; a checkpoint of the last step was written.
@@ -148,11 +143,7 @@ class Phases:
         return RunEvents(seen, plan.num_steps, replicas, callbacks, evaluates=self.held_out is not None, told=told)
 
     def prepare(self, *, resume: bool, start: str | Path | None) -> Start | None:
-        """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning.
-
-        Raises:
-            ConfigError: it may not begin there, or so; AdapterError: a checkpoint is damaged.
-        """
+        """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning."""
         places, replicas = self.places, self.backend.replicas
         if replicas.num_processes > 1:
             given = {"phases": self.plan.to_dict(), "start": start and str(start)}
@@ -167,12 +158,6 @@ class Phases:
         found = find_start(start, places)
         first_alone(replicas, lambda: begin_at(found, places))
         return found
-
-    def is_done(self, index: int, start: Start | None) -> bool:
-        """Whether nothing is left to be done of a phase."""
-        if start is not None and start.here:
-            return index == start.index and start.ended
-        return self.places.is_done(index)
 
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
         """Run every phase that has not ended, from `begin` on; return the checkpoint the last one ends with."""
@@ -195,16 +180,14 @@ class Phases:
             self._train(below, events, Start(below, places.end_of(below), {}, here=True))
             gc.collect()
         for index in range(first, len(self.plan.phases)):
-            if self.is_done(index, begin):
+            here = begin is not None and begin.here
+            if (begin and index == first and begin.ended) if here else places.is_done(index):
                 continue
             why = agreed(self.backend.replicas, self.at_layer()) if index > first and self.at_layer else None
             if why is not None:
                 events.end()
-                raise Stopped(
-                    f"stopped by {why} before phase {self.plan.phases[index].name}",
-                    where=str(places.place(index - 1)),
-                    how="go on from there with --resume",
-                )
+                what = f"stopped by {why} before phase {self.plan.phases[index].name}"
+                raise Stopped(what, where=str(places.place(index - 1)), how="go on from there with --resume")
             self._train(index, events, begin)
             gc.collect()  # what a phase trained must be gone before the next begins, whatever of it refers to itself
 
@@ -225,8 +208,9 @@ class Phases:
             run = PhaseRun(places, index, trainer, mixture, rows, self._data(index))
             self._begin(index, run, trainer, start)
             if run.done < run.num_steps or run.pending is not None:
-                if not events.begun:
-                    events.state.log_history = self._past(run.position(run.done).step)
+                file, step = places.directory / METRICS_NAME, run.position(run.done).step
+                if not events.begun and step and file.is_file():  # what an earlier process wrote
+                    events.state.log_history = [row for row in read_metrics(file) if row.get("step", 0) <= step]
                 trainer.require_room(2 if config.save_steps and not run.done else 1)
                 RunLoop(run, events, at_layer=self.at_layer, after_step=self.stop).run()
             if places.leaves_model(index) and not places.model_of(index).exists():
@@ -235,19 +219,11 @@ class Phases:
             if index == len(self.plan.phases) - 1:
                 events.end()
 
-    def _past(self, step: int) -> list[dict[str, Any]]:
-        """Return the lines of metrics that an earlier process wrote, up to a step of the run."""
-        file = self.places.directory / METRICS_NAME
-        past = read_metrics(file) if step and file.is_file() else []
-        return [row for row in past if row.get("step", 0) <= step]
-
     def _config(self, index: int) -> LemaConfig:
         """Return the settings of a phase, which begins with a model and writes to a place of its own."""
-        own: dict[str, Any] = {"output_dir": str(self.places.place(index))}
-        if under := self.places.based(index):
-            base = str(self.places.model_of(under - 1))
-            own |= {"model_name_or_path": base, "gbi_path": None, "revision": None}
-        return settings_of_phase(self.config, self.plan, self.plan.phases[index], **own)
+        under, config = self.places.based(index), self.config
+        base = with_model(config, self.places.model_of(under - 1)) if under else config
+        return settings_of_phase(base, self.plan, self.plan.phases[index], output_dir=str(self.places.place(index)))
 
     def _begin(self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None) -> None:
         """Put a phase where it stopped, or where the one before has left it."""
@@ -281,9 +257,6 @@ class Phases:
         return found
 
 
-Say = Callable[[str], None]
-
-
 def train_phases(
     file: PhaseFile,
     *,
@@ -294,20 +267,8 @@ def train_phases(
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
 ) -> Path:
-    """Train as a file of phases says; return the directory that the last phase ends with.
-
-    Args:
-        file: what it says.
-        resume: go on where an earlier run in `output_dir` stopped.
-        start: a checkpoint, or a model, to go on from, as `lema.train.phases.run_phases` takes it.
-        callbacks: `transformers.TrainerCallback`s.
-        console: what to print on; None: standard output.
-        trust_remote_code: run code that comes with the model.
-        trace: records what is read, uploaded and computed, and when.
-
-    Raises:
-        Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
-        LemaError: of the kind that says what is wrong.
+    """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory that the last one ends
+    with.
     """
     shown, plan, config = console or Console(highlight=False), file.plan, file.config
     say = line_printer(shown)
@@ -346,7 +307,7 @@ def train_phases(
     return end
 
 
-def _tell(row: dict[str, Any], say: Say) -> None:
+def _tell(row: dict[str, Any], say: Callable[[str], None]) -> None:
     """Say what happened at a boundary; the steps between are the callbacks' to show."""
     match row.get("event"):
         case "phase_begin":

@@ -4,10 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lema.config.problems import Problem, SettingsError, nearest
+from lema.config.problems import Problem, SettingsError, meant
 
 __all__ = ["Selection", "layer_selection", "may_overlap", "selection_problems"]
-
 
 _ENDS = ("embeddings", "head")
 _FORMS = 'use a layer\'s number from 0 on, "first:2", "last:4", "embeddings" or "head"'
@@ -23,13 +22,7 @@ class Selection:
 
 
 def selection_problems(items: Sequence[object], num_layers: int | None = None, key: str = "layers") -> list[Problem]:
-    """Return all that is wrong with a selection; without `num_layers`, all that is wrong in every model.
-
-    Args:
-        items: as written.
-        num_layers: decoder layers of the model; None: not known yet.
-        key: of the setting.
-    """
+    """Return all that is wrong with a selection; without `num_layers`, all that is wrong in every model."""
     if not items:
         return [Problem(key, f"{key} selects nothing".strip(), f"{_FORMS}; leave it out for every layer")]
     return [
@@ -40,28 +33,15 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
 
 
 def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
-    """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects.
+    """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects of so many decoder layers.
 
-    Layers may be selected twice; they train once.
-
-    Args:
-        items: a layer's number, counted from 0; `first:N` and `last:N`; `embeddings`; `head`.
-        num_layers: decoder layers of the model.
-        key: of the setting, for errors.
-
-    Raises:
-        SettingsError: an item is none of these or out of range, or there is none; holds each problem.
+    Layers count from 0, and train once however often they are selected. A `SettingsError` holds each problem.
     """
     if problems := selection_problems(items, num_layers, key):
         raise SettingsError(problems)
-    layers: set[int] = set()
-    for item in items:
-        if isinstance(item, int):
-            layers.add(item)
-        elif item not in _ENDS:
-            side, count = _span(item)
-            layers.update(range(count) if side == "first" else range(num_layers - count, num_layers))
-    return Selection(frozenset(layers), "embeddings" in items, "head" in items)
+    layers = _layers_of(items, num_layers)
+    assert layers is not None, "the model's layers are counted"
+    return Selection(layers, "embeddings" in items, "head" in items)
 
 
 def _span(item: str) -> tuple[str, int]:
@@ -80,8 +60,8 @@ def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
     if item in _ENDS:
         return None
     if not isinstance(item, str) or not re.fullmatch(r"(first|last):[0-9]+", item):
-        near = nearest(item, _ENDS) if isinstance(item, str) else []
-        return f"is {item!r}, which selects nothing known", f"did you mean {near[0]}?" if near else _FORMS
+        how = meant(item, _ENDS) if isinstance(item, str) else ""
+        return f"is {item!r}, which selects nothing known", how or _FORMS
     side, count = _span(item)
     if count < 1:
         return f"is {item!r}, which selects no layer", f"write {side}:1 or more, or leave it out"
@@ -98,20 +78,18 @@ def may_overlap(one: Choice, other: Choice) -> bool:
     (layers, ends), (others, other_ends) = one, other
     if set(_ENDS) & set(layers or ()) and set(_ENDS) & set(others or ()):
         return True  # the embeddings may be the head's weight too
-    if ends is not None and other_ends is not None and not any(_same_module(a, b) for a in ends for b in other_ends):
-        return False
+    if ends is not None and other_ends is not None:
+        pairs = [(f".{end}", f".{other}") for end in ends for other in other_ends]
+        if not any(end.endswith(other) or other.endswith(end) for end, other in pairs):
+            return False
     first, second = _layers_of(layers), _layers_of(others)
     if not (first is None or second is None):
         return bool(first & second)
     return first != frozenset() and second != frozenset()
 
 
-def _same_module(end: str, other: str) -> bool:
-    return f".{end}".endswith(f".{other}") or f".{other}".endswith(f".{end}")
-
-
-def _layers_of(items: Sequence[int | str] | None) -> frozenset[int] | None:
-    """The decoder layers that a selection has in every model; None: which they are depends on the model."""
+def _layers_of(items: Sequence[int | str] | None, num_layers: int | None = None) -> frozenset[int] | None:
+    """The decoder layers that a selection has in every model, or one of so many; None: it depends on the model."""
     if items is None:
         return None
     found: set[int] = set()
@@ -120,7 +98,7 @@ def _layers_of(items: Sequence[int | str] | None) -> frozenset[int] | None:
             found.add(item)
         elif item not in _ENDS:
             side, count = _span(item)
-            if side == "last":
+            if side == "last" and num_layers is None:
                 return None
-            found.update(range(count))
+            found.update(range(num_layers - count, num_layers) if side == "last" and num_layers else range(count))
     return frozenset(found)

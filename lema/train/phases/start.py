@@ -11,17 +11,17 @@ then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lema.backend import Replicas
 from lema.backend.group import first_alone
 from lema.errors import AdapterError, ConfigError, DiskError
-from lema.train.checkpoint import newest_sound
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.checkpoint.resume import check_sound, tell_warning
+from lema.train.checkpoint.resume import Say, check_sound, newest_sound, tell_warning
 from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.phases.places import MODEL, Places
 
@@ -33,8 +33,8 @@ class Start:
     """Where a run begins."""
 
     index: int  # of the phase it begins in
-    checkpoint: Path | None  # what the phase goes on from; None: it begins
-    models: dict[int, Path]  # what earlier phases have left, by their index
+    checkpoint: Path | None = None  # what the phase goes on from; None: it begins
+    models: Mapping[int, Path] = field(default_factory=dict)  # what earlier phases have left, by their index
     here: bool = False  # the checkpoint is the run's own
     ended: bool = False  # with that checkpoint the phase has ended, and what it leaves is there
     rebuilt: int | None = None  # an earlier phase of the run whose model is written again first; None: none is
@@ -43,31 +43,23 @@ class Start:
 def find_start(path: str | Path, places: Places) -> Start:
     """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
 
-    Raises:
-        ConfigError: it is neither, of another plan, or the model below it is not to be found.
-        AdapterError: the checkpoint is damaged.
+    Raises `ConfigError` where it is neither, of another plan, or on a model that is gone; `AdapterError` of a damaged
+    one.
     """
     given = Path(path).absolute()
     if (given / STATE).is_file():
         return _from_checkpoint(given, places)
     if (given / "config.json").is_file():
         return _from_model(given, places)
-    inside = sorted(given.glob("checkpoint-*")) if given.is_dir() else []
-    raise ConfigError(
-        "a run begins from a checkpoint of phases or a model's directory, and this is neither",
-        where=str(given),
-        how=f"name one of the checkpoints in it, such as {inside[-1].name}"
-        if inside
-        else "name a directory with state.json (a checkpoint), or with config.json (a model)",
-    )
+    how = "name a directory with state.json (a checkpoint), or with config.json (a model)"
+    if given.is_dir() and (inside := sorted(given.glob("checkpoint-*"))):
+        how = f"name one of the checkpoints in it, such as {inside[-1].name}"
+    what = "a run begins from a checkpoint of phases or a model's directory, and this is neither"
+    raise ConfigError(what, where=str(given), how=how)
 
 
 def begin_at(start: Start, places: Places) -> None:
-    """Put into the run's directory what its first phase stands on.
-
-    Raises:
-        DiskError: that cannot be done.
-    """
+    """Put into the run's directory what its first phase stands on, or raise `DiskError`."""
     for index, model in start.models.items():
         link = places.model_of(index)
         try:
@@ -95,18 +87,14 @@ def _from_model(model: Path, places: Places) -> Start:
 def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
     about, plan = check_sound(checkpoint)["extra"], places.plan
     if not {"plan", "phase", "step"} <= about.keys():
-        raise ConfigError(
-            "this checkpoint is of a run without phases",
-            where=str(checkpoint),
-            how="name one that a run of phases wrote; an adapter is merged with `lema merge`, and named as a model",
-        )
+        what = "this checkpoint is of a run without phases"
+        how = "name one that a run of phases wrote; an adapter is merged with `lema merge`, and named as a model"
+        raise ConfigError(what, where=str(checkpoint), how=how)
     names = [phase.name for phase in plan.phases]
     if about["phase"] not in names:
-        raise ConfigError(
-            f"this is a checkpoint of phase {about['phase']}, and the plan has no such phase",
-            where=str(checkpoint),
-            how=f"its phases are {', '.join(str(name) for name in names)}; give the plan the run was begun with",
-        )
+        what = f"this is a checkpoint of phase {about['phase']}, and the plan has no such phase"
+        how = f"its phases are {', '.join(str(name) for name in names)}; give the plan the run was begun with"
+        raise ConfigError(what, where=str(checkpoint), how=how)
     index = names.index(about["phase"])
     plan.check_same(about["plan"], str(checkpoint), index + 1)
     if not 0 <= about["step"] <= plan.steps(index).steps:
@@ -127,21 +115,13 @@ def _model_below(checkpoint: Path, recorded: str | None, phase: str) -> Path:
     for model in tried:
         if (model / "config.json").is_file():
             return model.absolute()
-    raise ConfigError(
-        f"the model that phase {phase} left, on which this checkpoint stands, is not there",
-        where=" or ".join(str(model) for model in tried),
-        how="copy it to the first of these places",
-    )
-
-
-Say = Callable[[str], None]
+    what = f"the model that phase {phase} left, on which this checkpoint stands, is not there"
+    how = "copy it to the first of these places"
+    raise ConfigError(what, where=" or ".join(str(model) for model in tried), how=how)
 
 
 def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
-    """Return where a run goes on that is in its directory; lines of metrics of what comes after go.
-
-    All processes call this; the first says where it goes on.
-    """
+    """Return where a run goes on that is in its directory, all processes alike; cut the metrics of what comes after."""
     say = say if replicas.first else lambda _: None
     point = first_alone(replicas, lambda: find_point(places, say))
     if point is None:
@@ -163,9 +143,7 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
 def find_point(places: Places, say: Say) -> Start | None:
     """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
 
-    Raises:
-        AdapterError: it has checkpoints and none is sound, or a model that is gone on with is damaged.
-        ConfigError: the plan is another.
+    Raises `AdapterError` where nothing is sound that it could go on with; `ConfigError` where the plan is another.
     """
     faults: list[str] = []
     for index in reversed(range(len(places.plan.phases))):
@@ -182,11 +160,9 @@ def find_point(places: Places, say: Say) -> Start | None:
             tell_warning(f"phase {name} begins again: none of its checkpoints is sound", say)
             return _at(places, index, None, say)
     if faults:
-        raise AdapterError(
-            f"no checkpoint of the run is sound:{''.join(faults)}",
-            where=str(places.directory),
-            how="copy one back from where it is whole, or begin a new run in another output_dir",
-        )
+        what = f"no checkpoint of the run is sound:{''.join(faults)}"
+        how = "copy one back from where it is whole, or begin a new run in another output_dir"
+        raise AdapterError(what, where=str(places.directory), how=how)
     return None
 
 
@@ -194,7 +170,7 @@ def _at(places: Places, index: int, checkpoint: Path | None, say: Say) -> Start:
     """Return the point at a checkpoint of a phase, or at its beginning, once what lies below it is seen to be there."""
     _check_plan(places, index, checkpoint)
     ended = checkpoint == places.end_of(index) and places.is_done(index, alone=True)
-    return Start(index, checkpoint, {}, here=True, ended=ended, rebuilt=_to_rebuild(places, index, say))
+    return Start(index, checkpoint, here=True, ended=ended, rebuilt=_to_rebuild(places, index, say))
 
 
 def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
@@ -205,20 +181,15 @@ def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
         index, checkpoint = index - 1, places.end_of(index - 1)
     about = read_state(checkpoint)["extra"]
     if "plan" not in about:
-        raise AdapterError(
-            "this checkpoint is of no run of phases",
-            where=str(checkpoint),
-            how="begin a new run in another output_dir",
-        )
+        what = "this checkpoint is of no run of phases"
+        raise AdapterError(what, where=str(checkpoint), how="begin a new run in another output_dir")
     places.plan.check_same(about["plan"], str(checkpoint), index + 1)
 
 
 def _is_sound(checkpoint: Path) -> bool:
-    try:
-        check_sound(checkpoint)
-    except AdapterError:  # it is passed over, and that is said, where its own phase is looked at
-        return False
-    return True
+    with suppress(AdapterError):  # it is passed over, and that is said, where its own phase is looked at
+        return bool(check_sound(checkpoint))
+    return False
 
 
 def _stands(places: Places, index: int) -> bool:
@@ -238,10 +209,8 @@ def _to_rebuild(places: Places, index: int, say: Say) -> int | None:
     try:
         check_sound(end)
     except AdapterError as error:
-        raise AdapterError(
-            f"the model that phase {name} left is gone, and cannot be written again: {error.what}",
-            where=f"{places.model_of(below)}, from {error.where}",
-            how="copy the model back, or begin again in another output_dir",
-        ) from error
+        what = f"the model that phase {name} left is gone, and cannot be written again: {error.what}"
+        how = "copy the model back, or begin again in another output_dir"
+        raise AdapterError(what, where=f"{places.model_of(below)}, from {error.where}", how=how) from error
     tell_warning(f"the model that phase {name} left is not there: it is written again from {end}", say)
     return below

@@ -11,10 +11,7 @@ __all__ = ["GlobalBatch", "TokenSteps", "solve_batch", "steps_of"]
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The rows of one optimizer step: `rows == micro_batch_size * accumulation * num_processes`, always.
-
-    `accumulation` is micro-batches of a process per step.
-    """
+    """The rows of a step: `rows == micro_batch_size * accumulation * num_processes`, where each accumulates so many."""
 
     rows: int
     micro_batch_size: int
@@ -23,15 +20,11 @@ class GlobalBatch:
 
 
 def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
-    """Divide a global batch exactly: the largest micro-batch that is allowed and leaves nothing over.
+    """Divide a global batch of `rows` exactly: the largest micro-batch, of at most `per_device` rows, with nothing left
+    over.
 
-    Args:
-        rows: per optimizer step, of all processes together.
-        per_device: most rows that a process may compute at once; None: as many as it gets.
-        num_processes: that share them.
-
-    Raises:
-        ConfigError: a number is below 1, or the rows cannot be divided among the processes; names the nearest that can.
+    Raises `ConfigError` where a number is below 1, or processes cannot divide the rows; names the nearest that they
+    can.
     """
     for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
         if number is not None and number < 1:
@@ -39,11 +32,9 @@ def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1
     share, over = divmod(rows, num_processes)
     if over:
         near = [str(count * num_processes) for count in (share, share + 1) if count]
-        raise ConfigError(
-            f"{rows} rows cannot be divided among {num_processes} processes",
-            where="batch_size",
-            how=f"set it to {' or '.join(near)}, or run another number of processes",
-        )
+        what = f"{rows} rows cannot be divided among {num_processes} processes"
+        how = f"set it to {' or '.join(near)}, or run another number of processes"
+        raise ConfigError(what, where="batch_size", how=how)
     largest = min(share, per_device or share)
     micro_batch_size = next(size for size in range(largest, 0, -1) if share % size == 0)
     return GlobalBatch(rows, micro_batch_size, share // micro_batch_size, num_processes)
@@ -72,9 +63,7 @@ def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
     step = rows * block
     steps, leftover = divmod(tokens, step)
     if steps < 1:
-        raise ConfigError(
-            f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens",
-            where="tokens",
-            how=f"give at least {step} tokens, or lower batch_size or the length of a row",
-        )
+        what = f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens"
+        how = f"give at least {step} tokens, or lower batch_size or the length of a row"
+        raise ConfigError(what, where="tokens", how=how)
     return TokenSteps(steps, steps * step, leftover)

@@ -26,7 +26,6 @@ from lema.train.phases.steps import steps_of
 
 __all__ = ["LoRAConfig", "LoRATrainerConfig"]
 
-
 _TIMES = ("pre_lora", "post_lora")
 _SINGULAR = {f"{time}_dataset": f"{time}_datasets" for time in _TIMES}
 _FRACTIONS = dict(zip(("warmup_pct", "decay_pct", "constant_pct"), LENGTHS, strict=True))
@@ -40,11 +39,7 @@ _INTERVALS = {
 
 
 class LoRAConfig(AdapterSettings):
-    """The adapters of a two-phase trainer: `rank`, `alpha`, `target_modules`, and the rest as in `LemaConfig`.
-
-    Raises:
-        SettingsError: a setting is unknown, out of range, or contradicts another.
-    """
+    """The adapters of a two-phase trainer: `rank`, `alpha`, `target_modules`, and the rest as in `LemaConfig`."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
@@ -82,10 +77,7 @@ class LoRATrainerConfig(Settings):
 
     `pre_lora_dataset` and `post_lora_dataset` are taken for `pre_lora_datasets` and `post_lora_datasets`. With no stage
     before, training begins with adapters. What a trainer is configured with here holds for the whole run, and the
-    settings of `LemaConfig` for all that has no name here.
-
-    Raises:
-        SettingsError: a setting is wrong, or two lists of stages are not equally long; holds every problem.
+    settings of `LemaConfig` for all that has no name here. A `SettingsError` holds every problem.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -171,13 +163,10 @@ class LoRATrainerConfig(Settings):
             what = "pre_lora_tokens and post_lora_tokens are empty, so that nothing would train"
             problems.append(Problem("post_lora_tokens", what, "give the tokens of one stage at least"))
         parts, fields = takes(self.schedule), type(self).model_fields
-        problems += [
-            Problem(
-                key, f"{key} says nothing to schedule {self.schedule}", f"leave {key} out, or choose {_having(name)}"
-            )
-            for key, name in _FRACTIONS.items()
-            if getattr(self, key) != fields[key].default and name not in parts
-        ]
+        for key, name in _FRACTIONS.items():
+            if getattr(self, key) != fields[key].default and name not in parts:
+                how = f"leave {key} out, or choose {' or '.join(one for one in SCHEDULES if name in takes(one))}"
+                problems.append(Problem(key, f"{key} says nothing to schedule {self.schedule}", how))
         if not self.per_device_batch_size:
             problems.append(Problem("per_device_batch_size", "per_device_batch_size is 0", "give rows, or -1 for all"))
         if self.evaluations and not self.evaluate:
@@ -225,11 +214,7 @@ class LoRATrainerConfig(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file; settings given here replace those of the file.
-
-        Raises:
-            ConfigError: the file is not YAML or a setting is wrong; names file, line and key.
-        """
+        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
         return from_yaml(cls, path, overrides, _SINGULAR)
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,10 +222,7 @@ class LoRATrainerConfig(Settings):
         return self.model_dump(mode="json", by_alias=True)
 
     def plan(self) -> PhasePlan:
-        """Return the phases: one per stage.
-
-        The optimizer begins anew with the adapters, and is carried from stage to stage otherwise.
-        """
+        """Return the phases, one per stage; the optimizer begins anew with the adapters, and is carried otherwise."""
         return PhasePlan(
             phases=[phase for time in _TIMES for phase in self._phases(time)],
             batch_size=self.batch_size,
@@ -252,10 +234,8 @@ class LoRATrainerConfig(Settings):
     def settings_of_run(self, model: LemaConfig) -> LemaConfig:
         """Return the settings of a run, with the intervals and reports that are configured here.
 
-        An interval that is given in `model` alone is that of `model`: the defaults here do not replace it.
-
-        Raises:
-            ConfigError: both give one, and they differ.
+        One that is given in `model` alone is that of `model`; where both give one, and they differ, `ConfigError` is
+        raised.
         """
         changed: dict[str, Any] = {}
         for name, setting in _INTERVALS.items():
@@ -295,10 +275,6 @@ class LoRATrainerConfig(Settings):
                 **parts,
                 **(self.lora.adapter_settings() if lora else {}),
             )
-
-
-def _having(part_name: str) -> str:
-    return " or ".join(schedule for schedule in SCHEDULES if part_name in takes(schedule))
 
 
 def _stages(entries: list[Any]) -> str:

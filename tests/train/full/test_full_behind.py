@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import get_total_norm
 from transformers import AutoModelForCausalLM
 
-from lema.backend import Backend
 from lema.errors import NonFiniteError
 from lema_cpu import CpuBackend
 
@@ -45,7 +44,7 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
             step(layer, gradients)
 
         trained.begin, training._step_layer = note, wait
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
         assert order == list(reversed(range(NUM_LAYERS)))
         found = {name: master.detach().clone() for name, master in training.masters.items()}
     config = config_of(checkpoint)
@@ -65,7 +64,7 @@ def test_gradients_of_two_layers_exist_at_a_time_without_clipping(checkpoint_of:
             most.append(sum(not all(one.expired() for one in refs) for refs in formed.values()))
 
         model.adapter.engine.trained._done = counted
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
         assert len(most) == NUM_LAYERS and max(most) <= 2
         assert all(one.expired() for refs in formed.values() for one in refs)
 
@@ -104,22 +103,19 @@ def test_what_fails_in_the_thread_is_raised_by_the_step(checkpoint_of: Callable[
 
         training._step_layer = fail
         with pytest.raises(OSError, match="layer 5"):
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
         failing.remove(5)
         with pytest.raises(OSError, match="layer 0"):  # the last of all: nothing is begun after it
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
         assert training.global_step == 0 and training.grad_norm is None
         failing.clear()
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
         assert training.global_step == 1
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("clipped", [None, 0.5])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_the_norm_of_a_step_is_known(
-    clipped: float | None, passes: int, checkpoint_of: Callable[..., Checkpoint]
-) -> None:
+def test_the_norm_of_a_step_is_known(clipped: float | None, checkpoint_of: Callable[..., Checkpoint]) -> None:
     checkpoint = checkpoint_of("llama")
     model = AutoModelForCausalLM.from_pretrained(checkpoint.published).train()
     model.config.use_cache = False
@@ -127,25 +123,8 @@ def test_the_norm_of_a_step_is_known(
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     with opened(checkpoint, max_grad_norm=clipped) as (_, training):
         assert training.grad_norm is None
-        batches = micro_batches(4)
-        training.step([batches[:2], batches[2:]] if passes == 2 else [batches])
+        training.accumulate(micro_batches(4))
         assert training.grad_norm == float(get_total_norm(gradients))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("backend", [CpuBackend, lambda: LateDevice(3)])
-@pytest.mark.parametrize("clipped", [None, 0.5])
-def test_several_passes_are_bitwise_one(
-    clipped: float | None, backend: Callable[[], Backend], checkpoint_of: Callable[..., Checkpoint]
-) -> None:
-    """Passes add up in the order of micro-batches, whichever of them share a visit."""
-    checkpoint = checkpoint_of("llama")
-    expected = whole(checkpoint, config_of(checkpoint, max_grad_norm=clipped), everything, 4, steps=3)
-    with opened(checkpoint, max_grad_norm=clipped, backend=backend()) as (_, training):
-        batches = micro_batches(4)
-        for _ in range(3):
-            training.step([batches[:1], batches[1:3], batches[3:]])
-        assert not [name for name, weight in expected[1].items() if not torch.equal(training.masters[name], weight)]
 
 
 @pytest.mark.parametrize("clipped", [None, 0.5])
@@ -165,7 +144,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_its_layer_is_stepped(
 
         trained._done = spoilt
         with pytest.raises(NonFiniteError, match=rf"gradient of model\.layers\.{bad}\.") as raised:
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
         changed = {name for name, master in training.masters.items() if not torch.equal(master, before[name])}
         layers = {layer_of(name) for name in changed}
         if clipped is None:
@@ -177,7 +156,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_its_layer_is_stepped(
             assert not changed
         assert all(master.grad is None for master in training.masters.values())
         trained._done = done
-        training.step([micro_batches(2)])  # what is left of the step that failed disturbs none
+        training.accumulate(micro_batches(2))  # what is left of the step that failed disturbs none
         assert training.global_step == 1
 
 
@@ -187,7 +166,7 @@ def test_a_gradient_outside_the_layers_that_is_not_finite_is_refused(checkpoint_
         before = {name: master.detach().clone() for name, master in training.masters.items()}
         norm.register_hook(lambda gradient: gradient * float("inf"))
         with pytest.raises(NonFiniteError, match=r"gradient of model\.norm\.weight") as raised:
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
         assert "layers were stepped already" in raised.value.where
         outside = [name for name in before if ".layers." not in name]
         assert outside and all(torch.equal(training.masters[name], before[name]) for name in outside)

@@ -17,7 +17,7 @@ def test_moments_are_carried_to_another_selection_by_name(
     checkpoint = checkpoint_of("llama", False)
     with opened(checkpoint, attention_of_the_last_four) as (_, training):
         for _ in range(2):
-            training.step([micro_batches(2)])
+            training.accumulate(micro_batches(2))
         training.save_checkpoint(tmp_path / "there", {"phase": 1})
         before = {name: training.optimizer.state[master] for name, master in training.masters.items()}
 
@@ -38,7 +38,7 @@ def test_moments_are_carried_to_another_selection_by_name(
                 (2.0, True) if name in both else (0.0, False)
             )
         assert training.global_step == 0
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
         assert {float(training.optimizer.state[one]["step"]) for one in training.masters.values()} == {1.0, 3.0}
 
 
@@ -62,9 +62,9 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
 ) -> None:
     checkpoint = checkpoint_of("llama", False, 0.0, dtype)
     with opened(checkpoint) as (model, training):
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
         training.save_checkpoint(tmp_path / "there")
-        expected = training.step([micro_batches(2)])
+        expected = training.accumulate(micro_batches(2)).loss
         anyway, _ = training.places._limits(model.config)
         masters = training.masters
     with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
@@ -73,7 +73,7 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
         resumed.restore(tmp_path / "there")
         assert places == [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
         assert resumed.places.mapped and taken == (resumed.places.host_bytes, resumed.places.mapped_bytes)
-        assert torch.equal(resumed.step([micro_batches(2)]), expected)
+        assert resumed.accumulate(micro_batches(2)).loss == expected
         assert all(torch.equal(resumed.masters[name], master) for name, master in masters.items())
 
 

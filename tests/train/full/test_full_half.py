@@ -15,7 +15,7 @@ from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema.engine.optim import make_optimizer
 from lema.errors import ConfigError
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema_cpu import CpuBackend
 
 STEPS = 5
@@ -71,13 +71,13 @@ def test_steps_are_those_of_a_whole_model_with_masters_in_fp32(
     try:
         model.skeleton.train()
         training = FullTraining(model.adapter, config, selection)
-        found = [training.step([micro_batches(count)]) for _ in range(STEPS)]
-        assert [float(one) for one in found] == [float(one) for one in losses]
+        found = [training.accumulate(micro_batches(count)).loss for _ in range(STEPS)]
+        assert found == [float(one) for one in losses]
         assert training.masters.keys() == masters.keys()
         for name, master in masters.items():
             assert training.masters[name].dtype == torch.float32
             assert torch.equal(training.masters[name], master), name
-            assert torch.equal(training.places.weight(name), weights[name]), name
+            assert torch.equal(training.places.weights[name], weights[name]), name
     finally:
         model.close()
 
@@ -88,10 +88,10 @@ def test_a_step_too_small_for_the_weights_is_kept_by_the_masters(checkpoint_of: 
     model = LemaModel(config, backend=CpuBackend(poison=True))
     training = FullTraining(model.adapter, config)
     before = {name: master.detach().clone() for name, master in training.masters.items()}
-    rounded = {name: training.places.weight(name).clone() for name in before}
-    training.step([micro_batches(2)])
+    rounded = {name: training.places.weights[name].clone() for name in before}
+    training.accumulate(micro_batches(2))
     assert all(not torch.equal(master, before[name]) for name, master in training.masters.items())
-    lost = [name for name in before if torch.equal(training.places.weight(name), rounded[name])]
+    lost = [name for name in before if torch.equal(training.places.weights[name], rounded[name])]
     assert lost, "the step was large enough for bfloat16: nothing is shown here"
     model.close()
 

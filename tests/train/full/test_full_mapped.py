@@ -15,7 +15,7 @@ from lema.backend import Backend
 from lema.backend.hostmemory import anonymous
 from lema.errors import DiskError, MemoryLimitError
 from lema.plan.trainable_bytes import trainable_bytes
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema_cpu import CpuBackend
 
 STEPS = 3
@@ -29,7 +29,7 @@ def mapped_here(directory: Path) -> list[str]:
 def trained(training: FullTraining) -> tuple[list[Tensor], Weights, list[float | None]]:
     losses, norms = [], []
     for _ in range(STEPS):
-        losses.append(training.step([micro_batches(2)]))
+        losses.append(torch.tensor(training.accumulate(micro_batches(2)).loss))
         norms.append(training.grad_norm)
     state = {
         f"{key}.{name}": one.clone()

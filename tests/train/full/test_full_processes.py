@@ -41,12 +41,12 @@ def train(model, selection):
     training = FullTraining(model.adapter, config, lambda name: selection == "everything" or ".5." in name)
     (out / selection).mkdir(exist_ok=True)
     losses, norms = [], []
-    for passes in ([batches[rank::size]], [batches[:1] if rank else batches[1:2], batches[2 + rank : 3 + rank]]):
-        losses.append(float(training.step(passes)))
+    for mine in (batches[rank::size], batches[3:] if rank else batches[:3]):
+        losses.append(training.accumulate(mine).loss)
         norms.append(training.grad_norm)
         alike(training)
-    # A step of which the last process has no rows, after a pass in which it has some.
-    losses.append(float(training.step([batches[rank : rank + 1], [] if rank else batches[2:]])))
+    # A step of which the last process has no rows.
+    losses.append(training.accumulate([] if rank else batches).loss)
     norms.append(training.grad_norm)
     alike(training)
     training.save_checkpoint(out / selection / "checkpoint", {"size": size})
@@ -65,14 +65,14 @@ def train(model, selection):
 
     trained._done = spoilt
     try:
-        training.step([batches[rank::size]])
+        training.accumulate(batches[rank::size])
     except NonFiniteError as error:
         assert "layers.5" in str(error), error
     else:
         raise AssertionError("a gradient was NaN")
     trained._done = done
     training.restore(out / selection / "checkpoint")
-    losses.append(float(training.step([batches[rank::size]])))
+    losses.append(training.accumulate(batches[rank::size]).loss)
     alike(training)
     if rank == 0:
         after = {name: master.detach().clone() for name, master in training.masters.items()}
@@ -102,7 +102,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path, checkpoint_of: Callable
         found, losses, norms = torch.load(there / "found"), [], []
         with opened(checkpoint, chosen, max_grad_norm=clipped, adam_epsilon=1e-2) as (_, training):
             for _ in range(4):
-                losses.append(float(training.step([micro_batches(4)])))
+                losses.append(training.accumulate(micro_batches(4)).loss)
                 norms.append(training.grad_norm)
             assert found["losses"] == pytest.approx(losses, rel=1e-5)
             assert found["norms"] == pytest.approx(norms[:3], rel=1e-4)

@@ -26,9 +26,10 @@ from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.model import meta_model
-from lema.train.full import FullTraining, save_trained
-from lema.train.phases import Phase
+from lema.train.full.export import save_trained
+from lema.train.full.training import FullTraining
 from lema.train.phases.kinds import chosen_by, tied_note
+from lema.train.phases.phase import Phase
 from lema_cpu import CpuBackend
 
 
@@ -111,15 +112,15 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(
     model, training = opened()
     torch.manual_seed(5)
     for _ in range(2):
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
     training.save_checkpoint(tmp_path / "there", {"phase": 1})
-    expected = [training.step([micro_batches(2)]) for _ in range(2)]
+    expected = [training.accumulate(micro_batches(2)).loss for _ in range(2)]
     model.close()
     again, resumed = opened()
     assert resumed.restore(tmp_path / "there") == {"phase": 1}
     assert resumed.global_step == 2
-    found = [resumed.step([micro_batches(2)]) for _ in range(2)]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    found = [resumed.accumulate(micro_batches(2)).loss for _ in range(2)]
+    assert found == expected
     assert all(torch.equal(resumed.masters[name], master) for name, master in training.masters.items())
     again.close()
 
@@ -149,7 +150,7 @@ def test_what_is_saved_is_the_model_that_was_trained(
     model = LemaModel(config)
     training = FullTraining(model.adapter, config, one_in_the_middle if tied else everything)
     for _ in range(2):
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
     out = save_trained(model, training, tmp_path / "out", max_shard_size=200_000)
     with pytest.raises(ConfigError, match="taken"):
         save_trained(model, training, out)
@@ -176,7 +177,7 @@ def test_a_loss_that_is_not_finite_steps_nothing(
         training.masters["model.layers.3.mlp.up_proj.weight"].fill_(float("inf"))
     before = {name: master.detach().clone() for name, master in training.masters.items()}
     with pytest.raises(NonFiniteError, match="loss is nan") as raised:
-        training.step([micro_batches(2)])
+        training.accumulate(micro_batches(2))
     assert "no weight was stepped" in raised.value.where
     assert all(torch.equal(master, before[name]) for name, master in training.masters.items())
     model.close()

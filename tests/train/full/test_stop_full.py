@@ -12,8 +12,8 @@ from tiny import Checkpoint, micro_batches
 from lema import LemaConfig, LemaModel
 from lema.backend.interrupt import StopRequested
 from lema.errors import Stopped
-from lema.train.full import FullTraining
-from lema.train.phases import run_phases
+from lema.train.full.training import FullTraining
+from lema.train.phases.run import run_phases
 from lema_cpu import CpuBackend
 
 MEASURED = ("loss", "eval_loss", "grad_norm", "learning_rate")
@@ -45,13 +45,13 @@ def test_a_step_that_is_stopped_leaves_nothing(clipped: float | None, checkpoint
             asked.count, asked.times = asked.count + stopped, 0
             try:
                 with model.adapter.interruptible(asked):
-                    training.step([batches])
+                    training.accumulate(batches)
                 break
             except StopRequested:
                 assert all(torch.equal(master, before[name]) for name, master in training.masters.items())
                 assert training.global_step == 0
         ends.append((training.global_step, asked.times, training.masters))
-        training.step([batches])
+        training.accumulate(batches)
         model.close()
     layers = model.split.num_layers
     # Before each lease and each of two micro-batches: the whole way, or up to where the top layer is stepped.

@@ -18,7 +18,7 @@ from lema.data.interleave import PIECES, SHAPES, UNIT, WINDOW, Fade, Interleavin
 from lema.data.mixture import Draw, Mixture
 from lema.data.sampling import Start, rates_of
 from lema.errors import ConfigError
-from lema.train.phases import PhasePlan
+from lema.train.phases.plan import PhasePlan
 
 BLOCK, ROWS = 8, 4
 STEP = BLOCK * ROWS

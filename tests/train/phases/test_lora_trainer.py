@@ -30,7 +30,7 @@ from lema import (
 )
 from lema.errors import AdapterError, ConfigError, ModelError, Stopped
 from lema.storage.manifest import write_manifest
-from lema.train.phases import run_phases
+from lema.train.phases.run import run_phases
 
 BLOCK, ROWS = 12, 4
 STEP = BLOCK * ROWS

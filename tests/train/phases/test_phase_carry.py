@@ -8,8 +8,8 @@ import pytest
 from phaseruns import FULL, HALF, SOURCES, STEP, Killed, assert_same, count_writes, plan_of
 
 from lema import LemaConfig
-from lema.train.full import FullTraining
-from lema.train.phases import run_phases
+from lema.train.full.training import FullTraining
+from lema.train.phases.run import run_phases
 
 PART = {"trainable": ["q_proj", "k_proj"], "tokens": STEP, "mixture": HALF, "learning_rate": 3e-3, "name": "part"}
 

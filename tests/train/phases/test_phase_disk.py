@@ -18,7 +18,7 @@ from lema.storage.locks import run_lock
 from lema.storage.manifest import check_manifest
 from lema.storage.verify import base_fingerprint
 from lema.train.phases import loop as phaseloop
-from lema.train.phases import run_phases
+from lema.train.phases.run import run_phases
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from lema import LemaConfig
 from lema.errors import Stopped
 from lema.train import events as runevents
 from lema.train.metrics import plot_loss, read_metrics
-from lema.train.phases import run_phases
+from lema.train.phases.run import run_phases
 
 BEGIN, END = "on_train_begin", "on_train_end"
 

@@ -10,9 +10,9 @@ import torch
 from phaseruns import SOURCES, two
 
 from lema import LemaConfig, LemaModel
-from lema.train.full import FullTraining
+from lema.train.full.training import FullTraining
 from lema.train.phases import run as phases
-from lema.train.phases import run_phases
+from lema.train.phases.run import run_phases
 
 Living = Callable[[], dict[str, int]]
 

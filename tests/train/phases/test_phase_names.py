@@ -11,7 +11,8 @@ import pytest
 from lema.config.problems import SettingsError
 from lema.data.mixture import Mixture
 from lema.engine.schedules import takes
-from lema.train.phases import LoRATrainerConfig, PhasePlan
+from lema.train.phases.plan import PhasePlan
+from lema.train.phases.twophase import LoRATrainerConfig
 
 A, B, C = ([{"name": name, "rate": 1.0}] for name in "abc")
 ROWS, BLOCK = 4, 16
@@ -100,7 +101,7 @@ def test_t6_there_are_as_many_steps_as_tokens_make_and_none_more(accumulation: i
     assert plan.batch().accumulation == accumulation
     assert [plan.steps(index).steps for index in range(3)] == [8, 3, 5]
     assert plan.num_steps == sum(phase.tokens for phase in plan.phases) // PER_STEP
-    assert plan.boundaries()[-1].stop_token == sum(phase.tokens for phase in plan.phases)
+    assert sum(plan.steps(index).tokens for index in range(3)) == sum(phase.tokens for phase in plan.phases)
 
 
 # Of ten steps each, warm-up of two, decay of three, tail of four: every rate that a phase takes, peak 1.

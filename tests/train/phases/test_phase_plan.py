@@ -17,8 +17,10 @@ from lema.config.problems import SettingsError
 from lema.data import Sampling
 from lema.data.sampling import Style
 from lema.errors import ConfigError
-from lema.train.phases import LoRAConfig, LoRATrainerConfig, Phase, PhasePlan
+from lema.train.phases.phase import Phase
+from lema.train.phases.plan import PhasePlan
 from lema.train.phases.selection import Selection, layer_selection
+from lema.train.phases.twophase import LoRAConfig, LoRATrainerConfig
 
 STEP = 4 * 16  # tokens, of the plans below
 MIXTURE = [{"name": "almanac", "rate": 1.0}]
@@ -49,16 +51,13 @@ THREE = (
 
 def test_phases_begin_at_the_exact_step_and_token() -> None:
     found = plan(*THREE[:2], phase("lora", 6, merge=True, tokens=6 * STEP + STEP - 1))
-    assert [(one.name, one.first_step, one.stop_step, one.leftover) for one in found.boundaries()] == [
+    assert [(one.name, one.first_step, one.stop_step, one.first_token) for one in found.boundaries()] == [
         ("text", 0, 10, 0),
-        ("phase-2", 10, 15, 0),
-        ("phase-3", 15, 21, STEP - 1),
+        ("phase-2", 10, 15, 10 * STEP),
+        ("phase-3", 15, 21, 15 * STEP),
     ]
-    assert [(one.first_token, one.stop_token) for one in found.boundaries()] == [
-        (0, 10 * STEP),
-        (10 * STEP, 15 * STEP),
-        (15 * STEP, 21 * STEP),
-    ]
+    sizes = [found.steps(index) for index in range(3)]
+    assert [(one.tokens, one.leftover) for one in sizes] == [(10 * STEP, 0), (5 * STEP, 0), (6 * STEP, STEP - 1)]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 64))
@@ -68,7 +67,7 @@ def test_every_step_is_in_one_phase_and_tokens_are_steps(lengths: list[int], row
     assert found.num_steps == sum(lengths)
     assert [one.stop_step - one.first_step for one in found.boundaries()] == lengths
     assert all(one.stop_step == after.first_step for one, after in pairwise(found.boundaries()))
-    assert found.boundaries()[-1].stop_token == sum(one.tokens for one in found.phases)
+    assert found.boundaries()[-1].stop_step * rows * block == sum(one.tokens for one in found.phases)
 
 
 def test_the_learning_rate_of_each_phase_counts_from_its_own_beginning() -> None:
@@ -367,7 +366,7 @@ def test_rounding_decides_numbers_where_something_is_merged() -> None:
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     found = plan(phase(), phase("lora", lora_target_modules=["v_proj", "q_proj"]))
     again = plan(phase(), phase("lora", lora_rank=16, lora_target_modules=["q_proj", "v_proj"]))
-    code = f"from lema.train.phases import PhasePlan; print(PhasePlan(**{found.to_dict()!r}).fingerprint())"
+    code = f"from lema.train.phases.plan import PhasePlan; print(PhasePlan(**{found.to_dict()!r}).fingerprint())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == found.fingerprint() == again.fingerprint()
     assert len(found.fingerprint()) == 64
@@ -459,7 +458,8 @@ def test_what_selects_nothing_is_refused(item: Any, what: str, how: str) -> None
 
 
 def test_plans_need_no_torch() -> None:
-    code = "import sys; from lema.train.phases import LoRATrainerConfig, PhasePlan; import lema.train.phases.file"
+    code = "import sys; from lema.train.phases.plan import PhasePlan; import lema.train.phases.file"
+    code += "; from lema.train.phases.twophase import LoRATrainerConfig"
     code += f"; PhasePlan(**{plan(*THREE).to_dict()!r}).warnings()"
     code += "; LoRATrainerConfig().plan(); print(sorted({'torch', 'transformers', 'peft'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -9,7 +9,7 @@ from phaseruns import HALF, ROWS, STEP, plan_of, rows
 
 from lema import LemaConfig
 from lema.errors import LemaError
-from lema.train.phases import run_phases
+from lema.train.phases.run import run_phases
 
 
 @pytest.fixture

@@ -19,8 +19,10 @@ from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
 from lema.plan import planner as planned
 from lema.plan.machine import profile
 from lema.stream.reader import LayerReader
-from lema.train.phases import LoRATrainerConfig, PhasePlan, run_phases
+from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import PhaseReport, phase_report, report_rows, show_report
+from lema.train.phases.run import run_phases
+from lema.train.phases.twophase import LoRATrainerConfig
 
 BLOCK, ROWS = 12, 4
 STEP = BLOCK * ROWS

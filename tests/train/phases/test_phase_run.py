@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError
 from lema.train.metrics import read_metrics
-from lema.train.phases import run_phases
 from lema.train.phases.places import Places
+from lema.train.phases.run import run_phases
 
 
 def losses(directory: Path, phase: str) -> list[float]:

@@ -14,7 +14,7 @@ from lema import LemaConfig
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.train.metrics import read_metrics
-from lema.train.phases import run_phases
+from lema.train.phases.run import run_phases
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:

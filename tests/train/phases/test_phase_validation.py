@@ -15,7 +15,7 @@ from lema.data.mixture import Mixture
 from lema.train.checkpoint.format import read_state
 from lema.train.metrics import read_metrics
 from lema.train.phases import loop as phaseloop
-from lema.train.phases import run_phases
+from lema.train.phases.run import run_phases
 
 
 @pytest.mark.slow

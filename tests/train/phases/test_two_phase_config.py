@@ -7,7 +7,7 @@ import pytest
 
 from lema.config.problems import SettingsError
 from lema.errors import ConfigError
-from lema.train.phases import LoRAConfig, LoRATrainerConfig
+from lema.train.phases.twophase import LoRAConfig, LoRATrainerConfig
 
 A, B = [{"name": "a", "rate": 1.0}], [{"name": "b", "rate": 0.5}, {"name": "c", "rate": 0.5}]
 STEP = 2 * 8
