@@ -17,7 +17,7 @@ from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
 from lema.cli.generate import generate
 from lema.config.quiet import hush
-from lema.errors import ConfigError
+from lema.errors import ConfigError, MemoryLimitError
 
 __all__ = ["app", "main"]
 
@@ -140,10 +140,11 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0.0, help="Of an hour, to price an epoch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time against tokens per step.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show every part, not sums alone.")] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Tell memory, time and what limits a run, before it starts; no weights are read. Of phases, tell each."""
+    """Predict memory, time and what limits a run, or each phase of it; no weights are read. Exit code 4: no room."""
     from lema.train.phases.file import has_phases, read_phase_file
 
     if phased := has_phases(config):
@@ -162,19 +163,21 @@ def plan(
         from lema.train.phases.report import phase_report, show_report
 
         report = phase_report(file.config, file.plan, measure=True, **shared)
-        told, show = report.to_dict(), partial(show_report, report)
+        told, show, fits = report.to_dict(), partial(show_report, report), True
     else:
         from lema.cli.tables import draw, show_plan
         from lema.plan import make_plan
 
         made, planner = make_plan(checked, **shared)
-        told, show = made.to_dict(), partial(show_plan, made)
+        told, show, fits = made.to_dict(), partial(show_plan, made, verbose=verbose), made.fits
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
         show(Console(highlight=False))
     if plot is not None:
         draw(made, planner, plot)
+    if not fits:
+        raise typer.Exit(MemoryLimitError.exit_code)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

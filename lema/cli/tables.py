@@ -17,7 +17,7 @@ from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import ConfigError, DiskError
 from lema.plan import Plan
 from lema.plan.allocate import PARTS as DEVICE_PARTS
-from lema.plan.plan import step_curve
+from lema.plan.plan import BOTTLENECKS, step_curve
 from lema.plan.planner import Planner
 
 __all__ = ["draw", "rows", "show_plan"]
@@ -35,6 +35,8 @@ PARTS = DEVICE_PARTS | {
     "checkpoint": "one checkpoint",
 }
 
+SUMS = ("in all", "takes", "tokens per second", "costs")
+
 Row = tuple[str, str, str]
 
 
@@ -51,10 +53,14 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield "note", note, ""
 
 
-def show_plan(plan: Plan, console: Console) -> None:
-    """Print the plan, its sums in bold."""
-    told = (tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in rows(plan))
+def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
+    """Print whether and how well the run goes, then its sums; `verbose`: every part of them, the sums in bold."""
+    console.print(plan.verdict, style="bold" if plan.fits else "bold red", soft_wrap=True)
+    shown = [row for row in rows(plan) if verbose or row[1] in SUMS or row[0] in ("note", "the run")]
+    told = (tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in shown)
     print_table(told, console, amounts=True)
+    if not verbose:
+        console.print("--verbose shows the parts", style="dim")
 
 
 def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> Iterator[Row]:
@@ -78,7 +84,7 @@ def _step(plan: Plan) -> Iterator[Row]:
         "read from disk": human_bytes(step.bytes_read),
         "copied to the device": human_bytes(step.bytes_uploaded),
         "takes": f"{step.seconds:.3g} s",
-        "limited by": {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck],
+        "limited by": BOTTLENECKS[step.bottleneck],
         "computing": f"{step.compute:.3g} s",
         "on the link": f"{step.link:.3g} s",
         "on the disk": f"{step.disk:.3g} s",
@@ -93,7 +99,7 @@ def _step(plan: Plan) -> Iterator[Row]:
 
 def _more(plan: Plan) -> Iterator[Row]:
     if plan.room.crossover is not None:
-        yield "room", "weights' way hidden from, tokens per step", human_count(plan.room.crossover)
+        yield "room", "tokens per step above which reading is hidden", human_count(plan.room.crossover)
     yield "room", "largest micro_batch_size", str(plan.room.largest_micro_batch)
     yield "room", "most tokens per step", human_count(plan.room.largest_step)
     yield "room", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
@@ -110,6 +116,7 @@ def _more(plan: Plan) -> Iterator[Row]:
         yield "an epoch", "takes", human_duration(3600 * epoch.hours)
         if epoch.cost is not None:
             yield "an epoch", "costs", f"{epoch.cost:,.2f}"
+        yield "the run", f"{epoch.run_steps:,} steps take", human_duration(3600 * epoch.run_hours)
 
 
 def draw(plan: Plan, planner: Planner, path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from lema.config import LemaConfig
-from lema.config.units import human_bytes
+from lema.config.units import human_bytes, human_count
 from lema.data import forms_of, needs_tokenizer, prepare_data
 from lema.data.preference import prepare_preferences
 from lema.model.skeleton import main_dtype
@@ -27,6 +27,7 @@ __all__ = ["Plan", "make_plan", "plan_with", "step_curve"]
 
 
 GB = 10**9
+BOTTLENECKS = {"compute": "computing", "link": "the link", "disk": "the disk"}
 MOST_TOKENS = 1 << 24  # per step; larger steps are not looked for
 CURVE = 33  # points
 
@@ -62,6 +63,12 @@ class Epoch:
     steps: int  # optimizer steps
     hours: float  # they take
     cost: float | None  # at the price given; None: none was
+    run_steps: int  # optimizer steps of the run, which may be more epochs than one, or less
+
+    @property
+    def run_hours(self) -> float:
+        """Hours that the run takes."""
+        return self.hours * self.run_steps / self.steps
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,26 @@ class Plan:
         return sum(memory.host.values()) + on_device
 
     @property
+    def fits(self) -> bool:
+        """Whether the machine has the memory that the run takes, on the device and in the host."""
+        machine = self.machine
+        return self.step.device_peak <= machine.device_memory and self.host_peak <= machine.host_memory
+
+    @property
+    def verdict(self) -> str:
+        """Say in one sentence whether the run fits, what limits it, and what to change."""
+        taken = f"{human_bytes(self.step.device_peak)} of {human_bytes(self.memory.device_limit)} of device memory"
+        if not self.fits:
+            how = "set gradient_checkpointing: true, device_memory: auto or a smaller micro_batch_size"
+            return f"does not fit: it takes {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
+        said = f"fits, with {taken}; a step is limited by {BOTTLENECKS[self.step.bottleneck]}"
+        tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
+        if self.room.crossover is not None and tokens < self.room.crossover:
+            hidden = f"reading is hidden from {human_count(self.room.crossover)} on"
+            said += f": {human_count(tokens)} tokens a step, and {hidden}: a larger batch_size would cost less time"
+        return said
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens that the run trains on in a second, padding included."""
         return self.tokens / self.step.seconds
@@ -96,6 +123,7 @@ class Plan:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
         whole = {**asdict(self), "tokens_per_second": self.tokens_per_second, "bottleneck": self.step.bottleneck}
         whole |= {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
+        whole |= {"fits": self.fits, "verdict": self.verdict}
         return {key: _plain(value) for key, value in whole.items()}
 
 
@@ -128,7 +156,7 @@ def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code
         step=step,
         room=_headroom(needs, memory, step.seconds),
         epoch=_epoch(needs, price, trust_remote_code),
-        notes=_notes(planner, memory),
+        notes=_notes(planner),
     )
 
 
@@ -152,7 +180,8 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     steps = math.ceil(rows / planner.shape.num_rows)
     part_of_full = planner.demand(scale=tokens / (rows * length))
     hours = steps * planner.simulated(part_of_full, needs.allocation).seconds / 3600
-    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours)
+    run_steps = config.max_steps or math.ceil(config.num_train_epochs * steps)
+    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours, run_steps)
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:
@@ -256,13 +285,11 @@ def step_curve(planner: Planner, allocation: Allocation, around: float) -> Itera
         yield shape.tokens, planner.simulated(planner.demand(times), allocation)
 
 
-def _notes(planner: Planner, memory: PlannedMemory) -> tuple[str, ...]:
+def _notes(planner: Planner) -> tuple[str, ...]:
     notes = [planner.site.machine.note] * bool(planner.site.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.tables.notes
     notes += planner.blueprint.head_notes
-    if sum(memory.device.values()) > planner.site.machine.device_memory:
-        notes.append("this does not fit the device: set device_memory, gradient_checkpointing or micro_batch_size")
     return tuple(notes)
 
 

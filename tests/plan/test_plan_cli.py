@@ -180,6 +180,7 @@ def test_an_epoch_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     epoch = json.loads(capsys.readouterr().out)["epoch"]
     assert epoch["rows"] == 8 and epoch["steps"] == 2
     assert epoch["cost"] == pytest.approx(2.5 * epoch["hours"])
+    assert epoch["run_steps"] == 2  # two steps are what max_steps asks for
 
 
 @pytest.mark.slow
@@ -196,9 +197,12 @@ def test_this_machine_is_measured_where_no_profile_is_named(tmp_path: Path, caps
 @pytest.mark.slow
 def test_lines_are_tab_parted_and_a_terminal_gets_a_table(eight: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(eight)
-    show_plan(plan, Console(highlight=False))
-    lines = capsys.readouterr().out.splitlines()
+    show_plan(plan, Console(highlight=False), verbose=True)
+    verdict, *lines = capsys.readouterr().out.splitlines()
+    assert verdict == plan.verdict
     assert [tuple(line.split("\t")) for line in lines] == list(rows(plan))
+    show_plan(plan, Console(highlight=False))
+    assert 5 <= len(capsys.readouterr().out.splitlines()) < len(lines) / 2
     console = Console(force_terminal=True, width=120, color_system=None)
     with console.capture() as captured:
         show_plan(plan, console)
@@ -225,6 +229,27 @@ def test_refusals(eight: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     )
     assert lema("plan", config, "--profile", "t4", "--price", "-1") == 2
     assert_refused(capfd, 2, ["--plot", ".png"], "plan", config, "--profile", "t4", "--plot", tmp_path / "plan.what")
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_memory(
+    eight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model_name_or_path: {eight}\ndevice: cpu\nmax_length: 1024\n")
+    assert lema("plan", config, "--profile", "4090") == 4
+    assert capsys.readouterr().out.startswith("does not fit: it takes 64.")
+    recomputed = ("--gradient-checkpointing", "true", "--micro-batch-size", "1")
+    assert lema("plan", config, "--profile", "4090", *recomputed) == 0
+    assert capsys.readouterr().out.startswith("fits, with ")
+
+
+@pytest.mark.slow
+def test_the_verdict_says_what_limits_a_step_and_how_many_tokens_would_hide_it(eight: Path) -> None:
+    few, many = planned(eight, batch_size=1), planned(eight, batch_size=32)
+    assert few.step.bottleneck == "disk"
+    assert "limited by the disk: 1.0k tokens a step, and reading is hidden from" in few.verdict
+    assert many.verdict.endswith("limited by computing")
 
 
 def test_the_verb_is_listed() -> None:
