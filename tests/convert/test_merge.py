@@ -24,7 +24,7 @@ from lema.errors import AdapterError, ConfigError, DiskError
 from lema.lora.files import OLD_WEIGHTS, WEIGHTS
 from lema.model import meta_model, read_config
 from lema.model.weight_names import map_names
-from lema.storage import GlobalBinaryIndex, tensorfile
+from lema.storage import GlobalBinaryIndex
 from lema.storage.index import INDEX_NAME, SINGLE_NAME
 
 
@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_nothing_behind(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*arguments)
 
-    monkeypatch.setattr(tensorfile.os, "pwrite", full_after_ten)
+    monkeypatch.setattr(os, "pwrite", full_after_ten)
     with pytest.raises(DiskError, match="disk is full"):
         merge_adapter(llama[1], tmp_path / "merged", 50_000)
     assert next(calls) > 10

@@ -91,7 +91,7 @@ def test_a_graph_is_cut_where_a_lease_ends_and_nowhere_else(xla: FakeXla, tmp_pa
 
 def joined(size: int, parts: int) -> Joined:
     replicas: Any = SimpleNamespace(size=size // parts, num_processes=size, rank=0)
-    return Joined(replicas, None, None, lambda: None)
+    return Joined(replicas, None, lambda: None)
 
 
 def test_every_rank_names_the_same_groups_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_processes_are_joined_before_the_device_is_touched(monkeypatch: pytest.M
 
     def join(carrier: str, parts: int | None, patience: Any) -> Joined:
         log.append(carrier)
-        return Joined(Alone(), None, None, lambda: log.append("left"))
+        return Joined(Alone(), None, lambda: log.append("left"))
 
     monkeypatch.setattr(neuron, "join_in_parts", join)
     backend = neuron.NeuronBackend()
@@ -101,4 +101,4 @@ def test_groups_and_layout_are_its_own() -> None:
     assert runtime_named("native") is native.RUNTIME
     assert (native.RUNTIME.kv_layout, runtime_named("xla").kv_layout) == ("interleave", "tile")
     replicas: Any = SimpleNamespace()
-    assert native.RUNTIME.replicas(Joined(replicas, None, None, lambda: None)) is replicas
+    assert native.RUNTIME.replicas(Joined(replicas, None, lambda: None)) is replicas
