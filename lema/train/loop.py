@@ -108,8 +108,8 @@ class Snapshot:
 class RunLoop:
     """Takes the steps of a stage that are left; `last_eval` is what was measured last.
 
-    `at_layer` is asked before each layer whether the run is to stop: the step or evaluation under way is given up then.
-    `after_step` is asked after each step of a phase.
+    `at_layer` is asked before each layer whether to stop, which gives the step up; `after_step` after each step of a
+    phase.
     """
 
     def __init__(
@@ -282,9 +282,8 @@ class RunLoop:
         return why or ("a callback" if self._events.control.should_training_stop else None)
 
     def _saves_now(self, why: str | None, best: dict[str, Any] | None) -> bool:
-        """Write a checkpoint; return whether it is there. On a full disk the run goes on without, unless it ends.
-
-        `why` says that it is stopped; `best` is as it was before this step, since that of a phase is one on disk.
+        """Write a checkpoint; return whether it is there: on a full disk a run goes on without, if neither it ends nor
+        `why`.
         """
         stage, events = self._stage, self._events
         try:

@@ -151,10 +151,7 @@ class LemaModel:
         self.attach_lora(configured_lora(self.skeleton, self.config), seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
-        """Attach an adapter as PEFT's config has it, drawn from `seed`; None: its values are to be loaded.
-
-        Raises `ModelError` or `ConfigError` as `initialize_lora` does.
-        """
+        """Attach an adapter as PEFT's config has it, drawn from `seed`, or without values, which are to be loaded."""
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         if self._divided and self.backend.parallel.size > 1:
@@ -172,10 +169,10 @@ class LemaModel:
         self.spend_anew()  # limits must leave room for the adapter
 
     def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
-        """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
+        """Attach a saved adapter, in PEFT's files, in place of a fresh one: with its own rank, targets, options and
+        values.
 
-        Its directory holds PEFT's `adapter_config.json` and `adapter_model.safetensors`. Raises `AdapterError` where
-        there is none, it is damaged, or it does not fit this model; `ConfigError` where the model has an adapter
+        Raises `AdapterError` where there is none that is whole and fits this model; `ConfigError` where it has one
         already.
         """
         path = Path(directory)

@@ -28,8 +28,8 @@ class StopOnSignal:
     """Notes that a run is to stop; give `why` to the run as whom to ask. A second signal ends the process at once.
 
     Use it in a `with` block, at whose end the handlers that were there before are back. It asks for the end, too, that
-    a `file` is there. A block that `Stopped` ends, or an error that came of it, has done what the file asked for, which
-    is deleted: the run that goes on would stop again. `received` is the signal that came, `clock` gives seconds.
+    a `file` is there; a block that `Stopped` ends, or an error that came of it, deletes that file, because the run that
+    goes on would stop again. `received` is the signal that came.
     """
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -267,10 +267,8 @@ class LemaTrainer:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
 
         With `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty.
-
-        Raises:
-            AdapterError: the checkpoint is damaged, of another optimizer, or of a model whose files have changed since.
-            ConfigError: the settings of the adapter have changed since it was saved.
+        Raises `AdapterError` where the checkpoint is damaged, of another optimizer, or of a model whose files have
+        changed since, and `ConfigError` where the settings of the adapter have.
         """
         check_sound(Path(directory), weights_only=weights_only)
         return self.restore(directory, weights_only=weights_only)

@@ -54,9 +54,8 @@ def write_adapters(
 ) -> None:
     """Write a checkpoint of PEFT's `adapters` and an `optimizer` over what trains of them: whole, or not at all.
 
-    All processes call this, the first writes. `about` is `global_step`, `schedule`, `scaler` and `extra`, as JSON
-    types; `base` the fingerprint of the model below; `writers` add further files. Errors are as `write_checkpoint`'s,
-    in every process.
+    All processes call this, the first writes. `base` is the fingerprint of the model below. Errors are as
+    `write_checkpoint`'s, in every process.
     """
     kept, whole = optimizer_state(optimizer, backend.parallel), whole_adapter(adapters, backend.parallel)
     state = {**about_run(config, "adapters", base), **states_of_all(backend), **about}

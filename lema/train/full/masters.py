@@ -40,13 +40,11 @@ class Masters:
         weights: what these are rounded to: in host memory what streams, on the device what lies outside.
         by_layer: of each layer that trains, the names, each with that in the layer; the lowest first.
         outside: the names of the others.
-        mapped: the layers that lie in the file.
-        host_bytes: of what streams, masters, moments and waiting gradients of all that trains, in memory.
-        mapped_bytes: of these, in the file.
+        mapped: the layers that lie in the file, with `mapped_bytes` of the `host_bytes` of what streams, masters,
+            moments and waiting gradients.
 
-    Raises:
-        ConfigError: nothing trains, or a weight that cannot.
-        MemoryLimitError, DiskError: `host_memory` does not hold what has to lie in memory, or the disk not the rest.
+    Raises `ConfigError` where nothing trains, or a weight that cannot; `MemoryLimitError` where `host_memory` does not
+    hold what has to lie in memory, `DiskError` where the disk does not hold the rest.
     """
 
     def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:

@@ -188,10 +188,9 @@ class LoRATrainer:
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
         """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
 
-        What it is, is recorded in it. With a model's directory, the first stage of adapters begins on that model. It
-        may lie anywhere; in this run's `output_dir`, it must be the run's last checkpoint. Returns where the run is
-        then, from where `train()` goes on. Raises `ConfigError` where it is none of these, or of another plan,
-        `AdapterError` where it is damaged.
+        What it is, is recorded in it; with a model, the first stage of adapters begins on that. In this run's
+        `output_dir` it must be the run's last checkpoint. Returns where the run is then, from where `train()` goes on.
+        Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged.
         """
         given = Path(path).absolute()
         self._refuse(given)
