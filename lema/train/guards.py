@@ -189,10 +189,10 @@ class Passes:
     def non_finite_gradient(
         self, place: str, again: Callable[[Pass], None], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
-        """Return the error of gradients that are not finite; the passes are run `again` to find where.
+        """Return the error of gradients that are not finite; the passes are run `again` to find where. All processes
+        call this.
 
-        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called. All processes
-        call it.
+        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called.
         """
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None

@@ -108,8 +108,7 @@ class Snapshot:
 class RunLoop:
     """Takes the steps of a stage that are left; `last_eval` is what was measured last.
 
-    `at_layer` is asked before each layer whether to stop, which gives the step up; `after_step` after each step of a
-    phase.
+    `at_layer` is asked before each layer whether to give the step up and stop; `after_step` after a phase's step.
     """
 
     def __init__(

@@ -141,10 +141,8 @@ class LemaModel:
         return model
 
     def initialize_lora(self) -> None:
-        """Attach a fresh adapter, with the numbers PEFT draws for `seed`.
-
-        Raises `ModelError` where no module matches `lora_target_modules`, or the adapter does not fit the model
-        otherwise; `ConfigError` where a setting of the adapter does not.
+        """Attach a fresh adapter, with the numbers PEFT draws for `seed`; `ModelError` where it or its targets fit
+        nothing.
         """
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton)
@@ -172,8 +170,7 @@ class LemaModel:
         """Attach a saved adapter, in PEFT's files, in place of a fresh one: with its own rank, targets, options and
         values.
 
-        Raises `AdapterError` where there is none that is whole and fits this model; `ConfigError` where it has one
-        already.
+        Raises `AdapterError` where none is there that is whole and fits; `ConfigError` where the model has one already.
         """
         path = Path(directory)
         if (saved := read_lora_config(path)) is None:
@@ -263,10 +260,8 @@ class LemaModel:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """What memory is spent on, within the limits of the settings; made at first use, with adapters, unless it was
-        set.
-
-        Raises `MemoryLimitError` where the limits are too small.
+        """What memory is spent on within the settings' limits, or `MemoryLimitError`; made, unless set, when first
+        asked for.
         """
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         shape = None

@@ -53,8 +53,7 @@ def write_full(
 ) -> None:
     """Write a checkpoint of what trains and its AdamW: whole, or not at all. All processes call this, the first writes.
 
-    `base` is the fingerprint of the model that the weights were of at first. Errors are as `write_checkpoint`'s, in
-    every process.
+    `base` is the fingerprint of the model. Errors are as `write_checkpoint`'s, in every process.
     """
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states_of_all(backend), **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))

@@ -62,8 +62,7 @@ def save_delta(
 ) -> Path:
     """Write the weights that were trained, and no others, rounded from their masters to the type of the weights.
 
-    `apply_delta` makes of it and of the base, bit for bit, what `save_trained` writes, whose arguments and errors these
-    are.
+    `apply_delta` makes of it and of the base, bit for bit, what `save_trained` writes, which raises the same errors.
     """
     out = free_directory(out_dir, max_shard_size)
     specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in training.masters]

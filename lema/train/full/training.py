@@ -147,8 +147,8 @@ class FullTraining:
     ) -> None:
         """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
-        It replaces a directory of that name, which stays as it was on an error: `DiskError` where it cannot be written,
-        or reads back otherwise, `NonFiniteError` where a weight or a moment is not finite.
+        Raises `DiskError` where that cannot be, `NonFiniteError` where it is not finite; what was there stays as it
+        was.
         """
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places

@@ -155,8 +155,7 @@ class LoRATrainer:
     def state(self) -> LoRATrainState:
         """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
 
-        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing of the model would
-        train.
+        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing would train.
         """
         if self._here is not None:
             return self._here

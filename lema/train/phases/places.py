@@ -136,9 +136,8 @@ class Places:
         _write(self.directory / LATEST, note)
 
     def note_best(self, index: int, best: Mapping[str, Any] | None) -> None:
-        """Say which checkpoint of a phase has the lowest validation loss, and forget the one that was kept for that.
-
-        `best` is its `step` and `eval_loss`, and whether it was written `only` for this. Raises `DiskError`.
+        """Note which checkpoint of a phase is `best` (`step`, `eval_loss`, `only`), and forget the one before; or
+        `DiskError`.
         """
         if best is None:
             return

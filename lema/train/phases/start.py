@@ -43,8 +43,7 @@ class Start:
 def find_start(path: str | Path, places: Places) -> Start:
     """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
 
-    Raises `ConfigError` where it is neither, of another plan, or on a model that is gone; `AdapterError` of a damaged
-    one.
+    Raises `ConfigError` where it is neither, of another plan, or on a model that is gone; else `AdapterError`.
     """
     given = Path(path).absolute()
     if (given / STATE).is_file():

@@ -20,11 +20,10 @@ class GlobalBatch:
 
 
 def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
-    """Divide a global batch of `rows` exactly: the largest micro-batch, of at most `per_device` rows, with nothing left
+    """Divide a global batch of `rows` exactly: the largest micro-batch, of at most `per_device`, that leaves nothing
     over.
 
-    Raises `ConfigError` where a number is below 1, or processes cannot divide the rows; names the nearest that they
-    can.
+    Raises `ConfigError` where a number is below 1, or the rows cannot be divided; names the nearest that can.
     """
     for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
         if number is not None and number < 1:
