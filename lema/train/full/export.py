@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,17 +23,10 @@ from lema.train.model import LemaModel
 __all__ = ["save_delta", "save_trained"]
 
 
-class _Trained:
-    """Where the bytes of weights come from: of those that train from their masters, of others from where they lie."""
-
-    def __init__(self, model: LemaModel, training: FullTraining) -> None:
-        self._records, self._dtypes, self._masters = model.records, model.dtypes, training.masters
-
-    def pieces(self, name: str) -> Iterable[memoryview]:
-        dtype, master = self._dtypes[name], self._masters.get(name)
-        if master is None:
-            return cast_pieces(self._records[name], dtype)
-        return [bytes_of(master.detach().to("cpu", dtype))]
+def _pieces(model: LemaModel, training: FullTraining, name: str) -> Iterable[memoryview]:
+    """Return the bytes of a weight: of one that trains from its master, of another from where it lies."""
+    dtype, master = model.dtypes[name], training.masters.get(name)
+    return cast_pieces(model.records[name], dtype) if master is None else [bytes_of(master.detach().to("cpu", dtype))]
 
 
 def save_trained(
@@ -50,10 +44,10 @@ def save_trained(
     specs = tensor_specs(skeleton, model.records, model.dtypes)
     specs = [spec for spec in specs if spec[0] not in skeleton.all_tied_weights_keys]
 
-    with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), _Trained(model, training).pieces)
-        copy_companions(model.directory, partial, code=model.trusted)
-        write_config(model.directory / "config.json", partial, rewritten_config(model.config.dtype))
+    with appearing(out) as part, torch.no_grad():
+        write_shards(part, shards_of(specs, max_shard_size), partial(_pieces, model, training))
+        copy_companions(model.directory, part, code=model.trusted)
+        write_config(model.directory / "config.json", part, rewritten_config(model.config.dtype))
     return out
 
 
@@ -68,17 +62,10 @@ def save_delta(
     specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in training.masters]
     assert len(specs) == len(training.masters), "what trains is stored under one name"
     config = model.config
-    about = DeltaFile(
-        FORMAT,
-        config.model_name_or_path,
-        config.revision,
-        config.gbi_path,
-        base_fingerprint(model.gbi),
-        config.dtype,
-        [name for name, _, _ in specs],
-    )
+    base = config.model_name_or_path, config.revision, config.gbi_path, base_fingerprint(model.gbi)
+    about = DeltaFile(FORMAT, *base, config.dtype, [name for name, _, _ in specs])
 
-    with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, shards_of(specs, max_shard_size), _Trained(model, training).pieces, STEM)
-        replace_file(partial / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
+    with appearing(out) as part, torch.no_grad():
+        write_shards(part, shards_of(specs, max_shard_size), partial(_pieces, model, training), STEM)
+        replace_file(part / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
     return out
