@@ -64,14 +64,12 @@ class LemaModel:
 
     Args:
         config: what to open and how.
-        backend: the device; None: the one the config names.
-        files: the model's directory, opened; None: the one the config names.
+        backend: the device, and `files` the model's directory, opened; None: those that the config names.
         trust_remote_code: run code that comes with the model, from its directory or, of a hub id, from the commit that
             `config.revision` names. No setting says so: settings are read from files.
         trace: records what is read, uploaded and computed, and when.
 
-    Raises:
-        ConfigError: a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
+    Raises `ConfigError` where a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
     """
 
     def __init__(

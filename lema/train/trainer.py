@@ -45,8 +45,7 @@ class LemaTrainer:
 
     Args:
         config: settings of the run.
-        model_adapter: the streamed model (`LemaModel.adapter`).
-        gbi: where its weights lie.
+        model_adapter: the streamed model (`LemaModel.adapter`), and `gbi` where its weights lie.
         lora_manager: PEFT's model, with the adapters; None: the trainer can only evaluate.
         optimizer: over the adapters' parameters; None: AdamW as the config says, made at the first step.
         memory_manager: the stream of layers; None: the model's own.

@@ -121,8 +121,7 @@ def phase_report(
         price: of an hour, in any currency.
         processes: that share each batch, all on one machine.
 
-    Raises `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` where a phase selects nothing,
-    its rows are longer than the model's positions, or data sets do not fit.
+    Raises `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` of a phase or data sets.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
     for index in range(len(plan.phases)) if sources is not None else ():
