@@ -28,7 +28,7 @@ from lema.stream import LayerStream
 from lema.train.batch import as_batch, as_rows
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import Writer, check_savable, checkpoints
+from lema.train.checkpoint.format import Writer, check_savable
 from lema.train.checkpoint.resume import check_sound
 from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -310,10 +310,6 @@ class LemaTrainer:
     def scaler(self) -> torch.amp.GradScaler:
         """What scales half-precision gradients; idle for other dtypes."""
         return self.update.scaler
-
-    def checkpoints(self) -> list[Path]:
-        """Return this run's checkpoints, the oldest first."""
-        return checkpoints(Path(self.config.output_dir))
 
     @cached_property
     def _base(self) -> str:
