@@ -125,8 +125,8 @@ class RunLoop:
     def run(self) -> None:
         """Take the steps.
 
-        Raises `Stopped` where somebody who was asked said so, or in a phase a callback, with a checkpoint of the last
-        step there; `DiskFull` where there is no room for the checkpoint that the stage ends with.
+        Raises `Stopped`, with a checkpoint of the last step there, where somebody who was asked said so, or in a phase
+        a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with.
         """
         stage = self._stage
         self._tell_best()

@@ -121,12 +121,9 @@ class LemaModel:
         """Open a saved adapter, with PEFT's files in `directory`, and its base model.
 
         Settings are those of `lema_config.json`, which `overrides` replace or stand for. Code that comes with the base
-        model is run if it is trusted.
-
-        Raises:
-            AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained
-                and no override names one.
-            ConfigError: an override contradicts the adapter.
+        model is run if it is trusted. Raises `AdapterError` where there is no adapter, it does not fit the model, or
+        the model has changed since it was trained and no override names one; `ConfigError` where an override
+        contradicts the adapter.
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)

@@ -246,11 +246,8 @@ class LemaTrainer:
 
         It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
         which call this, the first writes; directories are on a disk that all of them see. `extra` is further JSON
-        state, for the caller's own use; `writers` add further files. Where writing fails, what was there is untouched.
-
-        Raises:
-            DiskFull, DiskError: it could not be written, or does not read back as it was written.
-            NonFiniteError: an adapter or the optimizer's state is not finite.
+        state, for the caller's own use; `writers` add further files. Raises `DiskFull` or `DiskError`, or
+        `NonFiniteError` of an adapter or the optimizer's state; what was there is untouched then.
         """
         about = {
             "global_step": self.global_step,

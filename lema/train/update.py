@@ -35,11 +35,11 @@ class Update:
         logits: list[Tensor] | None = None,
         announce: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """Add the gradients of one pass through the layers; return its loss, on the device.
+        """Add the gradients of one pass through the layers, divided by `num_tokens`; return its loss, on the device.
 
-        Where the device's memory runs out, room is made and the pass begins again. There are no micro-batches where
-        only other processes have some. The summed loss is divided by `num_tokens`; 0: nothing is trained. `logits`
-        receives each micro-batch's; `announce` is called before the backward, to say what comes after this pass.
+        Where the device's memory runs out, room is made and the pass begins again. Only other processes may have
+        micro-batches. `logits` receives each one's; `announce` is called before the backward, to say what comes after
+        this pass.
         """
         for attempt in self._model.retry.passes(micro_batches, parameters=parameters, made=logits):
             with attempt:

@@ -1,9 +1,9 @@
 """Master weights in fp32, optimizer moments and waiting gradients of full training, and the memory they lie in.
 
-Everything lies in host memory. Where a weight streams in fp32, its master is that very memory; otherwise the weight is
-rounded from its master. What streams stays in memory, because uploads read it. What a limit of host memory does not
-hold of the rest (separate masters, moments, waiting gradients of whole layers) lies in one nameless file that is mapped
-into memory. The optimizer can step a part of what it holds, in a thread behind the backward.
+Everything lies in host memory. A weight that streams in fp32 is its own master; any other is rounded from its master.
+What a limit of host memory does not hold of separate masters, moments and waiting gradients of whole layers lies in one
+nameless file that is mapped into memory. The optimizer can step a part of what it holds, in a thread behind the
+backward.
 """
 
 from __future__ import annotations

@@ -97,11 +97,10 @@ def streamed(
 
 
 class StreamedPeftModel(PeftModelForCausalLM):
-    """A PEFT model that has its layers streamed; `streamed` opens one.
+    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed` opens one.
 
     What would need the base's weights is refused in one sentence: another device or dtype, merging, copies, and
-    wrappers that divide the model (FSDP, DeepSpeed, DataParallel). `opened` is the model as `lema` knows it, `stack`
-    what stands in the place of the layers.
+    wrappers that divide the model (FSDP, DeepSpeed, DataParallel).
     """
 
     opened: LemaModel

@@ -73,7 +73,8 @@ class LoRATrainer:
     Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
     bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
     config's `evaluations`, and so has `evaluations.json` there. `callbacks`, `on_step` and `stop` are as in
-    `lema.train.phases.run.run_phases`.
+    `lema.train.phases.run.run_phases`. Raises `ConfigError` where a data set or a setting is wrong, `DataError` where
+    files cannot be read.
 
     Args:
         config: the stages; or any plan of phases.
@@ -83,9 +84,6 @@ class LoRATrainer:
         eval_data: rows or files of the same data sets to validate on, and of the config's `evaluations`; None: there is
             no validation.
         eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
-
-    Raises:
-        ConfigError: a data set or a setting is wrong; DataError: files cannot be read.
     """
 
     def __init__(
