@@ -1,11 +1,10 @@
 """Two ways to keep libraries quiet about kernels that no user of LEMA asked for.
 
-PEFT imports bitsandbytes wherever it is installed (`peft.helpers`), and transformers imports torchao when it imports
-any model (`transformers.quantizers.quantizer_torchao`). Both log warnings of kernels that they could not load, and
-torch warns of how torchao registers its types. LEMA cannot avoid these imports without replacing functions of PEFT and
-transformers for the whole process, which the user's own code may need. So it hushes them: while it imports its own
-modules (`lema.lazy_exports`), or for the whole process of a command. LEMA itself imports the two libraries only when a
-quantised model is read or written.
+PEFT imports bitsandbytes wherever it is installed (`peft.helpers`), and transformers imports torchao with any model
+(`transformers.quantizers.quantizer_torchao`). Both log warnings of kernels that they could not load, and torch warns of
+how torchao registers its types. LEMA cannot avoid these imports without replacing functions for the whole process, so
+it hushes them: while it imports its own modules (`lema.lazy_exports`), or for the process of a command. LEMA itself
+imports the two libraries only when a quantised model is read or written.
 """
 
 import logging

@@ -87,9 +87,8 @@ class Position:
 class RunEvents:
     """Metrics and callbacks of one run; use it in a `with` block. Of several processes the first writes and reports.
 
-    Of the config it takes `output_dir`, the intervals and `report_to`. `num_steps` and `num_epochs` are of the whole
-    run, which counts no epochs where that is None. `told` is called with each line of metrics. `control` is what
-    callbacks have asked for, `state` what they know of the run.
+    `num_steps` and `num_epochs` are of the whole run, None where it counts none. `told` is called with each line of
+    metrics. `control` is what callbacks have asked for, `state` what they know of the run.
     """
 
     def __init__(

@@ -77,8 +77,7 @@ class PlainRun:
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
 
-        What is gone on from is said. Raises `AdapterError` where there is none, `ConfigError` where it is of another
-        run.
+        That is said. Raises `AdapterError` where there is none, `ConfigError` where it is of another run.
         """
         steps, found = self.steps, checkpoints(self._output)
         say = say if self._replicas.first else lambda _: None

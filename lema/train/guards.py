@@ -132,9 +132,8 @@ def _handing_down(split: Split, layer: int) -> str:
 
 
 def where_began(split: Split, name: str, handed_down: int | None) -> str:
-    """Return where the gradients of a pass begin not to be finite: at the weight `name`, or in a layer above it.
-
-    `handed_down` is the highest layer that hands down a gradient which is not finite; None: none does.
+    """Return where a pass's gradients begin not to be finite: at the weight `name`, or in the layer that `handed_down`
+    some.
     """
     layer = next(number for number, one, _ in _downwards(split) if one == name)
     return name if handed_down is None or handed_down <= layer else _handing_down(split, handed_down)
@@ -190,10 +189,10 @@ class Passes:
     def non_finite_gradient(
         self, place: str, again: Callable[[Pass], None], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
-        """Return the error of gradients that are not finite; the passes are run `again` to find where.
+        """Return the error of gradients that are not finite; the passes are run `again` to find where. All processes
+        call this.
 
-        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called. All processes
-        call it.
+        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called.
         """
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None

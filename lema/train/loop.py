@@ -108,8 +108,7 @@ class Snapshot:
 class RunLoop:
     """Takes the steps of a stage that are left; `last_eval` is what was measured last.
 
-    `at_layer` is asked before each layer whether the run is to stop: the step or evaluation under way is given up then.
-    `after_step` is asked after each step of a phase.
+    `at_layer` is asked before each layer whether to give the step up and stop; `after_step` after a phase's step.
     """
 
     def __init__(
@@ -126,8 +125,8 @@ class RunLoop:
     def run(self) -> None:
         """Take the steps.
 
-        Raises `Stopped` where somebody who was asked said so, or in a phase a callback, with a checkpoint of the last
-        step there; `DiskFull` where there is no room for the checkpoint that the stage ends with.
+        Raises `Stopped`, with a checkpoint of the last step there, where somebody who was asked said so, or in a phase
+        a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with.
         """
         stage = self._stage
         self._tell_best()
@@ -282,9 +281,8 @@ class RunLoop:
         return why or ("a callback" if self._events.control.should_training_stop else None)
 
     def _saves_now(self, why: str | None, best: dict[str, Any] | None) -> bool:
-        """Write a checkpoint; return whether it is there. On a full disk the run goes on without, unless it ends.
-
-        `why` says that it is stopped; `best` is as it was before this step, since that of a phase is one on disk.
+        """Write a checkpoint; return whether it is there: on a full disk a run goes on without, if neither it ends nor
+        `why`.
         """
         stage, events = self._stage, self._events
         try:

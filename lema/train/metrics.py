@@ -31,8 +31,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsLog:
     """Appends one line of JSON per measurement; every line is on its way to the disk before `write` returns.
 
-    A line that a kill cut short is removed on opening, so the file always reads. `DiskError` where it cannot be
-    written.
+    A line that a kill cut short is removed on opening, so the file always reads. Or it raises `DiskError`.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -72,8 +71,7 @@ class MetricsLog:
 def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
     """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all.
 
-    `keep` says which rows stay; what is no JSON object does. `DiskError` leaves the file, which need not exist, as it
-    was.
+    `keep` says which rows stay; what is no JSON object does. `DiskError` leaves the file as it was.
     """
     file = Path(path)
     try:

@@ -64,14 +64,12 @@ class LemaModel:
 
     Args:
         config: what to open and how.
-        backend: the device; None: the one the config names.
-        files: the model's directory, opened; None: the one the config names.
+        backend: the device, and `files` the model's directory, opened; None: those that the config names.
         trust_remote_code: run code that comes with the model, from its directory or, of a hub id, from the commit that
             `config.revision` names. No setting says so: settings are read from files.
         trace: records what is read, uploaded and computed, and when.
 
-    Raises:
-        ConfigError: a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
+    Raises `ConfigError` where a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
     """
 
     def __init__(
@@ -123,12 +121,9 @@ class LemaModel:
         """Open a saved adapter, with PEFT's files in `directory`, and its base model.
 
         Settings are those of `lema_config.json`, which `overrides` replace or stand for. Code that comes with the base
-        model is run if it is trusted.
-
-        Raises:
-            AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained
-                and no override names one.
-            ConfigError: an override contradicts the adapter.
+        model is run if it is trusted. Raises `AdapterError` where there is no adapter, it does not fit the model, or
+        the model has changed since it was trained and no override names one; `ConfigError` where an override
+        contradicts the adapter.
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
@@ -141,20 +136,15 @@ class LemaModel:
         return model
 
     def initialize_lora(self) -> None:
-        """Attach a fresh adapter, with the numbers PEFT draws for `seed`.
-
-        Raises `ModelError` where no module matches `lora_target_modules`, or the adapter does not fit the model
-        otherwise; `ConfigError` where a setting of the adapter does not.
+        """Attach a fresh adapter, with the numbers PEFT draws for `seed`; `ModelError` where it or its targets fit
+        nothing.
         """
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton)
         self.attach_lora(configured_lora(self.skeleton, self.config), seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
-        """Attach an adapter as PEFT's config has it, drawn from `seed`; None: its values are to be loaded.
-
-        Raises `ModelError` or `ConfigError` as `initialize_lora` does.
-        """
+        """Attach an adapter as PEFT's config has it, drawn from `seed`, or without values, which are to be loaded."""
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         if self._divided and self.backend.parallel.size > 1:
@@ -172,11 +162,10 @@ class LemaModel:
         self.spend_anew()  # limits must leave room for the adapter
 
     def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
-        """Attach a saved adapter in place of a fresh one: with its own rank, targets, options and values.
+        """Attach a saved adapter, in PEFT's files, in place of a fresh one: with its own rank, targets, options and
+        values.
 
-        Its directory holds PEFT's `adapter_config.json` and `adapter_model.safetensors`. Raises `AdapterError` where
-        there is none, it is damaged, or it does not fit this model; `ConfigError` where the model has an adapter
-        already.
+        Raises `AdapterError` where none is there that is whole and fits; `ConfigError` where the model has one already.
         """
         path = Path(directory)
         if (saved := read_lora_config(path)) is None:
@@ -266,10 +255,8 @@ class LemaModel:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """What memory is spent on, within the limits of the settings; made at first use, with adapters, unless it was
-        set.
-
-        Raises `MemoryLimitError` where the limits are too small.
+        """What memory is spent on within the settings' limits, or `MemoryLimitError`; made, unless set, when first
+        asked for.
         """
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         shape = None

@@ -20,8 +20,7 @@ __all__ = ["StepSampler"]
 class StepSampler:
     """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process gets its share.
 
-    Where in the data a step ends follows from its number alone. `num_batches` and `num_steps` are of the whole run; the
-    last step may take fewer batches than the others.
+    Where in the data a step ends follows from its number alone. The last step may take fewer batches than the others.
     """
 
     def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas) -> None:

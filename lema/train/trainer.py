@@ -28,7 +28,7 @@ from lema.stream import LayerStream
 from lema.train.batch import as_batch, as_rows
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import Writer, check_savable, checkpoints
+from lema.train.checkpoint.format import Writer, check_savable
 from lema.train.checkpoint.resume import check_sound
 from lema.train.checkpoint.rng import restore_own
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -45,8 +45,7 @@ class LemaTrainer:
 
     Args:
         config: settings of the run.
-        model_adapter: the streamed model (`LemaModel.adapter`).
-        gbi: where its weights lie.
+        model_adapter: the streamed model (`LemaModel.adapter`), and `gbi` where its weights lie.
         lora_manager: PEFT's model, with the adapters; None: the trainer can only evaluate.
         optimizer: over the adapters' parameters; None: AdamW as the config says, made at the first step.
         memory_manager: the stream of layers; None: the model's own.
@@ -247,11 +246,8 @@ class LemaTrainer:
 
         It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
         which call this, the first writes; directories are on a disk that all of them see. `extra` is further JSON
-        state, for the caller's own use; `writers` add further files. Where writing fails, what was there is untouched.
-
-        Raises:
-            DiskFull, DiskError: it could not be written, or does not read back as it was written.
-            NonFiniteError: an adapter or the optimizer's state is not finite.
+        state, for the caller's own use; `writers` add further files. Raises `DiskFull` or `DiskError`, or
+        `NonFiniteError` of an adapter or the optimizer's state; what was there is untouched then.
         """
         about = {
             "global_step": self.global_step,
@@ -267,10 +263,8 @@ class LemaTrainer:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
 
         With `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty.
-
-        Raises:
-            AdapterError: the checkpoint is damaged, of another optimizer, or of a model whose files have changed since.
-            ConfigError: the settings of the adapter have changed since it was saved.
+        Raises `AdapterError` where the checkpoint is damaged, of another optimizer, or of a model whose files have
+        changed since, and `ConfigError` where the settings of the adapter have.
         """
         check_sound(Path(directory), weights_only=weights_only)
         return self.restore(directory, weights_only=weights_only)
@@ -313,10 +307,6 @@ class LemaTrainer:
     def scaler(self) -> torch.amp.GradScaler:
         """What scales half-precision gradients; idle for other dtypes."""
         return self.update.scaler
-
-    def checkpoints(self) -> list[Path]:
-        """Return this run's checkpoints, the oldest first."""
-        return checkpoints(Path(self.config.output_dir))
 
     @cached_property
     def _base(self) -> str:

@@ -19,11 +19,7 @@ __all__ = ["Update", "read_numbers"]
 
 
 class Update:
-    """Turns micro-batches into gradients, and the gradients of a step into new parameters.
-
-    Gradients longer than `max_grad_norm` are scaled down to it. `scaler` is of half-precision gradients, idle for
-    others.
-    """
+    """Turns micro-batches into gradients, and those of a step, clipped to `max_grad_norm`, into new parameters."""
 
     def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
         self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
@@ -40,11 +36,11 @@ class Update:
         logits: list[Tensor] | None = None,
         announce: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """Add the gradients of one pass through the layers; return its loss, on the device.
+        """Add the gradients of one pass through the layers, divided by `num_tokens`; return its loss, on the device.
 
-        Where the device's memory runs out, room is made and the pass begins again. There are no micro-batches where
-        only other processes have some. The summed loss is divided by `num_tokens`; 0: nothing is trained. `logits`
-        receives each micro-batch's; `announce` is called before the backward, to say what comes after this pass.
+        Where the device's memory runs out, room is made and the pass begins again. Only other processes may have
+        micro-batches. `logits` receives each one's; `announce` is called before the backward, to say what comes after
+        this pass.
         """
         run = partial(self._pass, num_tokens=num_tokens, logits=logits, announce=announce)
         return self._model.retry.run_pass(run, micro_batches, parameters=parameters, made=logits)
@@ -105,10 +101,9 @@ class Update:
         length: float,
         on_event: Callable[[str], None],
     ) -> bool:
-        """Clip the gradients and step the optimizer; return whether it stepped.
+        """Clip the gradients and step the optimizer; return whether it stepped. `on_event` is called around the step.
 
-        `norm` is on the device and, as `length`, on the host, not one that `fails`; `on_event` is called around the
-        step.
+        `norm` is on the device and, as `length`, on the host, where it is not one that `fails`.
         """
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]

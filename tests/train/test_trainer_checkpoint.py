@@ -25,6 +25,7 @@ from lema import LemaModel, LemaTrainer
 from lema.engine.optim import make_schedule
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.storage.manifest import write_manifest
+from lema.train.checkpoint.format import checkpoints
 
 Optimizers = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -69,7 +70,7 @@ def test_old_checkpoints_go_when_there_are_too_many(llama: Path, tmp_path: Path)
         trainer = model.get_trainer()
         for seed in range(4):
             trainer.train_step(batch(seed))
-        assert [path.name for path in trainer.checkpoints()] == ["checkpoint-3", "checkpoint-4"]
+        assert [path.name for path in checkpoints(Path(trainer.config.output_dir))] == ["checkpoint-3", "checkpoint-4"]
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
@@ -79,7 +80,11 @@ def test_checkpoints_of_later_steps_are_not_counted_as_old(llama: Path, tmp_path
         trainer = model.get_trainer()
         for seed in range(3):
             trainer.train_step(batch(seed))
-        assert [path.name for path in trainer.checkpoints()] == ["checkpoint-2", "checkpoint-3", "checkpoint-500"]
+        assert [path.name for path in checkpoints(Path(trainer.config.output_dir))] == [
+            "checkpoint-2",
+            "checkpoint-3",
+            "checkpoint-500",
+        ]
 
 
 @pytest.mark.sampled(1)

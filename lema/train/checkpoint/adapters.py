@@ -52,11 +52,10 @@ def write_adapters(
     base: str,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint of PEFT's `adapters` and an `optimizer` over what trains of them: whole, or not at all.
+    """Write a checkpoint of PEFT's `adapters` and an `optimizer` over them: whole, or not at all; the first process
+    writes.
 
-    All processes call this, the first writes. `about` is `global_step`, `schedule`, `scaler` and `extra`, as JSON
-    types; `base` the fingerprint of the model below; `writers` add further files. Errors are as `write_checkpoint`'s,
-    in every process.
+    All call this. `base` is the fingerprint of the model below. Errors are as `write_checkpoint`'s, in every process.
     """
     kept, whole = optimizer_state(optimizer, backend.parallel), whole_adapter(adapters, backend.parallel)
     state = {**about_run(config, "adapters", base), **states_of_all(backend), **about}
@@ -77,8 +76,7 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Load adapters, and the optimizer unless it is None; return the checkpoint's state.
 
-    Raises `AdapterError` where it is damaged or of another optimizer or model, `ConfigError` of other adapters'
-    settings.
+    Raises `AdapterError` where it is damaged or of another optimizer or model, `ConfigError` of other settings.
     """
     state = read_state(directory)
     check_same_adapter(adapters, directory)

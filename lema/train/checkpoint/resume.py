@@ -29,8 +29,7 @@ KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
     """Return the newest sound checkpoint of those `found`, the oldest first; why newer ones are passed over is said.
 
-    With `weights_only` the optimizer may be damaged. Where none is sound, the `AdapterError` says what is wrong with
-    each.
+    With `weights_only` the optimizer may be damaged. Where none is sound, the `AdapterError` says why of each.
     """
     faults: list[str] = []
     for directory in reversed(found):

@@ -53,9 +53,7 @@ def write_full(
 ) -> None:
     """Write a checkpoint of what trains and its AdamW: whole, or not at all. All processes call this, the first writes.
 
-    `about` is `global_step` and `extra`; `base` is the fingerprint of the model that the weights were of at first, None
-    where it is not known; `writers` add further files. Raises `DiskError`, or `NonFiniteError` of what is not finite,
-    in every process.
+    `base` is the fingerprint of the model. Errors are as `write_checkpoint`'s, in every process.
     """
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states_of_all(backend), **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))

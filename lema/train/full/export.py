@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,17 +22,10 @@ from lema.train.model import LemaModel
 __all__ = ["save_delta", "save_trained"]
 
 
-class _Trained:
-    """Where the bytes of weights come from: of those that train from their masters, of others from where they lie."""
-
-    def __init__(self, model: LemaModel, training: FullTraining) -> None:
-        self._records, self._dtypes, self._masters = model.records, model.dtypes, training.masters
-
-    def pieces(self, name: str) -> Iterable[memoryview]:
-        dtype, master = self._dtypes[name], self._masters.get(name)
-        if master is None:
-            return cast_pieces(self._records[name], dtype)
-        return [bytes_of(master.detach().to("cpu", dtype))]
+def _pieces(model: LemaModel, training: FullTraining, name: str) -> Iterable[memoryview]:
+    """Return the bytes of a weight: of one that trains from its master, of another from where it lies."""
+    dtype, master = model.dtypes[name], training.masters.get(name)
+    return cast_pieces(model.records[name], dtype) if master is None else [bytes_of(master.detach().to("cpu", dtype))]
 
 
 def save_trained(
@@ -48,7 +42,7 @@ def save_trained(
     skeleton = model.skeleton
     specs = tensor_specs(skeleton, model.records, model.dtypes)
     specs = [spec for spec in specs if spec[0] not in skeleton.all_tied_weights_keys]
-    pieces, changes = _Trained(model, training).pieces, rewritten_config(model.config.dtype)
+    pieces, changes = partial(_pieces, model, training), rewritten_config(model.config.dtype)
     return write_model(out, specs, max_shard_size, pieces, model.directory, changes, code=model.trusted)
 
 
@@ -57,24 +51,16 @@ def save_delta(
 ) -> Path:
     """Write the weights that were trained, and no others, rounded from their masters to the type of the weights.
 
-    `apply_delta` makes of it and of the base, bit for bit, what `save_trained` writes, whose arguments and errors these
-    are.
+    `apply_delta` makes of it and of the base, bit for bit, what `save_trained` writes, which raises the same errors.
     """
     out = free_directory(out_dir, max_shard_size)
     specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in training.masters]
     assert len(specs) == len(training.masters), "what trains is stored under one name"
     config = model.config
-    about = DeltaFile(
-        FORMAT,
-        config.model_name_or_path,
-        config.revision,
-        config.gbi_path,
-        base_fingerprint(model.gbi),
-        config.dtype,
-        [name for name, _, _ in specs],
-    )
+    base = config.model_name_or_path, config.revision, config.gbi_path, base_fingerprint(model.gbi)
+    about = DeltaFile(FORMAT, *base, config.dtype, [name for name, _, _ in specs])
 
-    with appearing(out) as partial, torch.no_grad():
-        write_shards(partial, specs, max_shard_size, _Trained(model, training).pieces, STEM)
-        replace_file(partial / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
+    with appearing(out) as part, torch.no_grad():
+        write_shards(part, specs, max_shard_size, partial(_pieces, model, training), STEM)
+        replace_file(part / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
     return out

@@ -1,9 +1,9 @@
 """Master weights in fp32, optimizer moments and waiting gradients of full training, and the memory they lie in.
 
-Everything lies in host memory. Where a weight streams in fp32, its master is that very memory; otherwise the weight is
-rounded from its master. What streams stays in memory, because uploads read it. What a limit of host memory does not
-hold of the rest (separate masters, moments, waiting gradients of whole layers) lies in one nameless file that is mapped
-into memory. The optimizer can step a part of what it holds, in a thread behind the backward.
+Everything lies in host memory. A weight that streams in fp32 is its own master; any other is rounded from its master.
+What a limit of host memory does not hold of separate masters, moments and waiting gradients of whole layers lies in one
+nameless file that is mapped into memory. The optimizer can step a part of what it holds, in a thread behind the
+backward.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ class Masters:
         weights: what these are rounded to: in host memory what streams, on the device what lies outside.
         by_layer: of each layer that trains, the names, each with that in the layer; the lowest first.
         outside: the names of the others.
-        mapped: the layers that lie in the file.
-        host_bytes: of what streams, masters, moments and waiting gradients of all that trains, in memory.
-        mapped_bytes: of these, in the file.
+        mapped: the layers that lie in the file, with `mapped_bytes` of the `host_bytes` of what streams, masters,
+            moments and waiting gradients.
 
-    Raises:
-        ConfigError: nothing trains, or a weight that cannot.
-        MemoryLimitError, DiskError: `host_memory` does not hold what has to lie in memory, or the disk not the rest.
+    Raises `ConfigError` where nothing trains, or a weight that cannot; `MemoryLimitError` where `host_memory` does not
+    hold what has to lie in memory, `DiskError` where the disk does not hold the rest.
     """
 
     def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:

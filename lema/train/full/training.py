@@ -47,16 +47,13 @@ class FullTraining:
     """Trains the weights of a streamed model whose names are `chosen`; its layers that train are kept in host memory.
 
     Of several processes each has all masters, and its share of every batch. Checkpoints keep the fingerprint of `gbi`.
+    Errors are those of `Masters`, and `ConfigError` of an optimizer other than AdamW.
 
     Attributes:
         places: where masters, moments and waiting gradients lie, and how many bytes they take.
         masters: what trains, by its name in the model: fp32, in host memory.
         dropped: why the last step was dropped; None: it was not.
         grad_norm: of all gradients of the last step, before they were clipped; None: there was none.
-
-    Raises:
-        ConfigError: nothing trains, or something that cannot: it is not in host memory, quantised or in float16.
-        MemoryLimitError, DiskError: `host_memory` does not hold what cannot lie in a file, or the disk not the rest.
     """
 
     def __init__(
@@ -108,11 +105,10 @@ class FullTraining:
         where: str = "",
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
-        """Take one optimizer step, as `lema.train.steps.Steps` says.
+        """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN.
 
-        Where the loss or a gradient is not finite and no weight was stepped yet, the step is dropped, if
-        `max_skipped_steps` lets one more be, and its loss is NaN. Without clipping layers may have been stepped by the
-        time that a gradient is not finite, as the error says.
+        One is dropped, if `max_skipped_steps` allows, when no weight was stepped; without clipping some layers may have
+        been.
         """
         trained, tokens = count_tokens(micro_batches, self.model)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
@@ -147,9 +143,8 @@ class FullTraining:
     ) -> None:
         """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
 
-        It replaces a directory of that name. `extra` is further JSON state, for the caller's own use; `writers` add
-        further files. Raises `DiskError` where it cannot be written, or reads back otherwise, and `NonFiniteError`
-        where a weight or a moment is not finite; what was there before is untouched then.
+        Raises `DiskError` where that cannot be, `NonFiniteError` where it is not finite; what was there stays as it
+        was.
         """
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places

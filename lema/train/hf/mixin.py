@@ -40,8 +40,7 @@ class StreamingMixin(Below):
     """Put before the trainer in the bases of a class; it takes what that trainer takes, and two keywords more.
 
     They are for a model that is given by name: `peft_config`, and `streaming`, further arguments of `lema.streamed`.
-    Raises `ConfigError` where the model is none that `lema.streamed` opens, and `TypeError` where the class has the
-    trainer before the mixin, so that no step would come by here.
+    Raises `ConfigError` where the model does not stream, `TypeError` where the trainer stands before the mixin.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

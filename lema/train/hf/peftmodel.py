@@ -47,7 +47,7 @@ def streamed(
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> StreamedPeftModel:
-    """Open a model whose layers stream, with adapters, as a PEFT model.
+    """Open a model, by its directory or hub id, whose layers stream, with adapters, as a PEFT model.
 
     Args:
         model_name_or_path: model directory or hub id.
@@ -55,8 +55,7 @@ def streamed(
         device: the backend to run on; None: that of `LemaConfig`.
         dtype: of the frozen weights; None: the checkpoint's.
         micro_batch_size: rows that are computed at once, however many a batch has; None: the whole batch.
-        device_memory: limit of device memory, as in `LemaConfig`.
-        host_memory: limit of host memory.
+        device_memory, host_memory: limits, as in `LemaConfig`.
         trust_remote_code: run code that comes with the model.
         settings: further settings of `LemaConfig`. `gradient_checkpointing` is true here unless given.
 
@@ -98,11 +97,10 @@ def streamed(
 
 
 class StreamedPeftModel(PeftModelForCausalLM):
-    """A PEFT model that has its layers streamed; `streamed` opens one.
+    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed` opens one.
 
     What would need the base's weights is refused in one sentence: another device or dtype, merging, copies, and
-    wrappers that divide the model (FSDP, DeepSpeed, DataParallel). `opened` is the model as `lema` knows it, `stack`
-    what stands in the place of the layers.
+    wrappers that divide the model (FSDP, DeepSpeed, DataParallel).
     """
 
     opened: LemaModel

@@ -100,8 +100,7 @@ _NOTHING = "nothing"
 def numbers_of(plan: PhasePlan, num_phases: int | None = None) -> dict[str, Any]:
     """Return what decides the numbers of a run's first so many phases: plain JSON types, with every default worked out.
 
-    Names, the micro-batch size, what the last phase saves and tokens that are less than a step change none, and are not
-    in it.
+    Not in it are names, the micro-batch size, what the last phase saves, and tokens that are less than a step.
     """
     starts = starts_of(plan)
     phases = [_of_phase(plan, index, starts[index]) for index in range(len(plan.phases))][:num_phases]

@@ -274,9 +274,8 @@ def read_sources(
 
 def _is_files(given: Any) -> bool:
     """Whether files are named, rather than rows given; rows may be a list too."""
-    if isinstance(given, list):
-        return bool(given) and all(isinstance(one, str | PathLike) for one in given)
-    return isinstance(given, str | PathLike)
+    items = given if isinstance(given, list) else [given]
+    return bool(items) and all(isinstance(one, str | PathLike) for one in items)
 
 
 def evaluate_end(

@@ -43,10 +43,10 @@ def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
 def leave_model(
     model: LemaModel, trainer: LemaTrainer | FullTraining, phase: Phase, end: Path, out: Path, after: Phase | None
 ) -> None:
-    """Write to `out` the model that a phase leaves: what was trained, or the base with the adapters of `end` merged
-    into it.
+    """Write to `out` the model that a phase leaves, for the phase `after` it: what was trained, or adapters of `end`
+    merged.
 
-    Phase `after` begins with it, if one does. Raises `DiskError`, with nothing left behind, where it cannot be written.
+    Raises `DiskError`, with nothing left behind, where it cannot be written.
     """
     write: Callable[[Path], object]
     if isinstance(trainer, FullTraining):

@@ -34,11 +34,7 @@ def mixture_of(
 
 
 class PhaseRun:
-    """A phase that is being trained; see `lema.train.loop.Stage`.
-
-    There is no validation where `eval_rows`, the number of rows of one, is None. `data` tells the rows apart from
-    others.
-    """
+    """A phase that is being trained; see `lema.train.loop.Stage`. Without `eval_rows` there is no validation."""
 
     def __init__(
         self,

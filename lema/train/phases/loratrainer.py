@@ -73,7 +73,8 @@ class LoRATrainer:
     Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
     bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
     config's `evaluations`, and so has `evaluations.json` there. `callbacks`, `on_step` and `stop` are as in
-    `lema.train.phases.run.run_phases`.
+    `lema.train.phases.run.run_phases`. Raises `ConfigError` where a data set or a setting is wrong, `DataError` where
+    files cannot be read.
 
     Args:
         config: the stages; or any plan of phases.
@@ -83,9 +84,6 @@ class LoRATrainer:
         eval_data: rows or files of the same data sets to validate on, and of the config's `evaluations`; None: there is
             no validation.
         eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
-
-    Raises:
-        ConfigError: a data set or a setting is wrong; DataError: files cannot be read.
     """
 
     def __init__(
@@ -155,8 +153,7 @@ class LoRATrainer:
     def state(self) -> LoRATrainState:
         """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
 
-        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing of the model would
-        train.
+        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing would train.
         """
         if self._here is not None:
             return self._here
@@ -188,10 +185,9 @@ class LoRATrainer:
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
         """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
 
-        What it is, is recorded in it. With a model's directory, the first stage of adapters begins on that model. It
-        may lie anywhere; in this run's `output_dir`, it must be the run's last checkpoint. Returns where the run is
-        then, from where `train()` goes on. Raises `ConfigError` where it is none of these, or of another plan,
-        `AdapterError` where it is damaged.
+        What it is, is recorded in it; with a model, the first stage of adapters begins on that. In this run's
+        `output_dir` it must be the run's last checkpoint. Returns where the run is then, from where `train()` goes on.
+        Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged.
         """
         given = Path(path).absolute()
         self._refuse(given)

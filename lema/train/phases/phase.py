@@ -83,9 +83,8 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Phase(AdapterSettings):
-    """What trains, on how many tokens of what, and how fast; a `SettingsError` holds every problem of its settings.
-
-    A phase takes the settings of a run's adapters and those in `OVERRIDES` by the names that `LemaConfig` has.
+    """What trains, on how many tokens of what, and how fast: a run's settings of adapters, those in `OVERRIDES`, and
+    these.
     """
 
     model_config = ConfigDict(frozen=True)

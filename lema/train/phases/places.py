@@ -66,9 +66,8 @@ class Places:
         return self.has_model(index) and (self._has_ended(index) or not self.carries_moments(index + 1))
 
     def has_model(self, index: int) -> bool:
-        """Whether the model that a phase leaves is there, and as it was written. One that is linked to may be anyone's.
-
-        Raises `AdapterError` where it is damaged, `ConfigError` where it was linked to, and is gone.
+        """Whether the model that a phase leaves is there, as it was written unless it is linked to; `AdapterError` if
+        damaged.
         """
         model, name = self.model_of(index), self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
@@ -137,10 +136,8 @@ class Places:
         _write(self.directory / LATEST, note)
 
     def note_best(self, index: int, best: Mapping[str, Any] | None) -> None:
-        """Say which checkpoint of a phase has the lowest validation loss, and forget the one that was kept for that.
-
-        `best` is its `step` and `eval_loss`, and whether it was written `only` for this; None: there is none yet.
-        Raises `DiskError` where the note cannot be written, or the checkpoint before not be deleted.
+        """Note which checkpoint of a phase is `best` (`step`, `eval_loss`, `only`), and forget the one before; or
+        `DiskError`.
         """
         if best is None:
             return

@@ -18,13 +18,7 @@ from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
-from lema.train.phases.derived import (
-    differences_between,
-    fade_too_long,
-    numbers_of,
-    plan_warnings,
-    starts_of,
-)
+from lema.train.phases.derived import differences_between, fade_too_long, numbers_of, plan_warnings, starts_of
 from lema.train.phases.phase import Phase, between_phases
 from lema.train.phases.steps import GlobalBatch, TokenSteps, solve_batch, steps_of
 

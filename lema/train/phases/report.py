@@ -32,15 +32,6 @@ __all__ = ["PhaseReport", "phase_report", "report_rows", "show_report"]
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Learning rates of a phase: of its first step, the highest, and of its last step."""
-
-    first: float
-    peak: float
-    last: float
-
-
-@dataclass(frozen=True)
 class PhaseMemory:
     """Bytes at the peak."""
 
@@ -64,7 +55,7 @@ class PhaseEntry:
     tokens: int  # it is trained on, padding included
     leftover: int  # tokens asked for that are less than a step
     tokens_per_source: dict[str, int]
-    rates: Rates
+    rates: dict[str, float]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
     moved: Traffic  # bytes read, uploaded and downloaded in the whole phase
     memory: PhaseMemory
     hours: float | None  # it takes; None: not known
@@ -121,8 +112,7 @@ def phase_report(
         price: of an hour, in any currency.
         processes: that share each batch, all on one machine.
 
-    Raises `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` where a phase selects nothing,
-    its rows are longer than the model's positions, or data sets do not fit.
+    Raises `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` of a phase or data sets.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
     for index in range(len(plan.phases)) if sources is not None else ():
@@ -191,7 +181,7 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         tokens=size.tokens,
         leftover=size.leftover,
         tokens_per_source={name: count * plan.max_length for name, count in plan.counts(index).items()},
-        rates=Rates(rates[0], max(rates), rates[-1]),
+        rates={"first": rates[0], "peak": max(rates), "last": rates[-1]},
         moved=needs.traffic(size.steps),
         memory=PhaseMemory(sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts),
         hours=None if seconds is None else size.steps * seconds / 3600,
@@ -242,7 +232,8 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{phase.tokens:,}{left}"
     yield from ((f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items())
     rates = phase.rates
-    yield "learning rate", f"{rates.first:.3g} at first, {rates.peak:.3g} at its peak, {rates.last:.3g} at last"
+    told = f"{rates['first']:.3g} at first, {rates['peak']:.3g} at its peak, {rates['last']:.3g} at last"
+    yield "learning rate", told
     memory, moved = phase.memory, phase.moved
     where = "memory to compute in" if report.shared else "device memory"
     yield where, f"{human_bytes(memory.device)} of {human_bytes(report.device_memory)}"

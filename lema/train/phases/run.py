@@ -1,10 +1,9 @@
-"""Runs the phases of a plan, one after the other: `lema train` of a file of phases, from its data sets to the last
-model.
+"""Runs the phases of a plan, one after the other: `lema train` of a file of phases, up to the last model.
 
-Between phases everything goes through the disk. A phase that trains weights ends with a checkpoint and, where the next
-one builds on its weights, with a model in the hub's format. A phase that trains an adapter ends with a checkpoint that
-is a PEFT adapter, merged into a model where the next one says so. Each phase opens what it starts from. So a run that
-was stopped anywhere continues as if it had not been, and nothing of one phase is in memory in the next.
+Between phases everything goes through the disk: each ends with a checkpoint, which is a PEFT adapter where adapters
+train, and with a model in the hub's format where the next one builds on its weights; and each opens what it starts
+from. So a run that was stopped anywhere continues as if it had not been, and nothing of one phase is in memory in the
+next.
 """
 
 from __future__ import annotations

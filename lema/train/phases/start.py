@@ -1,12 +1,9 @@
 """Where a run of phases begins: at its own newest sound checkpoint, or at a checkpoint or model that lies anywhere.
 
-The kind of a checkpoint, its phase, and the number of steps it has taken are recorded in it; nothing is guessed. Where
-none of a phase is sound, the end of the phase before is the newest point there is: the phase begins again, and a line
-says so. A run without any sound checkpoint is refused, not begun afresh. A model that a phase has left is compared with
-its manifest when the run goes on from it; a missing one is written again from the phase's last checkpoint.
-
-The base of a checkpoint from elsewhere is linked into the new run's directory, so that the run is like any other from
-then on.
+A checkpoint records its kind, its phase and its steps; nothing is guessed. Where none of a phase is sound, it begins
+again at the end of the phase before, and a line says so; a run without any is refused. A model that a phase has left is
+compared with its manifest, and a missing one written again from the phase's last checkpoint. The base of a checkpoint
+from elsewhere is linked into the new run's directory, so that the run is like any other from then on.
 """
 
 from __future__ import annotations
@@ -43,8 +40,7 @@ class Start:
 def find_start(path: str | Path, places: Places) -> Start:
     """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
 
-    Raises `ConfigError` where it is neither, of another plan, or on a model that is gone; `AdapterError` of a damaged
-    one.
+    Raises `ConfigError` where it is neither, of another plan, or on a model that is gone; else `AdapterError`.
     """
     given = Path(path).absolute()
     if (given / STATE).is_file():

@@ -20,11 +20,10 @@ class GlobalBatch:
 
 
 def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
-    """Divide a global batch of `rows` exactly: the largest micro-batch, of at most `per_device` rows, with nothing left
+    """Divide a global batch of `rows` exactly: the largest micro-batch, of at most `per_device`, that leaves nothing
     over.
 
-    Raises `ConfigError` where a number is below 1, or processes cannot divide the rows; names the nearest that they
-    can.
+    Raises `ConfigError` where a number is below 1, or the rows cannot be divided; names the nearest that can.
     """
     for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
         if number is not None and number < 1:
@@ -52,13 +51,9 @@ class TokenSteps:
 def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
     """Return the whole steps in tokens, each of so many rows of `block`: `tokens // (rows * block)`, never one more.
 
-    Numbers of tokens are round, and a step's seldom divides them: 10**9 are 3814.7 steps of 512 rows of 512. To refuse
-    those would refuse nearly every plan, and to round up would train on more than was asked for. So what is less than a
-    step is left out, and is told. It is not added to the next phase: the steps of a phase follow from its own settings,
-    and a change in one leaves the others as they are.
-
-    Raises:
-        ConfigError: they do not make one step.
+    Numbers of tokens are round, and a step's seldom divides them: 10**9 are 3814.7 steps of 512 rows of 512. So what is
+    less than a step is left out, and is told, rather than refused or trained on. It is not added to the next phase,
+    since the steps of a phase follow from its own settings. `ConfigError` where they do not make one step.
     """
     step = rows * block
     steps, leftover = divmod(tokens, step)

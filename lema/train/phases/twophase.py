@@ -234,8 +234,7 @@ class LoRATrainerConfig(Settings):
     def settings_of_run(self, model: LemaConfig) -> LemaConfig:
         """Return the settings of a run, with the intervals and reports that are configured here.
 
-        One that is given in `model` alone is that of `model`; where both give one, and they differ, `ConfigError` is
-        raised.
+        One that is given in `model` alone is that of `model`; where both give one, and differ, `ConfigError` is raised.
         """
         changed: dict[str, Any] = {}
         for name, setting in _INTERVALS.items():

@@ -20,6 +20,7 @@ from lema.storage import atomic as commits
 from lema.storage import verify as savedtensors
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.storage.verify import base_fingerprint
+from lema.train.checkpoint.format import checkpoints
 from lema.train.fit import save_step
 
 FILES = {
@@ -186,10 +187,10 @@ def test_old_checkpoints_go_only_when_the_new_one_has_been_read_back(
             patch.setattr(commits, "check_manifest", damaged)
             trainer.train_step(batch(2))
         assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-2"]
-        for one in trainer.checkpoints():
+        for one in checkpoints(Path(trainer.config.output_dir)):
             check_manifest(one)
         save_step(trainer)
-        assert [path.name for path in trainer.checkpoints()] == ["checkpoint-2", "checkpoint-3"]
+        assert [path.name for path in checkpoints(Path(trainer.config.output_dir))] == ["checkpoint-2", "checkpoint-3"]
 
 
 @pytest.mark.slow

@@ -67,10 +67,10 @@ def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Pa
     whole, adapters = report.phases
     assert (report.steps, whole.steps, adapters.steps) == (19168, 19073, 95)
     assert (adapters.first_step, adapters.last_step) == (19074, 19168)
-    assert (adapters.rates.first, adapters.rates.last) == pytest.approx((3e-6, 1.5e-4), rel=0.02)
-    assert adapters.rates.peak == adapters.rates.last  # it still rises
-    assert (whole.rates.first, whole.rates.peak) == pytest.approx((3e-6, 3e-4))
-    assert whole.rates.last == pytest.approx(1.5e-4, rel=0.02)
+    assert (adapters.rates["first"], adapters.rates["last"]) == pytest.approx((3e-6, 1.5e-4), rel=0.02)
+    assert adapters.rates["peak"] == adapters.rates["last"]  # it still rises
+    assert (whole.rates["first"], whole.rates["peak"]) == pytest.approx((3e-6, 3e-4))
+    assert whole.rates["last"] == pytest.approx(1.5e-4, rel=0.02)
     assert any("ends inside its warm-up: 95 steps, and 191 of warm-up" in warning for warning in report.warnings)
     assert adapters.tokens == 95 * step == sum(adapters.tokens_per_source.values())
     assert adapters.tokens_per_source["web"] == pytest.approx(0.75 * 95 * step, rel=1e-3)
