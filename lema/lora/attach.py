@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inject_lora_params(
-    model: PreTrainedModel, config: LoraConfig, device: torch.device, seed: int | None, read: Read | None = None
+    model: PreTrainedModel, config: LoraConfig, device: torch.device, seed: int | torch.Tensor | None, read: Read | None = None
 ) -> PeftModel:
     """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
 
@@ -176,7 +176,8 @@ def inject_lora_params(
         model: decoder layers on `meta`.
         config: the adapter's, which may be changed.
         device: where the adapter's parameters are made.
-        seed: of the initial values; the generator is left where it was. None: values are left unset, to be loaded.
+        seed: of the initial values, or the generator's state that they are drawn from; the generator is left where it
+            was. None: values are left unset, to be loaded.
         read: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with.
 
     Raises:
@@ -185,6 +186,7 @@ def inject_lora_params(
     layers_name, _ = find_layers(model)
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
     check_saved_modules(model, config, layers_name)
+    asked = copy(config)  # because PEFT adds names of heads that the model may not have
     with torch.random.fork_rng(devices=()):
         peft_model = _attach(model, config)
         try:
@@ -193,8 +195,8 @@ def inject_lora_params(
             take_off(model)  # for another attempt
             raise
         if seed is not None:
-            _warn_of_unmatched(model, config)
-            torch.manual_seed(seed)
+            _warn_of_unmatched(model, asked)
+            torch.set_rng_state(seed) if isinstance(seed, torch.Tensor) else torch.manual_seed(seed)
         make_real(model, config, device, layers_name, draw=seed is not None, read=read)
     return peft_model
 
