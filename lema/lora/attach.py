@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND as ALL_LINEAR
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -166,7 +166,11 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inject_lora_params(
-    model: PreTrainedModel, config: LoraConfig, device: torch.device, seed: int | torch.Tensor | None, read: Read | None = None
+    model: PreTrainedModel,
+    config: LoraConfig,
+    device: torch.device,
+    seed: int | Tensor | None,
+    read: Read | None = None,
 ) -> PeftModel:
     """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
 
@@ -196,7 +200,7 @@ def inject_lora_params(
             raise
         if seed is not None:
             _warn_of_unmatched(model, asked)
-            torch.set_rng_state(seed) if isinstance(seed, torch.Tensor) else torch.manual_seed(seed)
+            torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
         make_real(model, config, device, layers_name, draw=seed is not None, read=read)
     return peft_model
 

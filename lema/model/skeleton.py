@@ -149,12 +149,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def scores_texts(model: PreTrainedModel) -> bool:
     """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a text, and no logits."""
-    known = AutoModelForSequenceClassification._model_mapping
+    known: Any = AutoModelForSequenceClassification._model_mapping
     return type(model.config) in known and isinstance(model, known[type(model.config)])
 
 
 def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor | None:
-    """Draw what of the head of a text classifier no checkpoint has, as `from_pretrained` does after `manual_seed(seed)`.
+    """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after `manual_seed`.
 
     Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn.
     """

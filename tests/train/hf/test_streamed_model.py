@@ -277,8 +277,8 @@ def test_wrappers_that_divide_a_model_are_refused(model: Any, kind: str, monkeyp
 
 def test_adapters_that_do_not_stream_are_refused(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     directory = checkpoint_of("llama").streamed
-    for options, why in (({"init_lora_weights": "pissa"}, "pissa"), ({"task_type": "TOKEN_CLS"}, "task_type TOKEN_CLS")):
-        with pytest.raises(ConfigError, match=why):
+    for options in ({"init_lora_weights": "pissa"}, {"task_type": "TOKEN_CLS"}):
+        with pytest.raises(ConfigError, match=next(iter(options.values()))):
             lema.streamed(directory, lora(**options), device="cpu")
     with pytest.raises(AdapterError, match="no adapter in PEFT's format"):
         lema.streamed(directory, tmp_path, device="cpu")
