@@ -82,14 +82,16 @@ class LayerStack:
     Args:
         streamed: the model. It is driven as before as well: its own passes go by this object.
         rows: of a micro-batch, at most; None: all rows of a call.
+        room: returns the bytes that the top layer's activations may take while a trainer computes the head and its
+            loss, which spare recomputing it; None: it is recomputed like the others.
 
     Attributes:
         supply: returns the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
             that belong together replaces it, and has `run` run them all at once.
     """
 
-    def __init__(self, streamed: StreamedModel, rows: int | None = None) -> None:
-        self.streamed, self.rows = streamed, rows
+    def __init__(self, streamed: StreamedModel, rows: int | None = None, room: Callable[[], int] | None = None) -> None:
+        self.streamed, self.rows, self._room = streamed, rows, room
         split = streamed.split
         self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
         self._forward: Callable[..., Any] = self._owner.forward
@@ -222,13 +224,21 @@ class LayerStack:
         self._announce_forward(step, lowest)
         again = [one for one in range(lowest, top + 1) if streamed.recompute and one not in streamed.saved]
         graphs = None if streamed.graphs is None or step is None else streamed.graphs.step()
+        # None in the first step, because what the trainer's head needs is seen only then.
+        room = 0 if self._room is None or self._version is None or step is None else max(0, self._room())
         hidden = split.enter(hidden)
         with streamed.retry.at("for the inputs of layers that wait for the backward"):
             boundaries = streamed.arena.step(hidden, again) if again else None
         for layer in range(top + 1):
             differentiate = step is not None and layer >= lowest
             hidden = streamed.visit_layer(
-                layer, per_layer[layer], hidden, boundaries, graphs, differentiate=differentiate
+                layer,
+                per_layer[layer],
+                hidden,
+                boundaries,
+                graphs,
+                differentiate=differentiate,
+                room=room if layer == top else 0,
             )
         if graphs is not None:
             graphs.turn()

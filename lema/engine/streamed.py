@@ -391,9 +391,10 @@ class StreamedModel:
         beside: Beside | None = None,
         *,
         differentiate: bool,
+        room: int = 0,
     ) -> tuple[Tensor, ...]:
         """Run every micro-batch through a layer; `visit` and `visit_frozen` say how."""
         if differentiate:
             kept = None if layer in self.saved else boundaries
-            return visit(self._engine, layer, calls, hidden, kept, graphs, beside)
+            return visit(self._engine, layer, calls, hidden, kept, graphs, beside, room)
         return visit_frozen(self._engine, layer, calls, hidden, beside)

@@ -52,7 +52,7 @@ class Engine:
         self.retry = OomRetry(stream, backend)
         self.trained = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
-        self.look: Callable[[int, Sequence[Tensor | None]], None] = _ignore
+        self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
@@ -82,17 +82,18 @@ def visit(
     boundaries: StepBoundaries | None,
     graphs: StepGraphs | None = None,
     beside: Beside | None = None,
+    room: int = 0,
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
 
     `calls` are the layer's other arguments, for each micro-batch. The inputs wait for the backward in `boundaries`, and
-    the layer is recomputed there; None: its activations are kept, in `graphs` or, without them, on the device. The rows
-    `beside` those that train go through the layer in the same lease.
+    the layer is recomputed there, but for the first micro-batches, whose activations fill `room` bytes; None: all are
+    kept, in `graphs` or, without them, on the device. The rows `beside` those that train go through in the same lease.
     """
     # An autograd function, because autograd then calls the layer's backward when the gradients of its outputs are
     # there, and knows nothing of the graph inside, whose weights are on lease only during the two visits.
     visited: tuple[Tensor, ...] = _Visit.apply(  # type: ignore[no-untyped-call] # torch's is
-        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside),
+        _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room),
         engine.anchor,
         *hidden,
     )
@@ -152,6 +153,7 @@ class _LayerVisit:
         boundaries: StepBoundaries | None,
         graphs: StepGraphs | None,
         beside: Beside | None,
+        room: int,
     ) -> None:
         self._engine, self._layer, self._calls, self._beside = engine, layer, calls, beside
         self._boundaries, self._away = boundaries, graphs
@@ -162,6 +164,7 @@ class _LayerVisit:
         # No product is skipped where weights are cast for it, because it saves what they were cast to.
         cast = any(call.autocast not in (None, engine.split.dtype) for call in calls)
         self._linears = None if boundaries is None or cast else AdaptedLinears(engine.split.layers[layer])
+        self._room = 0 if cast or engine.split.lazy else room  # nor is anything kept, because cast weights would be
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
@@ -191,7 +194,7 @@ class _LayerVisit:
         # Made anew in the backward where tensors have no address, because no tensor is known for a weight there.
         anew = compiled or not lease.has_address
         again = None
-        if self._boundaries is not None:
+        if self._boundaries is not None and not self._room:
             again = self._runner(index, state, needs=needs, compiled=compiled, anew=anew)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.own))
         graph = Graph(again, self._linears, anew=anew, keep=keep)
@@ -204,6 +207,7 @@ class _LayerVisit:
             output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
         # The edge and not the output, because that is the next layer's input, and kept as such.
         self._graphs.append((graph, get_gradient_edge(output)))
+        self._room = max(0, self._room - sum(graph.held.values()))
         return output.detach()
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -394,7 +398,3 @@ def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Callable[[int, Te
         return torch.zeros((), device=output.device), loss.scaled(index, known[index])
 
     return turn
-
-
-def _ignore(layer: int, gradients: Sequence[Tensor | None]) -> None:
-    """Look at no gradient: the default of `Engine.look`."""

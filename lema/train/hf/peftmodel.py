@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
+from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
@@ -140,7 +141,7 @@ class StreamedPeftModel(PeftModel):
         model: Any = peft_model  # not made anew, because it is the adapter that `opened` saves and trains
         model.__class__ = type(cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__})
         skeleton, settings = opened.skeleton, opened.config
-        model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size)
+        model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
         one = model.peft_config["default"]
         one.base_model_name_or_path, one.revision = settings.model_name_or_path, settings.revision
         if skeleton.can_generate():
@@ -218,6 +219,22 @@ class StreamedPeftModel(PeftModel):
 
     def _refuse(self, what: str, how: str = "train it in one process, with no wrapper around it") -> NoReturn:
         raise ConfigError(f"a streamed model cannot do this: {what}", where=type(self).__name__, how=how)
+
+
+def _room_of(opened: LemaModel) -> Callable[[], int] | None:
+    """Return what tells how many bytes may be taken beside what the steps so far have needed: half of what is free.
+
+    Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations.
+    """
+    if opened.config.device_memory is not None or opened.config.host_memory is not None:
+        return None
+
+    def room() -> int:
+        memory = opened.backend.memory()
+        free = memory_available() if memory.shared else memory.total - memory.used
+        return (free - (memory.peak - memory.used)) // 2
+
+    return room
 
 
 MERGE = "save the adapter, and let `lema merge` merge it"
