@@ -340,6 +340,8 @@ def test_what_scores_texts_is_no_language_model(checkpoint_of: CheckpointOf, tmp
     model = lema.streamed(checkpoint.streamed, lora(task_type="SEQ_CLS"), device="cpu")
     assert model.config.num_labels == 1
     assert isinstance(model, PeftModelForSequenceClassification)
+    with torch.no_grad():
+        assert model(input_ids=rows()[0]["input_ids"][None]).logits.shape == (1, 1)
     assert model.opened.split.head(torch.zeros(1, 2, 32)).shape == (1, 2, 1)  # no vocabulary for a plan to count
     with pytest.raises(ConfigError, match="the model scores texts, and LemaTrainer knows losses of tokens"):
         model.opened.get_trainer()
