@@ -77,16 +77,17 @@ EXCLUSIVE = (
 )
 
 
-def refusals(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a phrase for each thing in the config of a saved adapter that cannot be used.
+def refusals(config: Mapping[str, Any], task: str = "CAUSAL_LM") -> Iterator[str]:
+    """Yield a phrase for each thing in the config of a saved adapter that cannot be used for a model of this task.
 
     EVA leaves the frozen weights as they are, so an adapter that began with it is one like any other by now.
     """
     for name, reason in REFUSED.items():
         if config.get(name) not in (None, False):  # PEFT takes an empty one for one with its defaults
             yield f"{name}, which {reason}"
-    if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
-        yield f"task_type {task}, which is not that of a causal language model"
+    if (found := config.get("task_type")) not in (None, task):
+        model = "causal language model" if task == "CAUSAL_LM" else "model that scores texts"
+        yield f"task_type {found}, which is not that of a {model}"
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower() not in (*INITIAL_VALUES, "eva"):
         yield f'init_lora_weights "{initial}", which {why_not_initial(initial) or "PEFT does not have"}'

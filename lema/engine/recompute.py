@@ -50,6 +50,9 @@ class Graph:
         linears: the layer's adapted linears, of which one may skip a product then; None: everything is computed.
         anew: differentiate what `again` returns, instead of the graph of the first run.
         keep: for a graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are.
+
+    Attributes:
+        held: the storages of those that it holds as they are, with their bytes, by address.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Graph:
         self._dropped: list[ref[_Dropped]] = []
         self._count = 0  # how many of these the recomputation has come to
         self._lease: Lease | None = None
+        self.held: dict[int, int] = {}
 
     @contextmanager
     def built(self, lease: Lease) -> Iterator[None]:
@@ -79,8 +83,12 @@ class Graph:
             if (reference := self._lease.refer(tensor)) is not None:
                 return reference
             if self._again is None:
+                if self._keep is not None:
+                    return self._keep(tensor)
+                storage = tensor.untyped_storage()
+                self.held[storage._cdata] = storage.nbytes()
                 # Not the tensor itself, because an operation that keeps what it made would hold itself for ever.
-                return tensor.detach() if self._keep is None else self._keep(tensor)
+                return tensor.detach()
             dropped = _Dropped()
             self._dropped.append(ref(dropped))
             return dropped

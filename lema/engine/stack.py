@@ -71,14 +71,16 @@ class LayerStack:
     Args:
         streamed: the model. It is driven as before as well: its own passes go by this object.
         rows: of a micro-batch, at most; None: all rows of a call.
+        room: returns the bytes that the top layer's activations may take while a trainer computes the head and its
+            loss, which spare recomputing it; None: it is recomputed like the others.
 
     Attributes:
         supply: returns the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
             that belong together replaces it, and has `run` run them all at once.
     """
 
-    def __init__(self, streamed: StreamedModel, rows: int | None = None) -> None:
-        self.streamed, self.rows = streamed, rows
+    def __init__(self, streamed: StreamedModel, rows: int | None = None, room: Callable[[], int] | None = None) -> None:
+        self.streamed, self.rows, self._room = streamed, rows, room
         split = streamed.split
         self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
         self._forward: Callable[..., Any] = self._owner.forward
@@ -209,10 +211,13 @@ class LayerStack:
             self._steps.add(step)
         up = forward_order(top + 1)
         self._announce(up, self._awaited() or up)
+        # None in the first step, because what the trainer's head needs is seen only then.
+        room = 0 if self._room is None or self._version is None or step is None else max(0, self._room())
         hidden = split.enter(hidden)
         boundaries, graphs = streamed.waiting_places(hidden, lowest, top + 1)
         for layer in range(top + 1):
-            hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden)
+            keep = room if layer == top else 0
+            hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep)
         if graphs is not None:
             graphs.turn()
             graphs.expect(top)

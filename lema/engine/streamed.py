@@ -390,9 +390,10 @@ class StreamedModel:
         layer: int,
         calls: Sequence[LayerCall],
         hidden: tuple[Tensor, ...],
+        room: int = 0,
     ) -> tuple[Tensor, ...]:
         """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
         if lowest <= layer:
             kept = None if layer in self.saved else boundaries
-            return visit(self.engine, layer, calls, hidden, kept, graphs, beside)
+            return visit(self.engine, layer, calls, hidden, kept, graphs, beside, room)
         return visit_frozen(self.engine, layer, calls, hidden, beside)

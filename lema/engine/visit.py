@@ -95,15 +95,16 @@ def visit(
     boundaries: StepBoundaries | None,
     graphs: StepGraphs | None = None,
     beside: Beside | None = None,
+    room: int = 0,
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
 
     `calls` are the layer's other arguments, for each micro-batch. The inputs wait for the backward in `boundaries`, and
-    the layer is recomputed there; None: its activations are kept, in `graphs` or, without them, on the device. The rows
-    `beside` those that train go through the layer in the same lease.
+    the layer is recomputed there, but for the first micro-batches, whose activations fill `room` bytes; None: all are
+    kept, in `graphs` or, without them, on the device. The rows `beside` those that train go through in the same lease.
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
-    visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside)
+    visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room)
     return apart(visit.forward, visit.backward, engine.anchor, hidden)
 
 
@@ -157,16 +158,19 @@ class _LayerVisit:
     _boundaries: StepBoundaries | None
     _away: StepGraphs | None
     _beside: Beside | None
+    _room: int
     _graphs: list[tuple[Graph, GradientEdge]] = field(default_factory=list)
     _boundary: list[Tensor] = field(default_factory=list)  # of the micro-batch whose backward runs
     _found: dict[int, Tensor] = field(default_factory=dict)  # gradients of the inputs
     _leaves: Leaves = field(default_factory=dict)  # for the weights that train
 
     def __post_init__(self) -> None:
-        # No product is skipped where weights are cast for it, because it saves what they were cast to.
+        # No product is skipped where weights are cast for it, because it saves what they were cast to; nor is anything
+        # kept, because that would keep the cast weights.
         cast = any(call.autocast not in (None, self._engine.split.dtype) for call in self._calls)
         layer = self._engine.split.layers[self._layer]
         self._linears = None if self._boundaries is None or cast else AdaptedLinears(layer)
+        self._room = 0 if cast or self._engine.split.lazy else self._room
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
@@ -190,7 +194,7 @@ class _LayerVisit:
         # Made anew in the backward where tensors have no address, because no tensor is known for a weight there.
         anew = compiled or not lease.has_address
         again = None
-        if self._boundaries is not None:
+        if self._boundaries is not None and not self._room:
             again = self._runner(index, state, needs=needs, compiled=compiled, anew=anew)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.own))
         graph = Graph(again, self._linears, anew=anew, keep=keep)
@@ -203,6 +207,7 @@ class _LayerVisit:
             output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
         # The edge and not the output, because that is the next layer's input, and kept as such.
         self._graphs.append((graph, get_gradient_edge(output)))
+        self._room = max(0, self._room - sum(graph.held.values()))
         return output.detach()
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND as ALL_LINEAR
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -156,7 +156,11 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inject_lora_params(
-    model: PreTrainedModel, config: LoraConfig, device: torch.device, seed: int | None, read: Read | None = None
+    model: PreTrainedModel,
+    config: LoraConfig,
+    device: torch.device,
+    seed: int | Tensor | None,
+    read: Read | None = None,
 ) -> PeftModel:
     """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
 
@@ -164,7 +168,8 @@ def inject_lora_params(
 
     Args:
         config: the adapter's, which may be changed.
-        seed: of the initial values; the generator is left where it was. None: values are left unset, to be loaded.
+        seed: of the initial values, or the generator's state that they are drawn from; the generator is left where it
+            was. None: values are left unset, to be loaded.
         read: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with.
 
     Raises:
@@ -173,6 +178,7 @@ def inject_lora_params(
     layers_name, _ = find_layers(model)
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
     check_saved_modules(model, config, layers_name)
+    asked = copy(config)  # because PEFT adds names of heads that the model may not have
     with torch.random.fork_rng(devices=()):
         peft_model = _attach(model, config)
         try:
@@ -181,8 +187,8 @@ def inject_lora_params(
             take_off(model)  # for another attempt
             raise
         if seed is not None:
-            _warn_of_unmatched(model, config)
-            torch.manual_seed(seed)
+            _warn_of_unmatched(model, asked)
+            torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
         make_real(model, config, device, layers_name, draw=seed is not None, read=read)
     return peft_model
 

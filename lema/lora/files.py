@@ -94,9 +94,10 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
         raise AdapterError(f"the adapter cannot be used: {error.what}", where=str(directory / CONFIG)) from error
 
 
-def settings_of(config: LoraConfig) -> dict[str, Any]:
-    """Return the settings that say what PEFT's config says; `ConfigError`: it asks for what cannot be streamed."""
-    if found := [*refusals(vars(config))]:
+def settings_of(config: LoraConfig, task: str = "CAUSAL_LM") -> dict[str, Any]:
+    """Return the settings that say what PEFT's config says, which is of this task; `ConfigError`: it asks for what
+    cannot be streamed."""
+    if found := [*refusals(vars(config), task)]:
         what = f"the adapter cannot be used as it is: it has {'; '.join(found)}"
         raise ConfigError(what, where="LoraConfig", how="leave that out")
     return _facts(config)
@@ -144,9 +145,9 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     return found
 
 
-def read_lora_config(directory: Path) -> LoraConfig | None:
-    """Read `adapter_config.json`; None: the directory has none (the older format). `AdapterError`: the file cannot be
-    read, or is not of a LoRA adapter."""
+def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | None:
+    """Read `adapter_config.json`, which is of this task; None: the directory has none (the older format).
+    `AdapterError`: the file cannot be read, or is not of a LoRA adapter."""
     file = directory / CONFIG
     if not file.is_symlink() and not file.exists():
         return None
@@ -155,7 +156,7 @@ def read_lora_config(directory: Path) -> LoraConfig | None:
         raise AdapterError(f"the adapter is of type {kind}", where=str(file), how="only LoRA adapters are supported")
     unknown = sorted(written.keys() - {field.name for field in fields(LoraConfig)})
     newer = [f"{name}, which this version of PEFT does not know" for name in unknown if written[name]]
-    if found := [*refusals(written), *newer]:
+    if found := [*refusals(written, task), *newer]:
         what = f"the adapter cannot be used as it is: it has {'; '.join(found)}"
         raise AdapterError(what, where=str(file), how="upgrade peft" if newer else "use an adapter without this")
     try:

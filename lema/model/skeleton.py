@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -36,8 +37,10 @@ from lema.storage.index import check_inside
 from lema.storage.modelfiles import check_code, read_config_file
 
 __all__ = [
-    *("EmptyOnMeta", "auto_class", "ends_of", "find_layers", "find_towers", "is_in", "main_dtype", "meta_model"),
+    *("EmptyOnMeta", "auto_class", "draw_head", "ends_of", "find_layers", "find_towers", "is_in", "main_dtype"),
+    "meta_model",
     "read_config",
+    "scores_texts",
 ]
 
 MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
@@ -131,12 +134,42 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if known else AutoModelForCausalLM
 
 
+def scores_texts(model: PreTrainedModel) -> bool:
+    """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a text, and no logits."""
+    known: Any = AutoModelForSequenceClassification._model_mapping
+    return type(model.config) in known and isinstance(model, known[type(model.config)])
+
+
+def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor | None:
+    """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after `manual_seed`.
+
+    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn.
+    """
+    base = [model.base_model_prefix]
+    absent = [name for name, one in model.named_parameters() if one.is_meta and not is_in(name, base)]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in absent)
+    with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():
+        torch.manual_seed(seed)
+        for name in modules:
+            module = model.get_submodule(name)
+            for own, one in module.named_parameters(recurse=False):
+                if one.is_meta:
+                    drawn = nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=False)
+                    module.register_parameter(own, drawn)
+                else:
+                    one._is_hf_initialized = True  # type: ignore[attr-defined] # so that it is left alone
+            model._init_weights(module)
+            module.to(device)
+        return torch.get_rng_state() if absent else None
+
+
 def meta_model(
     config: PreTrainedConfig,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     *,
     trust_remote_code: bool = False,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """Build the language model of `config`, as `auto_class` says, with every parameter on `meta` and every buffer real.
 
@@ -146,6 +179,7 @@ def meta_model(
         dtype: of the parameters; None: the one the config names, else float32.
         attn_implementation: as in `from_pretrained`; None: transformers' choice.
         trust_remote_code: as in `read_config`, which checked the code.
+        scores: build the model that scores texts, with `config.num_labels` outputs.
 
     Raises:
         ModelError: `transformers` has no causal language model for this config, or it asks for sizes no model has.
@@ -154,15 +188,17 @@ def meta_model(
         dtype = getattr(config, "dtype", None) or torch.float32
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     options["trust_remote_code"] = trust_remote_code
+    kind = AutoModelForSequenceClassification if scores else auto_class(config)
     try:
-        model = _build(config, {"dtype": dtype, **options}, EmptyOnMeta())
+        model = _build(kind, config, {"dtype": dtype, **options}, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
-            model = _build(config, {"dtype": dtype, **options}, nullcontext())
+            model = _build(kind, config, {"dtype": dtype, **options}, nullcontext())
     except LemaError as error:
         raise ModelError(error.what, where=_place(config), how=error.how) from error
     except Exception as error:
         raise ModelError(
-            f"transformers cannot build this model as a causal language model: {_said(error)}",
+            f"transformers cannot build this model as a {'text classifier' if scores else 'causal language model'}: "
+            f"{_said(error)}",
             where=_place(config),
             how="`lema models` lists what streams"
             if attn_implementation is None
@@ -206,11 +242,13 @@ def _untouched_zeros(like: Tensor) -> Tensor:
     return zeros.requires_grad_(like.requires_grad)
 
 
-def _build(config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]) -> PreTrainedModel:
+def _build(
+    kind: Any, config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]
+) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
-        model = auto_class(config).from_config(config, **options)
+        model = kind.from_config(config, **options)
     assert isinstance(model, PreTrainedModel)
     if main_dtype(model) != torch.get_default_dtype():
         with SizeLimit():

@@ -30,7 +30,7 @@ from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, v
 from lema.model.compiled import CompiledLayers
 from lema.model.flow import LayerCall, Prelude, Tape
 from lema.model.row_tables import RowTables
-from lema.model.skeleton import find_layers, main_dtype
+from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.weight_names import LayerNames, stored_name
 
 __all__ = ["Run", "Split"]
@@ -73,6 +73,7 @@ class Split:
         self._backend = backend
         self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
+        self._scores = scores_texts(model)
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self.tables: RowTables | None = None
@@ -113,7 +114,12 @@ class Split:
         return Prelude(tape.hidden, tape.tied())
 
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Run the whole model; of one that scores texts its base, because a score is none of each token, and its head
+        is run by whoever calls the model."""
         with self.autocast():
+            if self._scores:
+                last: Tensor = self.model.base_model(**batch, use_cache=False)[0]
+                return last[..., :1]
             logits: Tensor = self.model(**batch, use_cache=False).logits
         return logits
 

@@ -29,7 +29,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.model.conversions import Conversion, Misfit
-from lema.model.skeleton import find_towers, is_in, main_dtype
+from lema.model.skeleton import find_towers, is_in, main_dtype, scores_texts
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored, fold
@@ -83,8 +83,9 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
 def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes.
 
-    A tensor of the model that is not on disk is an error, where `from_pretrained` would draw it at random. One on disk
-    that the model has no place for is not: published checkpoints carry towers and prediction layers of other uses.
+    A tensor of the model that is not on disk is an error, where `from_pretrained` would draw it at random; but for the
+    head that scores texts, which `draw_head` draws. One on disk that the model has no place for is no error: published
+    checkpoints carry towers and prediction layers of other uses.
 
     Raises:
         ModelError: the checkpoint is quantised in a form that is not read here.
@@ -291,6 +292,8 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     missing = [name for name in missing if name not in names.tied]
     names.kept = [name for name in missing if name in buffers and ignorable and ignorable.search(name)]
     missing = [name for name in missing if name not in names.kept]
+    if scores_texts(model):
+        missing = [name for name in missing if is_in(name, [model.base_model_prefix])]
     towers = find_towers(model) if missing else []
     return [name for name in missing if not is_in(name, towers)]
 

@@ -36,6 +36,7 @@ from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
 from lema.model.outer_weights import StoredTensors, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend, whole_adapter
+from lema.model.skeleton import draw_head
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import OpenModel
@@ -68,6 +69,8 @@ class LemaModel:
         trust_remote_code: run code that comes with the model, from its directory or, of a hub id, from the commit that
             `config.revision` names. No setting says so: settings are read from files.
         trace: records what is read, uploaded and computed, and when.
+        num_labels: of a head that scores texts, in the place of the one over the vocabulary; None: no such head. Where
+            the checkpoint has none, it is drawn from `config.seed`, before the adapter.
 
     Raises `ConfigError` where a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
     """
@@ -80,6 +83,7 @@ class LemaModel:
         files: ModelFiles | None = None,
         trust_remote_code: bool = False,
         trace: NoTrace = NO_TRACE,
+        num_labels: int | None = None,
     ) -> None:
         self.config, self.trusted = config, trust_remote_code
         self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
@@ -91,7 +95,11 @@ class LemaModel:
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
-        self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trust_remote_code)
+        if scores := num_labels is not None:
+            hf_config.num_labels = num_labels
+        self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
+        attention = config.attn_implementation
+        self.skeleton = meta_model(hf_config, dtype, attention, trust_remote_code=trust_remote_code, scores=scores)
         records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
         self.records, self.dtypes = records, dtypes
         self._trace = trace
@@ -103,6 +111,7 @@ class LemaModel:
         self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
         self.split.tables = self._tables
         self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
+        self._drawn = draw_head(self.skeleton, self.backend.device, config.seed) if scores else None
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self._precision = ProductPrecision(config.tf32)
@@ -152,8 +161,9 @@ class LemaModel:
             raise ConfigError(what, how="call initialize_lora() before anything else")
         if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
             self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
+        begun = seed if seed is None or self._drawn is None else self._drawn  # the head was drawn before
         with self._tables.taken_out():
-            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, seed, self._stored.read)
+            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, begun, self._stored.read)
             touched = self._tables.touched()
         self.keep_whole(touched.__contains__, self._head.touched())
         self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
@@ -168,7 +178,7 @@ class LemaModel:
         Raises `AdapterError` where none is there that is whole and fits; `ConfigError` where the model has one already.
         """
         path = Path(directory)
-        if (saved := read_lora_config(path)) is None:
+        if (saved := read_lora_config(path, self._task)) is None:
             how = "name a directory with adapter_config.json and adapter_model.safetensors"
             raise AdapterError("there is no adapter in PEFT's format here", where=str(path), how=how)
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
@@ -184,8 +194,11 @@ class LemaModel:
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
         """Return a trainer of this model; `optimizer` is over `get_trainable_parameters()`, `options` are
-        `LemaTrainer`'s.
+        `LemaTrainer`'s. `ConfigError`: the model scores texts, and has no loss of tokens.
         """
+        if self._task != "CAUSAL_LM":
+            what = "the model scores texts, and LemaTrainer knows losses of tokens"
+            raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
         from lema.train.trainer import LemaTrainer
 
         given = self.config, self.adapter, self.gbi, self.lora_manager, optimizer, self.memory

@@ -25,14 +25,29 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "d", 
 CALLING = {name: family for name, family in FAMILIES.items() if family.call is not None}
 
 
-@pytest.fixture
-def learnt(make_tokenizer):
-    """What is learnt of a chat under a family's template, a text for each stretch; checks the tokens besides."""
+# Their generation prompt opens a thought, and they write an answer without one as if it did not.
+OPENED = {"Nemotron", "DeepSeek V3", "DeepSeek R1", "MiniMax"}
 
-    def learn(family: Family, messages: list[dict[str, Any]], tools: Any = None, **forms: Any) -> list[str]:
+
+@pytest.fixture
+def tokenizer_of(make_tokenizer):
+    """The tokenizer of a family."""
+
+    def make(family: Family) -> Any:
         tokenizer = make_tokenizer(family.template)
         specials = [one for one in family.specials if one not in ("<s>", "</s>")]
         tokenizer.add_special_tokens({"additional_special_tokens": specials})
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture
+def learnt(tokenizer_of):
+    """What is learnt of a chat under a family's template, a text for each stretch; checks the tokens besides."""
+
+    def learn(family: Family, messages: list[dict[str, Any]], tools: Any = None, **forms: Any) -> list[str]:
+        tokenizer = tokenizer_of(family)
         values = {"messages": messages, "tools": tools}
         row, as_given = Row(values, "data.jsonl", 3), deepcopy(values)
         reading = Reading(tokenizer, Forms(**forms))
@@ -61,6 +76,33 @@ def test_each_answer_is_learnt_with_its_end(name, learnt):
     else:
         with pytest.raises(DataError, match="System role not supported"):
             learnt(family, [SYSTEM, *CHAT])
+
+
+def in_parts(message: dict[str, Any], cut: int) -> dict[str, Any]:
+    words = [one for one in (message["content"][:cut], message["content"][cut:]) if one]
+    return {**message, "content": [{"type": "text", "text": one} for one in words]}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_words_in_parts_are_learnt_as_they_are_in_one_and_as_they_are_generated(name, tokenizer_of):
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(family)
+    for messages in (CHAT, CHAT[:2], [*CHAT[:3], ANSWERED[1] | {"reasoning_content": "Wheels turn."}]):
+        found = []
+        for cut in (None, 0, 3):  # as one text, in one part, in two
+            given = messages if cut is None else [in_parts(one, cut) for one in messages]
+            row = Row({"messages": given}, "data.jsonl", 3)
+            found.append(tokenize_row(row, detect(row), Reading(tokenizer, Forms())))
+        (ids, labels), *others = found
+        assert others == [(ids, labels)] * 2
+        last = max(number for number, label in enumerate(labels) if label != -100)
+        first = max((number + 1 for number, label in enumerate(labels[:last]) if label == -100), default=0)
+        before = tokenizer.decode(ids[:first])
+        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        if name == "no generation prompt":
+            assert before == f"{prompt}### assistant:\n"
+        else:
+            assert prompt in {before, f"{before}<think>\n"} and (prompt == before or name in OPENED)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

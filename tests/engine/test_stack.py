@@ -29,10 +29,12 @@ CheckpointOf = Callable[..., Checkpoint]
 
 
 @contextmanager
-def stacked(checkpoint: Checkpoint, *, rows: int | None = None, **options: Any) -> Iterator[tuple[LemaModel, Any]]:
+def stacked(
+    checkpoint: Checkpoint, *, rows: int | None = None, room: Callable[[], int] | None = None, **options: Any
+) -> Iterator[tuple[LemaModel, Any]]:
     """Yield a model whose slots are poisoned when they are given back, and its PEFT model with a stack in it."""
     with streamed_model(checkpoint, **{"gradient_checkpointing": True, **options}) as model:
-        stack = LayerStack(model.adapter, rows)
+        stack = LayerStack(model.adapter, rows, room)
         draw_b(model.lora_manager)
         yield model, model.lora_manager
         stack.take_out()
@@ -100,6 +102,23 @@ def test_values_between_layers_go_along(model_type: str, tmp_path: Path) -> None
     assert all(difference(found.gradients[name], one) == 0 for name, one in expected.gradients.items())
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(logits, other_logits)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("room", "kept"), [(1 << 30, 4), (1, 1), (0, 0)])
+def test_the_top_layer_is_computed_again_only_where_there_is_no_room(
+    checkpoint_of: CheckpointOf, room: int, kept: int, dropout: float
+) -> None:
+    checkpoint, batch = checkpoint_of("llama", dropout=dropout), joined(micro_batches(4, lengths=(9, 9, 9, 9)))
+    outcomes = []
+    for given in (None, lambda: room):
+        with stacked(checkpoint, rows=2, room=given, lora_dropout=dropout) as (model, peft_model):
+            step_of(peft_model, batch)  # in which nothing is kept
+            runs = []
+            model.split.layers[-1].mlp.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+            outcomes.append(step_of(peft_model, batch)[0])
+    assert len(runs) == 2 * 4 - kept
+    assert_same(*outcomes)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])

@@ -118,6 +118,55 @@ def test_masks_are_those_of_trl(name: str, chat: str) -> None:
         check_own(made, messages, tools, expected)
 
 
+# What becomes of words in parts under the templates that TRL trains with, where it is not what becomes of words.
+PARTS = {
+    "the words are left out": {"qwen3", "qwen3_instruct_2507"},
+    "the list is written as Python or JSON writes it": {
+        *("cohere2", "gemma", "lfm2", "lfm2_v2", "llama3"),
+        *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+    },
+    "the template fails": {"cohere", "deepseek_r1_distill", "deepseekv3", "gptoss", "phi3", "phi3_5", "qwen2_5"},
+}
+# Beside these: a blank after the words of the system, a tool's output as Python writes it, a newline before a call.
+PARTS_IN_PLACES = {("diffusion_gemma", "system"), ("glm4moe", "tools"), ("qwen3_vl", "tools"), ("qwen3_vl", "a call")}
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_words_in_parts_are_learnt_as_words_and_where_trl_differs_is_known(name: str, chat: str) -> None:
+    (messages, tools), own = CHATS[chat], TEMPLATES[name].read_text()
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    made = tokenizer(own)
+    try:
+        found = ours(made, messages, tools, None)
+    except DataError as error:
+        with pytest.raises(DataError, match=re.escape(str(error).partition("\n")[0])):
+            ours(made, parts, tools, None)
+        return
+    assert ours(made, parts, tools, None) == found
+    try:
+        trained_with = get_training_chat_template(made) or own
+    except ValueError:
+        return
+    how = {"chat_template": trained_with, "return_dict": True, "return_assistant_tokens_mask": True}
+    expected = theirs(made, messages, tools, trained_with)
+    try:
+        encoded = made.apply_chat_template(parts, tools=tools, **how)
+    except (TemplateError, TypeError):
+        raw = chat == "system" and name in PARTS["the list is written as Python or JSON writes it"] | {"qwen3"}
+        assert expected is None or raw or name in {*PARTS["the template fails"], "qwen3_instruct_2507"}
+        return
+    if expected is None or (encoded["input_ids"], encoded["assistant_masks"]) == expected:
+        assert expected is None or name not in set().union(*PARTS.values())
+        return
+    written = made.decode(encoded["input_ids"])
+    if name in PARTS["the words are left out"]:
+        assert messages[0]["content"] not in written
+    elif (name, chat) not in PARTS_IN_PLACES:
+        assert name in PARTS["the list is written as Python or JSON writes it"]
+        assert re.search(r"[\"']type[\"']: ", written)
+
+
 def check_own(made: Any, messages: Any, tools: Any, expected: tuple[list[int], list[int]]) -> None:
     ids, learnt = ours(made, messages, tools, None)
     if ids != expected[0]:

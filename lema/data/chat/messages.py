@@ -79,24 +79,25 @@ def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
             message["tool_calls"] = _tool_calls(row, message["tool_calls"], at)
         else:
             message.pop("tool_calls", None)
-        _check_content(row, message, content_key, at, how)
+        message["content"] = _content(row, message, content_key, at, how)
         flags.append(_flag(row, message, at))
         messages.append(message)
     return Chat(messages, read_tools(row), None, tuple(flags) if any(one is not None for one in flags) else ())
 
 
-def _check_content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) -> None:
+def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) -> str | None:
+    """The words of a message, its parts joined, since templates for words alone show parts as nothing, or refuse them;
+    a template that takes parts alone is given the words as one (`forms_of_messages`)."""
     content = message["content"]
     if content is None:
         if not message.get("tool_calls"):
             raise row.broken(f"a message has no {key!r}", at=at, how=how)
-    elif isinstance(content, (list, tuple)):
-        for block in content:
-            if not isinstance(block, Mapping) or block.get("type") != "text":
-                raise row.broken("'content' holds something other than text", at=at, how="only text can be trained on")
-            text_of(row, block.get("text"), "the text of a content block", at)
-    else:
-        text_of(row, content, f"'{key}'", at)
+        return None
+    if not isinstance(content, (list, tuple)):
+        return text_of(row, content, f"'{key}'", at)
+    if any(not isinstance(block, Mapping) or block.get("type") != "text" for block in content):
+        raise row.broken("'content' holds something other than text", at=at, how="only text can be trained on")
+    return "".join(text_of(row, block.get("text"), "the text of a content block", at) for block in content)
 
 
 def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:

@@ -14,17 +14,20 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, PeftModelForCausalLM
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
+from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
-from lema.lora.files import settings_of
+from lema.lora.checks import read_json
+from lema.lora.files import CONFIG, settings_of
 from lema.lora.materialize import make_real
 from lema.storage.modelfiles import load_generation_config
 from lema.storage.verify import base_fingerprint
@@ -32,6 +35,7 @@ from lema.train.model import LemaModel
 
 __all__ = ["StreamedPeftModel", "streamed"]
 
+SCORES = "SEQ_CLS"  # PEFT's word for models that score texts
 WRAPPERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
@@ -45,18 +49,22 @@ def streamed(
     device_memory: str | float | int | None = None,
     host_memory: str | float | int | None = None,
     trust_remote_code: bool = False,
+    num_labels: int | None = None,
     **settings: Any,
 ) -> StreamedPeftModel:
     """Open a model, by its directory or hub id, whose layers stream, with adapters, as a PEFT model.
 
     Args:
         model_name_or_path: model directory or hub id.
-        peft_config: PEFT's config of a fresh adapter, drawn from `seed`; or the directory of a saved one.
+        peft_config: PEFT's config of a fresh adapter, drawn from `seed`; or the directory of a saved one. Its
+            `task_type` "SEQ_CLS" has the model be the one of AutoModelForSequenceClassification, which scores texts.
         device: the backend to run on; None: that of `LemaConfig`.
         dtype: of the frozen weights; None: the checkpoint's.
         micro_batch_size: rows that are computed at once, however many a batch has; None: the whole batch.
         device_memory, host_memory: limits, as in `LemaConfig`.
         trust_remote_code: run code that comes with the model.
+        num_labels: scores of a text; None: one. Where the checkpoint has no such head, it is drawn from `seed`, as
+            `from_pretrained` does, and the adapter after it.
         settings: further settings of `LemaConfig`. `gradient_checkpointing` is true here unless given.
 
     Raises:
@@ -68,7 +76,8 @@ def streamed(
     fresh = deepcopy(peft_config) if isinstance(peft_config, LoraConfig) else None
     if device is not None:
         settings["device"] = device
-    settings = {"gradient_checkpointing": True, **({} if fresh is None else settings_of(fresh)), **settings}
+    task = _task_of(fresh or Path(peft_config))  # type: ignore[arg-type] # a directory, if it is no config
+    settings = {"gradient_checkpointing": True, **({} if fresh is None else settings_of(fresh, task)), **settings}
     config = LemaConfig(
         model_name_or_path=str(model_name_or_path),
         dtype=dtype,
@@ -77,7 +86,11 @@ def streamed(
         host_memory=host_memory,
         **settings,
     )
-    opened = LemaModel(config, trust_remote_code=trust_remote_code)
+    if num_labels is not None and task != SCORES:
+        what = "a causal language model has no labels to score"
+        raise ConfigError(what, where="num_labels", how=f'leave it out, or set task_type="{SCORES}" in the LoraConfig')
+    labels = (num_labels or 1) if task == SCORES else None
+    opened = LemaModel(config, trust_remote_code=trust_remote_code, num_labels=labels)
     try:
         opened.keep_whole(lambda _: False, "it is run by the trainer's own code")
         if max(opened.backend.replicas.size, opened.backend.parallel.size) > 1:
@@ -85,7 +98,7 @@ def streamed(
             raise ConfigError(what, where="lema.streamed", how="start one, or train with `lema train`")
         if isinstance(peft_config, LoraConfig):
             fresh = deepcopy(peft_config)
-            fresh.task_type = "CAUSAL_LM"
+            fresh.task_type = task
             opened.attach_lora(fresh, seed=config.seed)
         else:
             opened.begin_with_adapter(peft_config)
@@ -96,8 +109,19 @@ def streamed(
     return StreamedPeftModel.around(opened)
 
 
-class StreamedPeftModel(PeftModelForCausalLM):
-    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed` opens one.
+def _task_of(adapter: LoraConfig | Path) -> str:
+    """Return what an adapter, or one saved in a directory, is for; others than these two are refused elsewhere."""
+    if isinstance(adapter, LoraConfig):
+        found = adapter.task_type
+    else:
+        file = adapter / CONFIG
+        found = read_json(file).get("task_type") if file.is_file() else None
+    return SCORES if found == SCORES else "CAUSAL_LM"
+
+
+class StreamedPeftModel(PeftModel):
+    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed` opens one, which is
+    of PEFT's class for its task as well.
 
     What would need the base's weights is refused in one sentence: another device or dtype, merging, copies, and
     wrappers that divide the model (FSDP, DeepSpeed, DataParallel).
@@ -110,14 +134,14 @@ class StreamedPeftModel(PeftModelForCausalLM):
     def around(cls, opened: LemaModel) -> Self:
         """Return the PEFT model of an opened one, as a model to others."""
         peft_model = opened.lora_manager
-        assert type(peft_model) is PeftModelForCausalLM
         model: Any = peft_model  # not made anew, because it is the adapter that `opened` saves and trains
-        model.__class__ = cls
+        model.__class__ = type(cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__})
         skeleton, settings = opened.skeleton, opened.config
-        model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size)
+        model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
         one = model.peft_config["default"]
         one.base_model_name_or_path, one.revision = settings.model_name_or_path, settings.revision
-        skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
+        if skeleton.can_generate():
+            skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
         # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
         # by itself, within a visit that recomputes it already and whose lease ends before.
         skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign]
@@ -191,6 +215,22 @@ class StreamedPeftModel(PeftModelForCausalLM):
 
     def _refuse(self, what: str, how: str = "train it in one process, with no wrapper around it") -> NoReturn:
         raise ConfigError(f"a streamed model cannot do this: {what}", where=type(self).__name__, how=how)
+
+
+def _room_of(opened: LemaModel) -> Callable[[], int] | None:
+    """Return what tells how many bytes may be taken beside what the steps so far have needed: half of what is free.
+
+    Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations.
+    """
+    if opened.config.device_memory is not None or opened.config.host_memory is not None:
+        return None
+
+    def room() -> int:
+        memory = opened.backend.memory()
+        free = memory_available() if memory.shared else memory.total - memory.used
+        return (free - (memory.peak - memory.used)) // 2
+
+    return room
 
 
 MERGE = "save the adapter, and let `lema merge` merge it"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
 from tiny import NUM_LAYERS, VOCABULARY, Checkpoint
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import lema
 from lema import LemaTrainer, StreamingMixin
@@ -277,8 +277,8 @@ def test_wrappers_that_divide_a_model_are_refused(model: Any, kind: str, monkeyp
 
 def test_adapters_that_do_not_stream_are_refused(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     directory = checkpoint_of("llama").streamed
-    for options, why in (({"init_lora_weights": "pissa"}, "pissa"), ({"task_type": "SEQ_CLS"}, "task_type SEQ_CLS")):
-        with pytest.raises(ConfigError, match=why):
+    for options in ({"init_lora_weights": "pissa"}, {"task_type": "TOKEN_CLS"}):
+        with pytest.raises(ConfigError, match=next(iter(options.values()))):
             lema.streamed(directory, lora(**options), device="cpu")
     with pytest.raises(AdapterError, match="no adapter in PEFT's format"):
         lema.streamed(directory, tmp_path, device="cpu")
@@ -295,3 +295,59 @@ def test_the_mixin_is_for_streamed_models(checkpoint_of: CheckpointOf, model: An
         Streaming(model, arguments(tmp_path), peft_config=lora())
     with pytest.raises(TypeError, match="must stand before Trainer"):
         type("Late", (Trainer, StreamingMixin), {})
+
+
+UNUSED_HEAD = pytest.mark.filterwarnings("ignore:.*tensors on disk are not used.*lm_head")
+
+
+@UNUSED_HEAD
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize(
+    ("architecture", "targets"), [("llama", "all-linear"), ("gpt2", "all-linear"), ("mixtral", ["q_proj", "v_proj"])]
+)
+def test_a_model_that_scores_texts_is_the_whole_one(
+    checkpoint_of: CheckpointOf, architecture: str, targets: Any, tmp_path: Path
+) -> None:
+    checkpoint, adapter = checkpoint_of(architecture), LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS")
+    streamed = lema.streamed(checkpoint.streamed, adapter, device="cpu", num_labels=3, device_memory="1GB")
+    state = torch.get_rng_state()
+    torch.manual_seed(42)
+    base = AutoModelForSequenceClassification.from_pretrained(checkpoint.published, num_labels=3)
+    models = [get_peft_model(base, copy.deepcopy(adapter)), streamed]
+    torch.set_rng_state(state)
+    given = [{**row, "labels": torch.tensor(number % 3)} for number, row in enumerate(rows())]
+    found = []
+    for model in models:
+        model.config.pad_token_id = 0
+        trainer = Kept(model, arguments(tmp_path), train_dataset=given)
+        trainer.train()
+        found.append((trainer.losses, {name: one for name, one in model.named_parameters() if one.requires_grad}))
+    assert_equal(found[1], found[0])
+    assert any("score" in name for name in found[0][1])
+    streamed.save_pretrained(tmp_path)
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in rows()[:5]])}
+    again = lema.streamed(checkpoint.streamed, tmp_path, device="cpu", num_labels=3)
+    again.config.pad_token_id = 0
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, models[0].eval()(**batch).logits)
+    again.close()
+    streamed.close()
+
+
+@UNUSED_HEAD
+def test_what_scores_texts_is_no_language_model(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama")
+    model = lema.streamed(checkpoint.streamed, lora(task_type="SEQ_CLS"), device="cpu")
+    assert model.config.num_labels == 1
+    assert isinstance(model, PeftModelForSequenceClassification)
+    with torch.no_grad():
+        assert model(input_ids=rows()[0]["input_ids"][None]).logits.shape == (1, 1)
+    assert model.opened.split.head(torch.zeros(1, 2, 32)).shape == (1, 2, 1)  # no vocabulary for a plan to count
+    with pytest.raises(ConfigError, match="the model scores texts, and LemaTrainer knows losses of tokens"):
+        model.opened.get_trainer()
+    model.save_pretrained(tmp_path)
+    model.close()
+    with pytest.raises(AdapterError, match="task_type SEQ_CLS, which is not that of a causal"):
+        lema.LemaModel.from_pretrained(tmp_path, model_name_or_path=str(checkpoint.streamed), device="cpu")
+    with pytest.raises(ConfigError, match="a causal language model has no labels to score"):
+        lema.streamed(checkpoint.streamed, lora(), device="cpu", num_labels=2)
