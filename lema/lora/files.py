@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from lema.errors import AdapterError, ConfigError
 from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
 from lema.lora.materialize import put
 from lema.model.partition import held_adapter
+from lema.storage import resolve_model
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
 from lema.storage.verify import check_finite, check_written
@@ -43,6 +44,8 @@ __all__ = [
     "save_adapter",
     "saved_tensors",
     "settings_of",
+    "the_lora_config",
+    "with_adapter",
 ]
 
 
@@ -113,6 +116,19 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
         raise AdapterError(f"the adapter cannot be used: {error.what}", where=str(directory / CONFIG)) from error
 
 
+def with_adapter(config: LemaConfig) -> LemaConfig:
+    """Return the settings of a run that begins with a saved adapter, those of that adapter among them.
+
+    Raises:
+        AdapterError: there is no adapter; `WeightsError`: nor a directory, or a repository on the hub.
+        ConfigError: a setting contradicts the adapter.
+    """
+    if config.adapter_name_or_path is None:
+        return config
+    directory = resolve_model(config.adapter_name_or_path)
+    return _agreed(config, the_lora_config(directory), config.model_dump(exclude_unset=True), directory)
+
+
 def settings_of(config: LoraConfig) -> dict[str, Any]:
     """Return the settings that say what PEFT's config says.
 
@@ -170,6 +186,14 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     return found
 
 
+def the_lora_config(directory: Path) -> LoraConfig:
+    """Read `adapter_config.json`, or raise `AdapterError` if it cannot be read or is not there."""
+    if (saved := read_lora_config(directory)) is None:
+        how = f"name a directory with {CONFIG} and {WEIGHTS}"
+        raise AdapterError("there is no adapter in PEFT's format here", where=str(directory), how=how)
+    return saved
+
+
 def read_lora_config(directory: Path) -> LoraConfig | None:
     """Read `adapter_config.json`; None: the directory has none (the older format).
 
@@ -210,8 +234,9 @@ def save_adapter(
     base: str,
     revision: str | None = None,
     whole: Mapping[str, Tensor] | None = None,
+    writers: Iterable[Callable[[Path], object]] = (),
 ) -> None:
-    """Write PEFT's files, each whole or not at all, with the permissions of other files in the directory.
+    """Write PEFT's files, but no model card, each whole or not at all, with the permissions of others in the directory.
 
     Before they get their names, the tensors are read back and compared with those in memory, bit for bit. Whatever
     fails, the files that were there before are untouched.
@@ -222,6 +247,7 @@ def save_adapter(
         base: the base model as the user names it, written to `base_model_name_or_path`.
         revision: of a hub id, written beside it.
         whole: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
+        writers: of further files.
 
     Raises:
         DiskError: a file could not be written, or reads back otherwise.
@@ -241,6 +267,9 @@ def save_adapter(
                 expected = saved_tensors(model, state)
                 check_finite(expected, directory / WEIGHTS)
                 model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
+            (part / "README.md").unlink(missing_ok=True)  # a form with nothing filled in
+            for write in writers:
+                write(part)
             settle(part)
             check_written(part / WEIGHTS, expected, num_trained(model, whole))
             for file in part.iterdir():

@@ -26,12 +26,13 @@ class StepSampler:
         replicas: the processes, each of which gets its share of every batch.
 
     Attributes:
+        dataset: those rows.
         num_batches: of the whole run.
         num_steps: likewise; the last may take fewer batches than the others.
     """
 
     def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas) -> None:
-        self._dataset, self._config = dataset, config
+        self.dataset, self._config = dataset, config
         self._batches = Batches(
             dataset,
             config.batch_size,
@@ -59,9 +60,9 @@ class StepSampler:
     @cached_property
     def about(self) -> dict[str, Any]:
         """What, with the step, says where in the data a run is."""
-        config, fingerprint = self._config, getattr(self._dataset, "fingerprint", None)
+        config, fingerprint = self._config, getattr(self.dataset, "fingerprint", None)
         return {
-            "rows": len(self._dataset),
+            "rows": len(self.dataset),
             "fingerprint": fingerprint() if callable(fingerprint) else None,
             "batch_size": config.batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
