@@ -5,6 +5,7 @@ Steps are those of the whole run, so that every curve and bar goes on over the b
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -90,9 +91,22 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
 
 
 def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
-    """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, unless one does so."""
+    """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, unless one does so.
+
+    It is shown where somebody looks at it: on a terminal, and in a notebook.
+    """
     known = any(isinstance(one, ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
-    return callbacks if known or config.disable_tqdm else [ProgressCallback(), *callbacks]
+    looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return [_Bar(), *callbacks] if looked_at and not (known or config.disable_tqdm) else callbacks
+
+
+class _Bar(ProgressCallback):
+    """The bar of `transformers.Trainer`; the other numbers of a line are in metrics.jsonl."""
+
+    def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write what people look at."""
+        wanted = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
+        super().on_log(*args, logs={name: one for name, one in (logs or {}).items() if name in wanted}, **kwargs)
 
 
 def _names(config: LemaConfig) -> list[str]:

@@ -23,7 +23,6 @@ from lema.storage.verify import base_fingerprint
 from lema.train.fit import save_step
 
 FILES = {
-    "README.md",
     "adapter_base.json",
     "adapter_config.json",
     "adapter_model.safetensors",
