@@ -91,7 +91,7 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
     if "train_loss" in result:
         name = config.best_by[0]
         rate, time = human_count(result["train_tokens_per_second"]), human_duration(result["train_runtime"])
-        yield f"step {steps} in {time}: loss {result['train_loss']:.4f}, {rate} tokens/s"
+        yield f"ended at step {steps} after {time}: mean loss {result['train_loss']:.4f}, {rate} tokens/s"
         if (step := result.get("best_step")) is not None:
             kept = "whose adapter is kept" if config.load_best_model_at_end else "the adapter is that of the last step"
             yield f"best evaluation: {name} {result[f'best_{name}']:.4f} at step {step}, {kept}"
