@@ -209,7 +209,7 @@ class LemaTrainer:
                 up, and the last whole step is saved. Of several processes all give one, or none.
 
         Returns:
-            What was logged last: `train_loss`, ..., and where it was measured `eval_loss`, and the best of it, `best_step`.
+            What was logged last: `train_loss`, ..., where it was measured `eval_loss`, and the best of it, `best_step`.
 
         Raises:
             Stopped: `stop` said so.
