@@ -103,10 +103,11 @@ def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
 class _Bar(ProgressCallback):
     """The bar of `transformers.Trainer`; the other numbers of a line are in metrics.jsonl."""
 
-    def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write what people look at."""
         wanted = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
-        super().on_log(*args, logs={name: one for name, one in (logs or {}).items() if name in wanted}, **kwargs)
+        shown = {name: one for name, one in (logs or {}).items() if name in wanted}
+        super().on_log(args, state, control, logs=shown, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _names(config: LemaConfig) -> list[str]:
