@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from lema.config.quiet import hush
+from lema.config.printing import hush
 
 hush()  # for the whole process, because a benchmark imports modules of LEMA one by one, and PEFT's own
 

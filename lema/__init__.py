@@ -2,8 +2,8 @@
 
     from lema import LemaConfig, LemaModel
 
-Names are imported when they are first used, so `import lema` costs nothing. `lema.config.quiet` says why these imports
-print nothing.
+Names are imported when they are first used, so `import lema` costs nothing. `lema.config.printing` says why these
+imports print nothing.
 """
 
 import sys
@@ -105,7 +105,7 @@ def _quiet_import(module: str) -> ModuleType:
     """Import a module of LEMA without the warnings of libraries that PEFT and transformers import on their own."""
     if module in sys.modules:
         return import_module(module)  # which waits where another thread is importing it
-    from lema.config.quiet import hushed  # not at the top, because `lema.config` is a user of `lazy_exports`
+    from lema.config.printing import hushed  # not at the top, because `lema.config` is a user of `lazy_exports`
 
     with hushed():
         return import_module(module)

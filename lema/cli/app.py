@@ -16,7 +16,7 @@ from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, set
 from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
 from lema.cli.generate import generate
-from lema.config.quiet import hush
+from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 
 __all__ = ["app", "main"]

@@ -174,6 +174,8 @@ def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallbac
     shown = display or ProgressDisplay()
 
     class ProgressCallback(TrainerCallback):
+        shows_progress = True
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.is_world_process_zero:
                 shown.start(state.max_steps, state.global_step)

@@ -47,6 +47,7 @@ SAID_HERE: Mapping[str, str] = {
     "fsdp": _STREAMS,
     "fsdp_config": _STREAMS,
     "evals_per_epoch": "evaluations are at the end of each epoch, or every eval_steps",
+    "hub_token": "no file holds a token: it is that of `hf auth login`, or HF_TOKEN",
     "load_in_4bit": _QUANTISE.format(kind="nf4"),
     "load_in_8bit": _QUANTISE.format(kind="int8"),
     "saves_per_epoch": "checkpoints are written every save_steps",

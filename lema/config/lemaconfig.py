@@ -15,6 +15,7 @@ from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.objective import ObjectiveName, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
+from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
 from lema.config.types import (
     Beta,
@@ -22,7 +23,6 @@ from lema.config.types import (
     Count,
     DataFiles,
     Dtype,
-    Kept,
     Location,
     Memory,
     MemoryStrategy,
@@ -30,7 +30,6 @@ from lema.config.types import (
     NotNegative,
     Offloading,
     Optimizer,
-    Reports,
     RowSplit,
     Scale,
     Scheduler,
@@ -74,7 +73,7 @@ class _First(Settings):
     """Recompute each layer in the backward pass, so that only its input is kept."""
 
 
-class LemaConfig(AdapterSettings, _First):
+class LemaConfig(ResultSettings, AdapterSettings, _First):
     """Every setting of a run. Unknown names and wrong types are errors that list every problem at once.
 
     Settings may be given by position, in the order below, or by name. Assigning one checks it too.
@@ -155,16 +154,15 @@ class LemaConfig(AdapterSettings, _First):
     """Data to evaluate on, given in the same ways."""
     eval_split: OfData[RowSplit | None] = None
     """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
-    eval_steps: Silent[Count | None] = None
-    """Optimizer steps between evaluations; None: at the end of each epoch."""
-    logging_steps: Silent[Count] = 1
-    """Optimizer steps between lines of metrics.jsonl."""
-    save_total_limit: Silent[Kept | None] = None
-    """Checkpoints to keep, the newest, 2 or more; None: all."""
-    report_to: Silent[Reports] = Field(default_factory=list)
-    """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names."""
-    run_name: Silent[Name | None] = None
-    """Name of the run in those reports."""
+    max_train_samples: OfData[Count | None] = None
+    """The first so many rows to train on are used, after some were held back; None: all."""
+    max_eval_samples: Said[Count | None] = None
+    """The same of the rows to evaluate on."""
+    adapter_name_or_path: Silent[Location | None] = None
+    """A saved PEFT adapter to train on from, a directory or a hub id, with its own rank, targets and options; None: a
+    fresh one."""
+    neftune_noise_alpha: Said[Annotated[float, Field(gt=0)] | None] = None
+    """Noise on the input's embeddings while training (NEFTune, arXiv:2310.05914), as `transformers` draws it."""
     revision: Silent[Name | None] = None
     """Branch, tag or commit of a hub id; None: its main branch. A directory has none."""
     boundary_activations: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
@@ -214,6 +212,8 @@ class LemaConfig(AdapterSettings, _First):
     """How far a preference loss keeps the model at its reference, or how much it weighs; None: 0.1."""
     label_smoothing: Said[Annotated[float, Field(ge=0, lt=0.5)] | None] = None
     """Chance that a pair is the wrong way round: of simpo, and of dpo's robust and exo_pair; None: 0."""
+    label_smoothing_factor: Said[Annotated[float, Field(ge=0, lt=1)]] = 0.0
+    """Of sft: each token is learnt by 1 less this, and this is spread over the vocabulary; `eval_loss` has it too."""
     simpo_gamma: Said[Annotated[float, Field(ge=0)] | None] = None
     """Margin that simpo asks for between chosen and rejected; None: 0.5."""
     cpo_alpha: Said[Annotated[float, Field(ge=0)] | None] = None
@@ -272,8 +272,13 @@ class LemaConfig(AdapterSettings, _First):
         if self.embeddings in ("host", "disk") and self.lora_trainable_token_indices is not None:
             what = "lora_trainable_token_indices trains rows of the embeddings; set it to auto"
             yield Problem("embeddings", what)
-        if self.head == "stream" and (self.objective != "sft" or self.loss_type == "dft"):
-            yield Problem("head", "streamed in pieces it serves objective: sft with loss_type: nll; set it to auto")
+        if self.head == "stream" and not self.plain_cross_entropy:
+            what = "streamed in pieces it serves objective: sft with loss_type: nll, and no label smoothing"
+            yield Problem("head", f"{what}; set it to auto")
+        if self.neftune_noise_alpha and (self.cache_frozen_prefix or self.sequence_parallel):
+            other = "cache_frozen_prefix keeps" if self.cache_frozen_prefix else "with sequence_parallel a process has"
+            what = f"{other} other noise than neftune_noise_alpha draws; leave one of them out"
+            yield Problem("neftune_noise_alpha", what)
         if self.shard_weights and self.cache_frozen_prefix:
             what = "with cache_frozen_prefix processes leave out layers that others need; set one to false"
             yield Problem("shard_weights", what)
@@ -293,6 +298,11 @@ class LemaConfig(AdapterSettings, _First):
         if offloaded is not None and self.gradient_checkpointing and place not in ("auto", offloaded):
             what = f"with activation_offloading the layers' inputs wait {_AT[offloaded]}, not {_AT[place]}"
             yield Problem("boundary_activations", f"{what}; leave one out")
+
+    @property
+    def plain_cross_entropy(self) -> bool:
+        """Whether the loss of a token is its cross-entropy, which the head in pieces computes."""
+        return self.objective == "sft" and self.loss_type != "dft" and not self.label_smoothing_factor
 
     @property
     def offloading_tier(self) -> Literal["host", "disk"] | None:

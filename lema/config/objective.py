@@ -28,6 +28,8 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
 }
 SMOOTHED = ("robust", "exo_pair")  # the losses of pairs that `label_smoothing` has a meaning for
 
+OF_TOKENS = ("eval_loss", "eval_perplexity")  # what an evaluation of sft measures
+
 # The objectives that each further setting says something of.
 SAYS = {
     "loss_type": tuple(LOSS_TYPES),
@@ -47,6 +49,7 @@ def disagreements_of_objective(config: LemaConfig) -> Iterator[Problem]:
     for name, known in SAYS.items():
         if getattr(config, name) is not None and objective not in known:
             how = f"leave it out, or set objective to {' or '.join(known)}"
+            how += "; of sft it is label_smoothing_factor" if (name, objective) == ("label_smoothing", "sft") else ""
             yield Problem(name, f"{name} says nothing with objective: {objective}", how)
     types = LOSS_TYPES.get(objective)
     if types is not None and kind is not None and kind not in types:
@@ -59,13 +62,22 @@ def disagreements_of_objective(config: LemaConfig) -> Iterator[Problem]:
         if kind == "exo_pair" and not config.label_smoothing:
             what = "exo_pair takes the logarithm of label_smoothing, which is 0"
             yield Problem("label_smoothing", what, "set it, to 0.001 for example")
+    metric = config.best_by[0]
+    if objective == "sft" and metric not in OF_TOKENS:
+        how = f"there are {' and '.join(OF_TOKENS)}"
+        yield Problem("metric_for_best_model", f"metric_for_best_model: {metric} is not measured of tokens", how)
     if objective != "sft":
         yield from _without(config)
+    elif config.loss_type == "dft" and config.label_smoothing_factor:
+        yield Problem("label_smoothing_factor", "loss_type: dft weighs tokens by their probability; leave one out")
 
 
 def _without(config: LemaConfig) -> Iterator[Problem]:
     """Yield what a loss of examples does not go with."""
     objective = config.objective
+    if config.label_smoothing_factor:
+        what = f"label_smoothing_factor says nothing with objective: {objective}"
+        yield Problem("label_smoothing_factor", what, "leave it out; dpo and simpo have label_smoothing")
     if config.lora_dropout:
         what = f"objective: {objective} trains without dropout, as the reference and the published losses do"
         yield Problem("lora_dropout", what, "leave it out")

@@ -1,8 +1,18 @@
-"""Output for a reader: lines, and rows that are a table on a terminal and tab-separated columns anywhere else."""
+"""Output for a reader: lines, rows that are a table on a terminal and tab-separated columns anywhere else; and silence.
+
+PEFT imports bitsandbytes wherever it is installed (`peft.helpers`), and transformers imports torchao when it imports
+any model (`transformers.quantizers.quantizer_torchao`). Both log warnings of kernels that they could not load, and
+torch warns of how torchao registers its types. LEMA cannot avoid these imports without replacing functions of PEFT and
+transformers for the whole process, which the user's own code may need. So it hushes them: while it imports its own
+modules (`lema.lazy_exports`), or for the whole process of a command. LEMA itself imports the two libraries only when a
+quantised model is read or written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -11,7 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["line_printer", "print_table"]
+__all__ = ["hush", "hushed", "line_printer", "print_table"]
+
+CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 
 def line_printer(console: Console) -> Callable[[str], None]:
@@ -48,3 +60,28 @@ def print_table(
         table.add_row("" if str(row[0]) == last and not headers else row[0], *row[1:])
         last = str(row[0])
     console.print(table, markup=False, highlight=False)
+
+
+def hush() -> None:
+    """Let the chatty libraries log errors only, for the rest of the process."""
+    for name in CHATTY:
+        _set_level(logging.getLogger(name), logging.ERROR)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Let the chatty libraries log errors only, for the length of a `with` block."""
+    loggers = [logging.getLogger(name) for name in CHATTY]
+    levels = [logger.level for logger in loggers]
+    hush()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            _set_level(logger, level)
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    """Set a level that is another one, because setting it empties a cache of every logger of the process."""
+    if logger.level != level:
+        logger.setLevel(level)

@@ -84,6 +84,11 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set) else value
 
 
+def _reports(value: Any) -> Any:
+    named = _listed(value)
+    return [] if named in ("none", ["none"]) else named  # as transformers calls it
+
+
 def _pattern(value: str) -> str:
     try:
         re.compile(value)
@@ -124,7 +129,7 @@ Patterns = Annotated[Pattern | Annotated[list[Pattern], Field(min_length=1)], Be
 Targets = Annotated[Pattern | list[Name], BeforeValidator(_listed)]
 Rows = Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
 TokenIndices = Rows | dict[Name, Rows]
-Reports = Annotated[Name | list[Name], BeforeValidator(_listed)]
+Reports = Annotated[Name | list[Name], BeforeValidator(_reports)]
 NameList = Annotated[list[Name], Field(min_length=1), BeforeValidator(_listed)]
 InitialValues = Annotated[bool | str, BeforeValidator(_initial)]
 Memory = Annotated[int | float | str, BeforeValidator(_memory)]

@@ -13,7 +13,7 @@ from lema.data.columns import IGNORED, num_trained
 from lema.data.files import Row
 from lema.errors import DataError
 
-__all__ = ["Columns", "Counts", "TokenDataset", "held_out"]
+__all__ = ["Columns", "Counts", "TokenDataset", "first_rows", "held_out"]
 
 TokenRow = dict[str, list[int]]
 
@@ -185,3 +185,15 @@ def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
     """
     keys: Any = np.random.PCG64(np.random.SeedSequence([seed % 2**64, stream])).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def first_rows(rows: Any, count: int | None) -> Any:
+    """Return the first so many rows of a data set, or examples; None: all of them."""
+    if rows is None or count is None or len(rows) <= count:
+        return rows
+    if not hasattr(rows, "select"):
+        return [rows[index] for index in range(count)]
+    found, notes = rows.select(range(count)), getattr(rows, "notes", None)
+    if notes:
+        found.notes = notes
+    return found

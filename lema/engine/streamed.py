@@ -66,7 +66,7 @@ class StreamedModel:
         retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
         objective: what the loss of rows is; None: the cross-entropy of tokens.
-        dft: weigh the cross-entropy of each token with its probability.
+        dft: weigh the cross-entropy of each token with its probability. smoothing: see `LossChunks`.
         measured: what the objective has measured in the last pass.
     """
 
@@ -106,7 +106,7 @@ class StreamedModel:
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
         self.objective: Objective | None = None
-        self.dft = False
+        self.dft, self.smoothing = False, 0.0
         self.measured: Measured = {}
         self.starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
@@ -345,7 +345,7 @@ class StreamedModel:
         batches, objective = list(map(self.padding.of, micro_batches)), self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
-            options |= {"known": targets, "dft": self.dft}
+            options |= {"known": targets, "dft": self.dft, "smoothing": self.smoothing}
         else:
             targets = [row_targets(batch, objective) for batch in batches]
         placed, there = self.inputs.place_step(batches, targets, self.split.tables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from lema.errors import AdapterError, ConfigError
 from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
 from lema.lora.materialize import put
 from lema.model.partition import held_adapter
+from lema.storage import resolve_model
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
 from lema.storage.verify import check_finite, check_written
@@ -94,6 +95,15 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
         raise AdapterError(f"the adapter cannot be used: {error.what}", where=str(directory / CONFIG)) from error
 
 
+def with_adapter(config: LemaConfig) -> LemaConfig:
+    """Return the settings of a run that begins with a saved adapter, those of that adapter among them; raises
+    `AdapterError` or `WeightsError` where there is none, `ConfigError` where a setting contradicts it."""
+    if config.adapter_name_or_path is None:
+        return config
+    directory = resolve_model(config.adapter_name_or_path)
+    return _agreed(config, the_lora_config(directory), config.model_dump(exclude_unset=True), directory)
+
+
 def settings_of(config: LoraConfig, task: str = "CAUSAL_LM") -> dict[str, Any]:
     """Return the settings that say what PEFT's config says, which is of this task; `ConfigError`: it asks for what
     cannot be streamed."""
@@ -145,6 +155,14 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     return found
 
 
+def the_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig:
+    """Read `adapter_config.json`, or raise `AdapterError` if it cannot be read or is not there."""
+    if (saved := read_lora_config(directory, task)) is None:
+        how = f"name a directory with {CONFIG} and {WEIGHTS}"
+        raise AdapterError("there is no adapter in PEFT's format here", where=str(directory), how=how)
+    return saved
+
+
 def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | None:
     """Read `adapter_config.json`, which is of this task; None: the directory has none (the older format).
     `AdapterError`: the file cannot be read, or is not of a LoRA adapter."""
@@ -177,9 +195,14 @@ def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | N
 
 
 def save_adapter(
-    model: PeftModel, directory: Path, base: str, revision: str | None = None, whole: Mapping[str, Tensor] | None = None
+    model: PeftModel,
+    directory: Path,
+    base: str,
+    revision: str | None = None,
+    whole: Mapping[str, Tensor] | None = None,
+    writers: Iterable[Callable[[Path], object]] = (),
 ) -> None:
-    """Write PEFT's files, each whole or not at all, with the permissions of other files in the directory.
+    """Write PEFT's files, but no model card, each whole or not at all, with the permissions of others in the directory.
 
     Before they get their names, the tensors are read back and compared with those in memory, bit for bit. Whatever
     fails, the files that were there before are untouched. The directory is made where it does not exist.
@@ -187,6 +210,7 @@ def save_adapter(
     Args:
         base: the base model as the user names it, written to `base_model_name_or_path`; beside it, the `revision`.
         whole: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
+        writers: of further files.
 
     Raises:
         DiskError: a file could not be written, or reads back otherwise.
@@ -206,6 +230,9 @@ def save_adapter(
                 expected = saved_tensors(model, state)
                 check_finite(expected, directory / WEIGHTS)
                 model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
+            (part / "README.md").unlink(missing_ok=True)  # a form with nothing filled in
+            for write in writers:
+                write(part)
             settle(part)
             check_written(part / WEIGHTS, expected, num_trained(model, whole))
             for file in part.iterdir():

@@ -8,27 +8,45 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.neftune import activate_neftune
 
 from lema.backend import Backend, Upload
+from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from lema.model.row_tables import RowTables
 
-__all__ = ["Inputs", "model_inputs"]
+__all__ = ["Inputs", "add_noise", "model_inputs"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
+TARGETS = "targets"
 ALIGNMENT = 64  # of a tensor in memory: torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
 MicroBatch = Mapping[str, Tensor]
-TARGETS = "targets"
 
 
 def model_inputs(batch: MicroBatch) -> dict[str, Tensor]:
     """Return what of a micro-batch the model is given."""
     return {name: tensor for name, tensor in batch.items() if name in MODEL_INPUTS}
+
+
+def add_noise(model: PreTrainedModel, alpha: float) -> None:
+    """Have the input's embeddings come with noise while the model is in training mode, as `transformers` draws it.
+
+    Raises:
+        ConfigError: the model looks its tokens up in no table.
+    """
+    try:
+        table: Any = model.get_input_embeddings()
+        assert isinstance(table.weight, Tensor)
+        activate_neftune(model, alpha)
+    except (NotImplementedError, AttributeError, AssertionError) as error:
+        what = f"a {type(model).__name__} has no table of embeddings that noise could be added to"
+        raise ConfigError(what, where="neftune_noise_alpha", how="leave it out") from error
 
 
 class Inputs:

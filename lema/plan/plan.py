@@ -11,7 +11,9 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import forms_of, needs_tokenizer, prepare_data
+from lema.data.dataset import first_rows
 from lema.data.preference import prepare_preferences
+from lema.lora.files import with_adapter
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, phases, saved_elsewhere
 from lema.plan.machine import Machine
@@ -136,7 +138,7 @@ def make_plan(
         MemoryLimitError: the limits of the settings, or the machine's memory, are too small.
         ConfigError, DataError: as training would raise them.
     """
-    planner = planner_of(config, machine, trust_remote_code=trust_remote_code)
+    planner = planner_of(with_adapter(config), machine, trust_remote_code=trust_remote_code)
     return plan_with(planner, price=price, trust_remote_code=trust_remote_code), planner
 
 
@@ -173,9 +175,10 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     options["vocab_size"] = getattr(planner.blueprint.model.config.get_text_config(), "vocab_size", None)
     if preferences and tokenizer is not None:
         options["labelled"] = config.objective == "kto"
-        counts = prepare_preferences(config.train_data, tokenizer, **options).counts
+        data: Any = prepare_preferences(config.train_data, tokenizer, **options)
     else:
-        counts = prepare_data(config.train_data, tokenizer, **options).counts
+        data = prepare_data(config.train_data, tokenizer, **options)
+    counts = first_rows(data, config.max_train_samples).counts
     rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
     part_of_full = planner.demand(scale=tokens / (rows * length))

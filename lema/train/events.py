@@ -5,6 +5,7 @@ Steps are those of the whole run, so that every curve and bar goes on over the b
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import SchedulerType, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
+from transformers import EarlyStoppingCallback, SchedulerType, TrainerState, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    ProgressCallback,
+    TrainerControl,
+)
 
 from lema.backend import Replicas
 from lema.config import LemaConfig
@@ -24,7 +31,7 @@ from lema.train.checkpoint.format import TRAINER_STATE
 from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, MetricsLog, Window, plot_loss, since
 from lema.train.steps import StepResult, Steps, add_measured, means
 
-__all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments"]
+__all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments", "with_bar"]
 
 
 def report_callbacks(config: LemaConfig) -> list[Any]:
@@ -49,27 +56,51 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
     theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
-        return TrainingArguments(
+        arguments = TrainingArguments(
             **{name: getattr(config, name) for name in SAME_SETTINGS},
             per_device_train_batch_size=config.batch_size,
             lr_scheduler_type=config.lr_scheduler_type if config.lr_scheduler_type in theirs else "constant",
             max_grad_norm=config.max_grad_norm or 0.0,
             max_steps=config.max_steps or -1,
             eval_strategy=evaluation,
-            metric_for_best_model="eval_loss" if evaluates else None,  # what early stopping asks for
-            greater_is_better=False,
+            metric_for_best_model=config.best_by[0] if evaluates else None,  # what early stopping asks for
+            greater_is_better=config.best_by[1],
             save_strategy="steps" if config.save_steps else "no",
             save_steps=config.save_steps or 1,
             report_to=_names(config) or "none",
             use_cpu=True,  # the device is the backend's business; nothing here may open another
             disable_tqdm=True,
         )
+        # Set here, because given above it asks that checkpoints and evaluations fall together: here the best is saved.
+        arguments.load_best_model_at_end = config.load_best_model_at_end
+        return arguments
     except (ValueError, ImportError) as error:
         raise ConfigError(f"these settings do not go together: {error}", how="see the message") from error
 
 
+def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
+    """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, unless one does so.
+
+    It is shown where somebody looks at it: on a terminal, and in a notebook.
+    """
+    known = any(isinstance(one, ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
+    looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return [_Bar(), *callbacks] if looked_at and not (known or config.disable_tqdm) else callbacks
+
+
+class _Bar(ProgressCallback):
+    """The bar of `transformers.Trainer`; the other numbers of a line are in metrics.jsonl."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Write what people look at."""
+        wanted = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
+        shown = {name: one for name, one in (logs or {}).items() if name in wanted}
+        super().on_log(args, state, control, logs=shown, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def _names(config: LemaConfig) -> list[str]:
-    return [config.report_to] if isinstance(config.report_to, str) else list(config.report_to)
+    named = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to)
+    return list(get_available_reporting_integrations()) if named == ["all"] else named
 
 
 @dataclass(frozen=True)
@@ -115,6 +146,9 @@ class RunEvents:
         self.control = TrainerControl()
         reports = report_callbacks(config) if replicas.first else []
         self._callbacks = [DefaultFlowCallback, *reports, *callbacks]
+        if evaluates and (patience := config.early_stopping_patience):
+            # Last, because a stop that comes while another callback works must not find this evaluation counted.
+            self._callbacks.append(EarlyStoppingCallback(patience, config.early_stopping_threshold))
         self._handler: CallbackHandler | None = None
         self._metrics: MetricsLog | None = None
         self._steps: Steps | None = None
@@ -141,9 +175,22 @@ class RunEvents:
             self._handler = CallbackHandler(self._callbacks, steps.module, None, optimizer, schedule)
             self.fire("on_init_end")
             self.fire("on_train_begin")
+            self._go_on_with(self._handler.callbacks)
         self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = steps.module, optimizer, schedule
         self._window, self._whole = self._opened(), self._opened()
         self._window.go_on(unlogged)
+
+    def _go_on_with(self, callbacks: Sequence[Any]) -> None:
+        """Let callbacks be in the states that a checkpoint has of them; a run that one of them has ended stays so."""
+        kept: Any = self.state.stateful_callbacks
+        saved = {name: list(states) for name, states in kept.items()}
+        for one in callbacks:
+            if not (states := saved.get(type(one).__name__)):
+                continue
+            vars(one).update(states.pop(0)["attributes"])
+            if isinstance(one, EarlyStoppingCallback):
+                ended = one.early_stopping_patience_counter >= one.early_stopping_patience
+                self.control.should_training_stop |= ended
 
     def move(self, at: Position) -> None:
         """Be somewhere else in the run."""
@@ -156,7 +203,12 @@ class RunEvents:
         return self._window.sums
 
     def save_state(self, directory: Path) -> None:
-        """Write what callbacks know of the run as `transformers` does: `trainer_state.json`."""
+        """Write what callbacks know of the run, and their own states, as `transformers` does: `trainer_state.json`."""
+        states: Any = {}
+        for one in () if self._handler is None else self._handler.callbacks:
+            if isinstance(one, ExportableState):
+                states.setdefault(type(one).__name__, []).append(one.state())
+        self.state.stateful_callbacks = states
         self.state.save_to_json(str(directory / TRAINER_STATE))
 
     def fire(self, event: str, *details: Any) -> None:

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftModel
 from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend.group import check_alike, first_alone
 from lema.backend.interrupt import Stop
+from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
+from lema.lora.files import load_weights
+from lema.model.files import ModelFiles
+from lema.train.checkpoint.adapters import leave_adapter
+from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_beside
 from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, checkpoints, forget_old_checkpoints
-from lema.train.checkpoint.resume import Say, check_same_run, newest_sound, past_log, say_changed
+from lema.train.checkpoint.resume import (
+    Say,
+    check_same_run,
+    check_sound,
+    newest_sound,
+    past_log,
+    say_changed,
+    tell_warning,
+)
 from lema.train.evaluate import evaluate, passes_of_rows
-from lema.train.events import Position, RunEvents
+from lema.train.events import Position, RunEvents, with_bar
 from lema.train.loop import Drawn, Pending, RunLoop
 from lema.train.metrics import METRICS_NAME, NO_SUMS, cut_back
 from lema.train.sampler import StepSampler
@@ -26,12 +40,17 @@ from lema.train.steps import Steps
 __all__ = ["PlainRun", "save_step"]
 
 
-def save_step(steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()) -> None:
-    """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old."""
+def save_step(
+    steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = (), best: Path | None = None
+) -> None:
+    """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old, but for
+    the `best`."""
     output = Path(steps.config.output_dir)
     directory, keep = output / f"{PREFIX}{steps.global_step}", steps.config.save_total_limit
     steps.save_checkpoint(directory, extra, writers)
-    first_alone(steps.model.backend.replicas, lambda: forget_old_checkpoints(output, directory, keep))
+    first_alone(
+        steps.model.backend.replicas, lambda: forget_old_checkpoints(output, directory, keep, [best] if best else ())
+    )
 
 
 class PlainRun:
@@ -43,8 +62,10 @@ class PlainRun:
         self.steps, self._config = steps, steps.config
         self._output = Path(steps.config.output_dir)
         self._replicas = steps.model.backend.replicas
-        self._sampler = StepSampler(dataset, steps.config, self._replicas)
-        self._eval_dataset, self.evaluates = eval_dataset, eval_dataset is not None
+        config = steps.config
+        self._sampler = StepSampler(first_rows(dataset, config.max_train_samples), config, self._replicas)
+        self._eval_dataset = first_rows(eval_dataset, config.max_eval_samples)
+        self.evaluates = eval_dataset is not None
         self._past: dict[str, Any] = {}  # what an earlier process logged and found best
         self.schedule: LRScheduler  # from `train` on
         self.num_steps = self._sampler.num_steps
@@ -70,6 +91,7 @@ class PlainRun:
             what = f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
             how = "raise num_train_epochs or max_steps, or begin again with a new trainer"
             raise ConfigError(what, where="fit", how=how)
+        self._check_evaluates()
         if weights_only:
             what = "weights alone are taken of a checkpoint that is gone on from"
             raise ConfigError(what, where="weights_only", how="set resume (--resume) too, or leave it out")
@@ -79,6 +101,7 @@ class PlainRun:
 
         That is said. Raises `AdapterError` where there is none, `ConfigError` where it is of another run.
         """
+        self._check_evaluates()
         steps, found = self.steps, checkpoints(self._output)
         say = say if self._replicas.first else lambda _: None
         if not found:
@@ -94,6 +117,13 @@ class PlainRun:
             say("of this checkpoint the weights are taken, and not the optimizer: its moments begin empty")
         say_changed(changed, say)
 
+    def _check_evaluates(self) -> None:
+        """Refuse settings of evaluations where there are none."""
+        asked = ("early_stopping_patience", "load_best_model_at_end", "eval_on_start", "eval_prompts")
+        if not self.evaluates and (idle := [name for name in asked if getattr(self._config, name)]):
+            what = f"there is nothing to evaluate on, which {' and '.join(idle)} need"
+            raise ConfigError(what, where=idle[0], how="give eval_data or eval_split (in fit: eval_dataset)")
+
     def _take_up(self, extra: Mapping[str, Any], path: Path, *, whole: bool) -> None:
         """Go on with what a checkpoint says of the run, `whole` with all that is in it."""
         self.done = self.steps.global_step
@@ -102,16 +132,40 @@ class PlainRun:
         self.saved = self.done if whole else None
         self._past = past_log(path / TRAINER_STATE)
         if self._past.get("best_metric") is not None:
-            self.best = {"step": self._past["best_global_step"], "eval_loss": self._past["best_metric"]}
+            self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
         if self._replicas.first and (self.done < self.num_steps or self.pending is not None):
             cut_back(self._output / METRICS_NAME, self._past.get("log_history", ()), self.done)
 
-    def train(self, schedule: LRScheduler, callbacks: Sequence[Any], stop: Stop | None) -> dict[str, Any]:
-        """Take the steps that are left; return what was measured over them, and last on what is evaluated on."""
+    def train(
+        self,
+        schedule: LRScheduler,
+        callbacks: Sequence[Any],
+        stop: Stop | None,
+        base: str,
+        files: ModelFiles | None,
+        say: Say,
+    ) -> dict[str, Any]:
+        """Take the steps that are left, and leave the adapter; see `LemaTrainer.fit`.
+
+        Args:
+            schedule: of the learning rate.
+            callbacks: `transformers.TrainerCallback`s.
+            stop: asked before each layer.
+            base: fingerprint of the model below the adapter.
+            files: the model's, with its tokenizer.
+            say: called with a line on what is kept, and on what is uploaded.
+
+        Returns:
+            What was measured over the steps, last on what is evaluated on, and at its best.
+        """
         self.schedule = schedule
         options: dict[str, Any] = {"num_epochs": self._sampler.num_epochs, "evaluates": self.evaluates}
-        events = RunEvents(self._config, self.num_steps, self._replicas, callbacks, **options)
+        if self._config.push_to_hub:
+            first_alone(self._replicas, partial(make_repository, self._config))
+        shown = with_bar(callbacks, self._config)
+        events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)
         events.state.log_history = self._past.get("log_history", [])
+        events.state.stateful_callbacks = self._past.get("stateful_callbacks", {})
         with events, self._prefix_kept():
             loop = RunLoop(self, events, at_layer=stop)
             loop.run()
@@ -119,7 +173,49 @@ class PlainRun:
                 events.log(summary)
             events.end()
         events.draw()
-        return summary | loop.last_eval
+        best = {f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"}
+        result = summary | loop.last_eval | (best if summary else {})
+        self._leave(result, base, files, say if self._replicas.first else lambda _: None)
+        return result
+
+    def _leave(self, result: Mapping[str, Any], base: str, files: ModelFiles | None, say: Say) -> None:
+        """Leave the adapter in `output_dir`, the best where that is asked for, with card and tokenizer; upload them."""
+        config, backend, alone = self._config, self.steps.model.backend, partial(first_alone, self._replicas)
+        adapter = cast(PeftModel, self.steps.module)
+        if config.load_best_model_at_end and self.best is not None:
+            self._take_best(adapter, say)
+        writers: list[Writer] = []
+        if result or not (self._output / CARD).exists():  # that of a run that came to its end tells its results
+            card = model_card(config, self._told_of_data(), {"steps": self.done, **result})
+            writers = [partial(write_beside, config=config, files=files, card=card)]
+        leave = partial(leave_adapter, self._output, backend, adapter, config, base, writers)
+        leave() if backend.parallel.size > 1 else alone(leave)  # of several that hold it, each has a part
+        if config.push_to_hub:
+            alone(lambda: say(f"uploaded: {upload(config)}"))
+
+    def _take_best(self, adapter: PeftModel, say: Say) -> None:
+        """Load the adapter of the best evaluation; where its checkpoint is gone or damaged, the last step's stays."""
+        path, (name, _) = cast(Path, self.best_checkpoint), self._config.best_by
+        best = cast("dict[str, Any]", self.best)
+        try:
+            first_alone(self._replicas, partial(check_sound, path, weights_only=True))
+        except AdapterError as error:
+            tell_warning(f"the best adapter, of step {best['step']}, cannot be kept: {error.what} ({error.where})", say)
+            return
+        load_weights(adapter, path, self.steps.model.split.layers_name, self.steps.model.backend.parallel)
+        say(f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}")
+
+    def _told_of_data(self) -> dict[str, str]:
+        config, told = self._config, {}
+        for name, given, rows in (
+            ("training", config.train_data, self._sampler.dataset),
+            ("evaluation", config.eval_data, self._eval_dataset),
+        ):
+            if rows is not None:
+                listed = [given] if isinstance(given, str) else given or ()
+                files = f"{', '.join(Path(one).name for one in listed)}: " if listed else ""
+                told[name] = f"{files}{getattr(rows, 'counts', None) or f'{len(rows):,} rows'}"
+        return told
 
     @contextmanager
     def _prefix_kept(self) -> Iterator[None]:
@@ -143,6 +239,11 @@ class PlainRun:
         where = self._output / f"{PREFIX}{done}"
         return Position(done, epoch, {"step": done, "epoch": epoch}, f"step {done}", where, ends)
 
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """Where the checkpoint of the best evaluation is, or would be; None: nothing was evaluated."""
+        return None if self.best is None else self.position(self.best["step"]).checkpoint
+
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
         batches = self._sampler.batches_of(step)
@@ -157,4 +258,4 @@ class PlainRun:
         """Write `checkpoint-<step>`, and forget those that are too old."""
         position, data = self._sampler.position(self.done), self._sampler.about
         extra = {"data": data, "position": position, "window": events.unlogged, "left": pending}
-        save_step(self.steps, extra, [events.save_state])
+        save_step(self.steps, extra, [events.save_state], self.best_checkpoint)

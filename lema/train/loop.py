@@ -57,8 +57,8 @@ class Stage(Protocol):
     trains: str | None
     evaluates: bool  # whether there is anything to evaluate on
     done: int  # steps that were taken or dropped; the loop counts them here
-    # `step` and `eval_loss` of the lowest loss so far, and whether nothing but that (`only`) asked for its
-    # checkpoint; None: nothing was evaluated yet. The loop keeps it up.
+    # `step` and `eval_loss`, or what else `metric_for_best_model` names, of the best evaluation so far, and whether
+    # nothing but that (`only`) asked for its checkpoint; None: nothing was evaluated yet. The loop keeps it up.
     best: dict[str, Any] | None
     eval_loss: float | None  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
     pending: Pending | None  # what a checkpoint that is gone on from says was not done any more; None: nothing
@@ -115,7 +115,9 @@ class RunLoop:
         self, stage: Stage, events: RunEvents, *, at_layer: Stop | None = None, after_step: Stop | None = None
     ) -> None:
         self._stage, self._events = stage, events
-        self._is_phase = stage.trains is not None
+        config = stage.steps.config
+        self._is_phase, (self._metric, self._greater) = stage.trains is not None, config.best_by
+        self._keeps_best = self._is_phase or config.load_best_model_at_end
         self._at_layer, self._after = at_layer, after_step
         self._model = stage.steps.model
         self._backend = self._model.backend
@@ -166,6 +168,9 @@ class RunLoop:
 
     def _loop(self) -> None:
         stage, events, in_epoch = self._stage, self._events, False
+        if stage.steps.config.eval_on_start and stage.done == 0 and not events.state.log_history:
+            self._snapshot = Snapshot.of(self._backend, events.state)
+            self._evaluate(counts=False)
         if (pending := stage.pending) is not None:
             vars(events.control).update(pending["asked"])
             self._after_step(pending["numbers"], pending["after"])
@@ -248,28 +253,36 @@ class RunLoop:
         due, better = bool(ends or events.control.should_save or why), stage.best is not before
         if better and stage.best is not None:
             stage.best["only"] = not due
-        if (due or (better and self._is_phase)) and self._saves_now(why, before):
+        if (due or (better and self._keeps_best)) and self._saves_now(why, before):
             events.fire("on_save")
         if why:
             events.end()
             raise self._stopped(why)
 
-    def _evaluate(self) -> None:
-        """Evaluate, and keep the lowest loss so far."""
-        stage, events = self._stage, self._events
+    def _evaluate(self, *, counts: bool = True) -> None:
+        """Evaluate, and if it `counts` keep the best so far.
+
+        Raises:
+            ConfigError: `metric_for_best_model` was not measured.
+        """
+        stage, events, metric = self._stage, self._events, self._metric
         self.last_eval = found = stage.evaluate()
-        stage.eval_loss = loss = found["eval_loss"]
+        stage.eval_loss = found["eval_loss"]
+        if metric not in found:
+            what = f"metric_for_best_model: {metric} was not measured"
+            raise ConfigError(what, where="evaluation", how=f"there are {', '.join(found)}")
         events.log(found)
         events.fire("on_evaluate", dict(found))
         events.agree()
-        if stage.best is None or loss < stage.best["eval_loss"]:
-            stage.best = {"step": stage.done, "eval_loss": loss}
+        value, best = found[metric], None if stage.best is None else stage.best[metric]
+        if counts and (best is None or (value > best if self._greater else value < best)):
+            stage.best = {"step": stage.done, metric: value}
         self._tell_best()
 
     def _tell_best(self) -> None:
-        """Have callbacks know the lowest loss of the stage so far, and after which step of the run it was measured."""
+        """Have callbacks know the best evaluation of the stage so far, and after which step of the run it was made."""
         best, state = self._stage.best, self._events.state
-        state.best_metric = None if best is None else best["eval_loss"]
+        state.best_metric = None if best is None else best[self._metric]
         state.best_global_step = None if best is None else self._stage.position(best["step"]).step
 
     def _why(self) -> str | None:
@@ -296,7 +309,7 @@ class RunLoop:
             if self._backend.replicas.first:
                 say_passed_over(error, stage.position(stage.done).name)
             events.control.should_save = False  # the next interval asks again
-            if self._is_phase:
+            if self._keeps_best:
                 stage.best = best
             return False
         return True

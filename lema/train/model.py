@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lema.backend import Backend
-from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
@@ -26,28 +25,30 @@ from lema.engine.head.objectives import pursue
 from lema.engine.head.pieces import PiecedHead
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
-from lema.errors import AdapterError, ConfigError
-from lema.lora import inject_lora_params, save_adapter
+from lema.errors import ConfigError
+from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
-from lema.lora.checks import check_base, check_named_base, write_base
-from lema.lora.files import load_weights, read_lora_config, read_settings
+from lema.lora.checks import check_base, check_named_base
+from lema.lora.files import load_weights, read_settings, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
+from lema.model.inputs import add_noise
 from lema.model.outer_weights import StoredTensors, layer_bytes, load_outside
-from lema.model.partition import held_records, open_backend, whole_adapter
+from lema.model.partition import held_records, open_backend
 from lema.model.skeleton import draw_head
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import OpenModel
 from lema.plan.step import step_shape
-from lema.storage import GlobalBinaryIndex
+from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
+from lema.train.checkpoint.adapters import leave_adapter
 from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class LemaModel:
         trace: NoTrace = NO_TRACE,
         num_labels: int | None = None,
     ) -> None:
+        config = with_adapter(config)
         self.config, self.trusted = config, trust_remote_code
         self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
         self.directory, hf_config = self.files.directory, deepcopy(self.files.config)
@@ -136,6 +138,7 @@ class LemaModel:
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
+        config = config.model_copy(update={"adapter_name_or_path": None})  # what it began with may be gone
         model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
         if overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"}):
             check_base(path, model.gbi)
@@ -145,9 +148,12 @@ class LemaModel:
         return model
 
     def initialize_lora(self) -> None:
-        """Attach a fresh adapter, with the numbers PEFT draws for `seed`; `ModelError` where it or its targets fit
-        nothing.
+        """Attach a fresh adapter, with the numbers PEFT draws for `seed`, or the one that `adapter_name_or_path` names;
+        `ModelError` where it or its targets fit nothing.
         """
+        if (begun := self.config.adapter_name_or_path) is not None:
+            self.begin_with_adapter(resolve_model(begun), dropout=self.config.lora_dropout)
+            return
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton)
         self.attach_lora(configured_lora(self.skeleton, self.config), seed=self.config.seed)
@@ -167,20 +173,21 @@ class LemaModel:
             touched = self._tables.touched()
         self.keep_whole(touched.__contains__, self._head.touched())
         self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
+        if (alpha := self.config.neftune_noise_alpha) is not None:
+            add_noise(self.skeleton, alpha)
         self._divide()
         self.split.adapters_changed()
         self.spend_anew()  # limits must leave room for the adapter
 
-    def begin_with_adapter(self, directory: str | PathLike[str]) -> None:
+    def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
         """Attach a saved adapter, in PEFT's files, in place of a fresh one: with its own rank, targets, options and
-        values.
+        values, and its own dropout unless another is given.
 
         Raises `AdapterError` where none is there that is whole and fits; `ConfigError` where the model has one already.
         """
         path = Path(directory)
-        if (saved := read_lora_config(path, self._task)) is None:
-            how = "name a directory with adapter_config.json and adapter_model.safetensors"
-            raise AdapterError("there is no adapter in PEFT's format here", where=str(path), how=how)
+        saved = the_lora_config(path, self._task)
+        saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
         self.attach_lora(saved)
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
@@ -202,19 +209,16 @@ class LemaModel:
         from lema.train.trainer import LemaTrainer
 
         given = self.config, self.adapter, self.gbi, self.lora_manager, optimizer, self.memory
+        if self.config.eval_prompts:
+            from lema.train.inference.samples import Samples
+
+            callbacks = [Samples(self), *callbacks]
         return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`; of processes the first does."""
-        adapter = self._require_adapter()
-        whole = whole_adapter(adapter, self.backend.parallel)
-
-        def write() -> None:
-            save_adapter(adapter, Path(directory), self.config.model_name_or_path, self.config.revision, whole)
-            self.config.save_pretrained(directory)
-            write_base(Path(directory), base_fingerprint(self.gbi))
-
-        write() if whole is None else first_alone(self.backend.replicas, write)
+        given = self.backend, self._require_adapter(), self.config, base_fingerprint(self.gbi)
+        leave_adapter(Path(directory), *given)
 
     @cached_property
     def adapter(self) -> StreamedModel:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
-from lema.config.units import human_bytes
+from lema.config.units import human_bytes, human_count, human_duration
+from lema.data.dataset import first_rows
 from lema.errors import ConfigError
 from lema.train.batch import read_data
 from lema.train.model import LemaModel
@@ -77,12 +78,22 @@ def train(
             result = trainer.fit(train_data, eval_data, **how)
             if not result:
                 out("nothing was left to train: the run had come to its end")
-            if model.backend.parallel.size > 1:  # each has a part of it
-                model.save_pretrained(config.output_dir)
-            else:
-                first_alone(replicas, lambda: model.save_pretrained(config.output_dir))
-        out(f"adapter: {config.output_dir}")
+        for line in _ended(result, trainer.global_step, config):
+            out(line)
     return result
+
+
+def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterator[str]:
+    """Yield what a run has come to, where its adapter is, and a command that goes on from there."""
+    if "train_loss" in result:
+        name = config.best_by[0]
+        rate, time = human_count(result["train_tokens_per_second"]), human_duration(result["train_runtime"])
+        yield f"ended at step {steps} after {time}: mean loss {result['train_loss']:.4f}, {rate} tokens/s"
+        if (step := result.get("best_step")) is not None:
+            kept = "whose adapter is kept" if config.load_best_model_at_end else "the adapter is that of the last step"
+            yield f"best evaluation: {name} {result[f'best_{name}']:.4f} at step {step}, {kept}"
+    yield f"adapter: {config.output_dir}"
+    yield f"next: lema generate {shlex.quote(config.output_dir)} --prompt TEXT"
 
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
@@ -93,9 +104,7 @@ def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
     train_data = read_data(config, model.files, config.train_data)
-    if config.eval_data:
-        return train_data, read_data(config, model.files, config.eval_data)
+    held_back = read_data(config, model.files, config.eval_data) if config.eval_data else None
     if config.eval_split:
-        first, second = train_data.split(config.eval_split, config.seed)
-        return first, second
-    return train_data, None
+        train_data, held_back = train_data.split(config.eval_split, config.seed)
+    return first_rows(train_data, config.max_train_samples), first_rows(held_back, config.max_eval_samples)

@@ -24,7 +24,7 @@ class StepSampler:
     """
 
     def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas) -> None:
-        self._dataset, self._config = dataset, config
+        self.dataset, self._config = dataset, config
         self._batches = Batches(
             dataset,
             config.batch_size,
@@ -52,9 +52,9 @@ class StepSampler:
     @cached_property
     def about(self) -> dict[str, Any]:
         """What, with the step, says where in the data a run is."""
-        config, fingerprint = self._config, getattr(self._dataset, "fingerprint", None)
+        config, fingerprint = self._config, getattr(self.dataset, "fingerprint", None)
         return {
-            "rows": len(self._dataset),
+            "rows": len(self.dataset),
             "fingerprint": fingerprint() if callable(fingerprint) else None,
             "batch_size": config.batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation_steps,

@@ -69,9 +69,8 @@ class LemaTrainer:
             raise ConfigError("memory_manager is not the stream of model_adapter", how="leave it out")
         self.config, self.model, self.gbi, self.peft_model = config, model_adapter, gbi, lora_manager
         self.memory, self.backend = model_adapter.stream, model_adapter.backend
-        self.module = lora_manager  # what callbacks see as the model
-        self.callbacks, self.optimizer, self.files = list(callbacks), optimizer, files
-        self._makes_optimizer = optimizer is None
+        self.module, self.files = lora_manager, files  # the first is what callbacks see as the model
+        self.callbacks, self.optimizer, self._makes_optimizer = list(callbacks), optimizer, optimizer is None
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
         self.schedule: LRScheduler | None = None
@@ -190,7 +189,7 @@ class LemaTrainer:
         say: Callable[[str], None] = print,
         stop: Stop | None = None,
     ) -> dict[str, Any]:
-        """Train for the epochs or steps of the config, with evaluation, checkpoints, metrics and callbacks.
+        """Train for the epochs or steps of the config, and leave the adapter in `output_dir` with card and tokenizer.
 
         A trainer that has stepped already, or loaded a checkpoint, goes on at its `global_step`.
 
@@ -199,12 +198,12 @@ class LemaTrainer:
             eval_dataset: such data that are evaluated every `eval_steps`, or after each epoch.
             resume: go on from the newest checkpoint in `output_dir` that is sound; a newer one that is damaged is said.
             weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
-            say: called with each line on what is gone on from.
+            say: called with each line on what is gone on from, and what is kept.
             stop: asked before each layer; returns why to stop, None: go on. The step or evaluation under way is given
                 up, and the last whole step is saved. Of several processes all give one, or none.
 
         Returns:
-            What was logged last: `train_loss`, `train_tokens_per_second`, ..., and `eval_loss` where it was measured.
+            What was logged last: `train_loss`, ..., where it was measured `eval_loss`, and the best of it, `best_step`.
 
         Raises:
             Stopped: `stop` said so.
@@ -220,13 +219,14 @@ class LemaTrainer:
                 run.resume(partial(self.restore, weights_only=weights_only), say, weights_only=weights_only)
             else:
                 run.begin(weights_only=weights_only)
-            if self.config.save_steps:
+            if self.config.save_steps or self.config.load_best_model_at_end:
                 check_savable(optimizer)
                 self.require_room(1 if resume else 2)
             if self.schedule is None:
                 taken = self.global_step - self.skipped_steps
                 self.follow(make_schedule(optimizer, self.config, run.num_steps, taken))
-            return run.train(cast(LRScheduler, self.schedule), self.callbacks, stop)
+            leave = self._base, self.files, say
+            return run.train(cast(LRScheduler, self.schedule), self.callbacks, stop, *leave)
 
     def require_room(self, count: int) -> None:
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""

@@ -1,5 +1,6 @@
 """`lema train`, `eval`, `generate` and `prepare` on files: what a user types, and what is printed and written."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clirun import CHATS, PAIRS, TEXTS, Rows, assert_same_adapter, config_writer, lema, write_rows
+from clirun import CHATS, PAIRS, TEXTS, Rows, assert_refused, assert_same_adapter, config_writer, lema, write_rows
 from smallrun import SENTENCES, adapter_of, token_rows, tokenizer, whole_model, write_model
 
 from lema import LemaModel
@@ -55,14 +56,44 @@ def test_training_reads_every_format_and_says_what_it_found(
     assert (train.counts.rows, evaluation.counts.rows) == (6, 2)
     assert (train.counts.trained_tokens == train.counts.tokens - 6) is all_learnt
     assert re.fullmatch(r"8 layers \(0 resident\), \d+ kB of weights; [\d,]+ adapter parameters; device cpu", lines[2])
-    steps = [line for line in lines if " loss " in line and " eval loss " not in line]
+    steps = [line for line in lines if line.startswith("step") and " eval loss " not in line]
     assert [line.split()[:2] for line in steps] == [["step", "1/2"], ["step", "2/2"]]
     for word in ("lr 5.00e-03", "tok/s", "read", "memory"):
         assert word in steps[1]
     assert sum(" eval loss " in line for line in lines) == 1
-    assert lines[-1] == f"adapter: {tmp_path / 'out'}"
+    assert re.fullmatch(r"ended at step 2 after [\d.]+ ?\w+: mean loss \d\.\d{4}, [\d.]+k? tokens/s", lines[-4])
+    assert re.fullmatch(
+        r"best evaluation: eval_loss \d\.\d{4} at step 2, the adapter is that of the last step", lines[-3]
+    )
+    assert lines[-2:] == [f"adapter: {tmp_path / 'out'}", f"next: lema generate {tmp_path / 'out'} --prompt TEXT"]
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "metrics.jsonl", "loss.png"} <= written
+
+
+def test_a_run_says_which_step_was_best_and_begins_with_a_saved_adapter(
+    llama: Path, write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = {"eval_split": 2, "eval_steps": 1, "load_best_model_at_end": True, "max_train_samples": 4}
+    assert lema("train", write_config(**first)) == 0
+    out = capfd.readouterr().out
+    assert "training data: 4 rows, " in out
+    assert re.search(r"\nbest evaluation: eval_loss \d\.\d{4} at step \d, whose adapter is kept\n", out)
+    # Of the rank of the first, which nothing else names.
+    second = write_config(
+        adapter_name_or_path=str(tmp_path / "out"),
+        output_dir=str(tmp_path / "second"),
+        learning_rate=0.0,
+        lora_rank=None,
+        lora_alpha=None,
+    )
+    assert lema("plan", second, "--profile", "t4", "--json", "--set", "device=cpu") == 0
+    planned = json.loads(capfd.readouterr().out)
+    assert lema("plan", second, "--profile", "t4", "--json", "--set", "adapter_name_or_path=null") == 0
+    fresh = json.loads(capfd.readouterr().out)
+    assert planned["memory"] != fresh["memory"]
+    assert lema("train", second) == 0
+    assert_same_adapter(tmp_path / "second", tmp_path / "out")
+    assert_refused(capfd, 2, ["lora_rank is 7"], "train", second, "--set", "lora_rank=7")
 
 
 def test_token_ids_need_no_tokenizer(
@@ -97,7 +128,7 @@ def test_a_line_is_a_record_however_long_and_whatever_is_in_it(
     out = tmp_path / "[bold]runs[bold]" / ":smile:"
     assert lema("train", write_config(output_dir=str(out), max_steps=1)) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[-1] == f"adapter: {out}"
+    assert lines[-2] == f"adapter: {out}"
     assert len(lines[0]) > 40
     assert lines[0].endswith("are trained on")  # nothing is cut or dropped
 

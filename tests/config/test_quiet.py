@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lema.config.quiet import CHATTY, hush, hushed
+from lema.config.printing import CHATTY, hush, hushed
 
 
 @pytest.fixture(autouse=True)

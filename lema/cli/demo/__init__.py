@@ -34,6 +34,8 @@ _OWN = (
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
     "adapter/README.md",
+    "adapter/tokenizer*.json",
+    "adapter/chat_template.jinja",
     "adapter/lema_config.json",
     "adapter/loss.png",
     "adapter/metrics.jsonl",

@@ -210,7 +210,7 @@ def open_ends(
         ConfigError: the settings ask for what cannot be.
     """
     # Of a loss that is no cross-entropy of tokens the passes over the pieces know nothing.
-    limited = config.device_memory is not None and config.objective == "sft" and config.loss_type != "dft"
+    limited = config.device_memory is not None and config.plain_cross_entropy
     head = HeadCut(model, stored, config.head, limited=limited, parallel=parallel, planned_for=planned_for)
     tables = RowTables(model, stored, config.embeddings, planned_for, head.weight)
     head.agree(tables)

@@ -77,6 +77,7 @@ class LossChunks:
         logits: a list to which each micro-batch's logits are appended; None: they are dropped.
         known: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
         dft: weigh each token's loss with its probability (dynamic fine-tuning, arXiv:2508.05629).
+        smoothing: the part of each target that is spread over the vocabulary, as `transformers`' `LabelSmoother` does.
 
     Attributes:
         at_once: gradients of the head's parameters can be formed with the loss.
@@ -98,8 +99,9 @@ class LossChunks:
         logits: list[Tensor] | None = None,
         known: Sequence[Tensor] | None = None,
         dft: bool = False,
+        smoothing: float = 0.0,
     ) -> None:
-        self._dft = dft
+        self._dft, self._smoothing = dft, smoothing
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
         # Counted in host memory where they are there too, because counting on the device would wait for it.
         self._known = targets if known is None else known
@@ -171,7 +173,8 @@ class LossChunks:
         if self._dft:
             losses = cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="none")
             return (losses * torch.exp(-losses.detach())).sum() / self.num_tokens
-        return cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="sum") / self.num_tokens
+        options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": self._smoothing}
+        return cross_entropy(flat, target.reshape(-1), reduction="sum", **options) / self.num_tokens
 
     def place(
         self,

@@ -105,6 +105,7 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
         ConfigError: it needs more of a batch than one of several processes has.
     """
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
+    model.smoothing = config.label_smoothing_factor
     if model.objective is not None and model.objective.mismatched and model.backend.replicas.size > 1:
         what = "kto estimates its KL term from a whole batch, and each process has a share of it"
         how = "start one process, or set loss_type: apo_zero_unpaired"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.config.quiet import hushed
+from lema.config.printing import hushed
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.storage.header import TensorRecord, are_sizes
 from lema.storage.index import GlobalBinaryIndex

@@ -31,7 +31,7 @@ from lema.train.checkpoint.format import (
 )
 from lema.train.checkpoint.rng import states_of_all
 
-__all__ = ["adapters_nbytes", "read_adapters", "write_adapters"]
+__all__ = ["adapters_nbytes", "leave_adapter", "read_adapters", "write_adapters"]
 
 
 def adapters_nbytes(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> int:
@@ -40,6 +40,34 @@ def adapters_nbytes(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) ->
     if not moments and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         moments = 2 * nbytes_of(parameters)
     return nbytes_of(parameters) + moments
+
+
+def leave_adapter(
+    directory: Path,
+    backend: Backend,
+    adapters: PeftModel,
+    config: LemaConfig,
+    base: str,
+    writers: Sequence[Writer] = (),
+) -> None:
+    """Write PEFT's files and the settings, and what `writers` add; arguments otherwise as `write_adapters`.
+
+    Processes that hold the model together all call this, and the first of all writes.
+
+    Raises:
+        DiskError: a file could not be written.
+    """
+    whole = whole_adapter(adapters, backend.parallel)
+
+    def write() -> None:
+        save_adapter(adapters, directory, config.model_name_or_path, config.revision, whole, writers)
+        config.save_pretrained(directory)
+        write_base(directory, base)
+
+    if whole is None:
+        write()
+    else:
+        first_alone(backend.replicas, write)
 
 
 def write_adapters(

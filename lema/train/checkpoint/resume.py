@@ -74,7 +74,8 @@ def past_log(file: Path) -> dict[str, Any]:
         return {}
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
-        return {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
+        told = {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
+        return told | {"stateful_callbacks": state.get("stateful_callbacks", {})}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(f"the checkpoint's log cannot be read: {error!r}", where=str(file)) from error
 

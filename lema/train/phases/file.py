@@ -15,6 +15,7 @@ from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
 from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, meant, unknown_setting
+from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
 from lema.errors import ConfigError
@@ -43,6 +44,8 @@ IDLE = {
     "shuffle": "each phase has its `mixture`",
     "gradient_accumulation_steps": "`batch_size` is the rows of an optimizer step, `micro_batch_size` those at once",
     "cache_frozen_prefix": "leave it out",
+    **dict.fromkeys(OF_PLAIN_RUNS, "a run without phases has it; of phases the best checkpoint is kept in any case"),
+    "adapter_name_or_path": "begin with it by --from",
     **dict.fromkeys(OF_OBJECTIVES, "phases learn the tokens of rows; give a preference objective a run of its own"),
 }
 

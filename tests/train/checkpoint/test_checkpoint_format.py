@@ -24,7 +24,6 @@ from lema.train.checkpoint.format import checkpoints
 from lema.train.fit import save_step
 
 FILES = {
-    "README.md",
     "adapter_base.json",
     "adapter_config.json",
     "adapter_model.safetensors",

@@ -1,0 +1,121 @@
+"""What lies beside the adapter that a run leaves: a model card and the tokenizer; and the copy of all three on the hub.
+
+The card names directories and files of this machine by their last part, because it is made to be published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+from lema.config import LemaConfig
+from lema.data import forms_of
+from lema.errors import ConfigError, DataError
+from lema.model.files import ModelFiles
+
+__all__ = ["CARD", "make_repository", "model_card", "upload", "write_beside"]
+
+CARD = "README.md"
+PUBLISHED = (
+    "adapter_*",
+    CARD,
+    "token*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.jinja",
+)
+OF_THIS_MACHINE = {"model_name_or_path", "output_dir", "offload_dir", "gbi_path", "train_data", "eval_data", "run_name"}
+
+USE = """\
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```"""
+
+
+def model_card(config: LemaConfig, data: Mapping[str, str], results: Mapping[str, Any]) -> str:
+    """Return the README.md of an adapter: base model, data, settings, and the results, where there are any."""
+    base, name = config.model_name_or_path, _repository(config)
+    local = Path(base).expanduser().exists()
+    shown = Path(base).name if local else base  # the hub takes nothing but ids for a base model
+    tags = ["lema", "lora", *([] if local else [f"base_model:adapter:{base}"])]
+    about = ModelCardData(
+        base_model=None if local else base, library_name="peft", pipeline_tag="text-generation", tags=tags
+    )
+    given = config.model_dump(mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE)
+    versions = ", ".join(f"{one} {version(one)}" for one in ("lema", "peft", "transformers", "torch"))
+    parts = [
+        f"---\n{about.to_yaml()}\n---",
+        f"# {name.rpartition('/')[2]}",
+        f"An adapter (LoRA) of `{shown}`, trained with LEMA; the objective is {config.objective}.",
+        USE.format(base=shown, name=name),
+        _table("Data", data),
+        _table(
+            "Results", {one: f"{value:.6g}" if isinstance(value, float) else value for one, value in results.items()}
+        ),
+        _table("Settings", {one: _plain(value) for one, value in given.items()}),
+        f"Made with {versions}.",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> str:
+    lines = (f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())
+    return "\n".join([f"## {title}\n\n| | |\n|---|---|", *lines]) if rows else ""
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without what tells of this machine: of a path that exists, its last part."""
+    return Path(value).name if isinstance(value, str) and "/" in value and Path(value).expanduser().exists() else value
+
+
+def write_beside(directory: Path, *, config: LemaConfig, files: ModelFiles | None, card: str) -> None:
+    """Write the card, and the tokenizer with the chat template that it was used with; of a model that has one."""
+    (directory / CARD).write_text(card, encoding="utf-8")
+    if files is not None:
+        with suppress(DataError):  # rows of token ids need no tokenizer
+            forms_of(config).with_template(files.tokenizer).save_pretrained(str(directory))
+
+
+def make_repository(config: LemaConfig) -> None:
+    """Make the repository on the hub, if there is none, so that a run that cannot upload ends before it begins.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or does not allow it.
+    """
+    try:
+        HfApi().create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        how = "log in with `hf auth login` or set HF_TOKEN, and check hub_model_id; or leave push_to_hub out"
+        raise ConfigError(f"the hub takes no adapter: {error}", where="push_to_hub", how=how) from error
+
+
+def upload(config: LemaConfig) -> str:
+    """Upload adapter, card and tokenizer from `output_dir`; return the address. Nothing else of the run leaves.
+
+    Raises:
+        ConfigError: it could not be uploaded; the adapter is on disk.
+    """
+    api, directory = HfApi(), config.output_dir
+    try:
+        name = api.create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True).repo_id
+        api.upload_folder(repo_id=name, folder_path=directory, allow_patterns=list(PUBLISHED), commit_message="Adapter")
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        how = f"the adapter is in {directory}: `hf upload {_repository(config)} {directory}` sends it"
+        raise ConfigError(f"the adapter was not uploaded: {error}", where="push_to_hub", how=how) from error
+    return f"{api.endpoint}/{name}"
+
+
+def _repository(config: LemaConfig) -> str:
+    return config.hub_model_id or Path(config.output_dir).absolute().name
