@@ -24,7 +24,7 @@ from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, Counts, TokenDataset, held_out
 from lema.data.files import Row
 from lema.data.forms import Forms
-from lema.data.read import Overlong, rows_of
+from lema.data.read import Overlong, table_of
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ def prepare_preferences(
     overlong: Overlong = "truncate",
     vocab_size: int | None = None,
     forms: Forms | None = None,
+    cache: Path | None = None,
 ) -> PreferenceDataset:
     """Read and tokenise examples.
 
@@ -171,41 +172,55 @@ def prepare_preferences(
             example of which no token of a completion would be left is dropped and counted.
         vocab_size: how many tokens the model knows; None: not checked.
         forms: how rows are to be read: names of columns and the chat template; None: as they are.
+        cache: as of `prepare_data`.
 
     Raises:
         DataError: no rows, a malformed row (named by file and line), or none left.
     """
-    columns, labels, second, forms = Columns(), list[int](), list[bool](), forms or Forms()
+    forms = forms or Forms()
     tokenizer = forms.with_template(tokenizer)
-    for row in map(forms.renamed, rows_of(data)):
-        if left_out(row):
-            columns.left_out += 1
-            continue
-        for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
-            tokens = _tokenized(tokenizer, sides, row, vocab_size)
-            longest = max(len(ids) for ids, _ in tokens)
-            if longest > max_length and overlong == "error":
-                how = "raise max_length, shorten the row, or set overlong to truncate or drop"
-                raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
-            start = min(_start(learnt) for _, learnt in tokens)
-            if longest > max_length and (overlong == "drop" or start >= max_length):
-                columns.dropped += 1
+
+    def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
+        columns = Columns()
+        for row in map(forms.renamed, rows):
+            if left_out(row):
+                columns.leave_out(row)
                 continue
-            labels.append(int(label))
-            second.append(number > 0)
-            for ids, learnt in tokens:
-                # Rows with labels stay whole, because their completions also stand behind prompts that may be shorter.
-                end = len(ids) if labelled else max_length
-                columns.append(row, ids[:end], learnt[:end], learnt[max_length:])
-    if not labels:
-        how = f"raise max_length={max_length} or shorten the rows" if columns.dropped else "give some rows"
-        raise DataError(f"no examples to train on: {columns.dropped:,} were dropped", where="train_data", how=how)
-    found = np.asarray(labels, dtype=np.int64) if labelled else None
-    made = PreferenceDataset(TokenDataset(columns), found, max_length)
+            for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
+                tokens = _tokenized(tokenizer, sides, row, vocab_size)
+                longest = max(len(ids) for ids, _ in tokens)
+                if longest > max_length and overlong == "error":
+                    how = "raise max_length, shorten the row, or set overlong to truncate or drop"
+                    raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
+                start = min(_start(learnt) for _, learnt in tokens)
+                if longest > max_length and (overlong == "drop" or start >= max_length):
+                    columns.drop(row, longest)
+                    continue
+                mark = GOOD * label | SECOND * (number > 0)
+                for ids, learnt in tokens:
+                    # Rows with labels stay whole, because their completions also stand behind prompts that may be
+                    # shorter.
+                    end = len(ids) if labelled else max_length
+                    columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
+        return columns
+
+    settings = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
+    settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    table = table_of(data, gather, tokenizer, settings, cache)
+    if not len(table.rows):
+        how = f"raise max_length={max_length} or shorten the rows" if table.dropped else "give some rows"
+        raise DataError(f"no examples to train on: {table.dropped:,} were dropped", where="train_data", how=how)
+    rows = TokenDataset(table)
+    marks = rows.marks[:: 1 if labelled else 2]
+    made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
     # What was rejected in a pair comes after all that was chosen, because a completion beside another of its own prompt
     # would be no mismatched one.
-    return made.select(np.argsort(second, kind="stable")) if any(second) else made
+    second = (marks & SECOND) > 0
+    return made.select(np.argsort(second, kind="stable")) if second.any() else made
 
+
+GOOD, SECOND = 1, 2
+"""What rows of examples are marked with: desirable; the second of two examples that a pair was made of."""
 
 Side: TypeAlias = tuple[Value, Value]
 """A prompt and a completion."""

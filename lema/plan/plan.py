@@ -10,6 +10,7 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.data import forms_of, needs_tokenizer, prepare_data
+from lema.data.cache import folder_of
 from lema.data.preference import prepare_preferences
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, phases, saved_elsewhere
@@ -155,7 +156,7 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
     options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
-    options |= {"vocab_size": planner.blueprint.vocabulary or None}
+    options |= {"vocab_size": planner.blueprint.vocabulary or None, "cache": folder_of(config.data_cache)}
     if preferences and tokenizer is not None:
         labelled = config.objective == "kto"
         counts = prepare_preferences(config.train_data, tokenizer, labelled=labelled, **options).counts

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
+from lema.data.cache import folder_of
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.engine.head.loss import IGNORED
 from lema.errors import DataError
@@ -149,6 +150,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         "overlong": config.overlong,
         "vocab_size": getattr(text, "vocab_size", None),
         "forms": forms,
+        "cache": folder_of(config.data_cache),
     }
     if config.objective != "sft":
         return prepare_preferences(data, files.tokenizer, labelled=config.objective == "kto", **options)
