@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -126,8 +127,7 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
     _evict(root, place)
     note = f"tokenised in {human_duration(time.monotonic() - began)} by {processes} processes; kept in {place}"
     again = (f"kept tokens were damaged ({found}) and are made anew",) if found else ()
-    return Table(*(getattr(made, slot) for slot in ("rows", "tokens", "sources", "dropped", "left_out")),
-                 (*again, note, *made.notes), made.skipped, made.keeper)
+    return replace(made, notes=(*again, note, *made.notes))
 
 
 class Entry:
@@ -202,24 +202,28 @@ def _write(folder: Path, files: Sequence[Path], gather: Gather) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     processes = min(cores, MOST_PROCESSES)
     digest, start, began, behind = hashlib.sha256(), 0, time.monotonic(), dict[Path, int]()
-    with (folder / TOKENS).open("wb") as tokens, (folder / ROWS).open("wb") as table:
-        with (folder / SKIPPED).open("w", encoding="utf-8") as skipped, _line() as tell:
-            for path, end, found in _each(files, gather, processes):
-                rows = np.frombuffer(found.rows, dtype=ROW)  # which may be written to, as a bytearray may
-                rows["start"] += start
-                rows["source"] = sources.setdefault(str(path), len(sources))
-                start += len(found.tokens)
-                found.tokens.tofile(tokens)
-                digest.update(rows.tobytes())
-                table.write(rows.tobytes())
-                skipped.writelines(json.dumps(one) + "\n" for one in found.skipped)
-                counts["dropped"] += found.dropped
-                counts["left_out"] += found.left_out
-                for what, (count, first) in found.remarks.items():
-                    before, earliest = remarks.found.get(what, (0, first))
-                    remarks.found[what] = (before + count, earliest)
-                behind[path] = end
-                tell(sum(behind.values()), total, time.monotonic() - began)
+    with (
+        (folder / TOKENS).open("wb") as tokens,
+        (folder / ROWS).open("wb") as table,
+        (folder / SKIPPED).open("w", encoding="utf-8") as skipped,
+        _line() as tell,
+    ):
+        for path, end, found in _each(files, gather, processes):
+            rows = np.frombuffer(found.rows, dtype=ROW)  # which may be written to, as a bytearray may
+            rows["start"] += start
+            rows["source"] = sources.setdefault(str(path), len(sources))
+            start += len(found.tokens)
+            found.tokens.tofile(tokens)
+            digest.update(rows.tobytes())
+            table.write(rows.tobytes())
+            skipped.writelines(json.dumps(one) + "\n" for one in found.skipped)
+            counts["dropped"] += found.dropped
+            counts["left_out"] += found.left_out
+            for what, (count, first) in found.remarks.items():
+                before, earliest = remarks.found.get(what, (0, first))
+                remarks.found[what] = (before + count, earliest)
+            behind[path] = end
+            tell(sum(behind.values()), total, time.monotonic() - began)
     sizes = {name: (folder / name).stat().st_size for name in (TOKENS, ROWS, SKIPPED)}
     about = {**counts, "sources": list(sources), "notes": remarks.lines(), "rows": digest.hexdigest(), "sizes": sizes}
     text = json.dumps(about)

@@ -85,6 +85,17 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         return {name: values[: self._max_length] for name, values in row.items()}
 
     @property
+    def rows(self) -> TokenDataset:
+        """The rows of all examples, one after the other."""
+        return self._rows
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """The length of each example's longest row in tokens, int32 `[examples]`; no token is read for it."""
+        found: npt.NDArray[np.int32] = self._rows.lengths.reshape(-1, self.rows_each).max(axis=1)
+        return np.minimum(found, self._max_length)
+
+    @property
     def counts(self) -> Counts:
         """What the rows of all examples hold."""
         return self._rows.counts
@@ -204,7 +215,7 @@ def prepare_preferences(
                     columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
         return columns
 
-    settings = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
+    settings: dict[str, Any] = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
     table = table_of(data, gather, tokenizer, settings, cache)
     if not len(table.rows):

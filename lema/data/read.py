@@ -78,7 +78,7 @@ def prepare_data(
         columns.remarks = reading.remarks.found
         return columns
 
-    settings = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
+    settings: dict[str, Any] = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
     table = table_of(data, gather, tokenizer, settings, cache)
     if not len(table.rows):
@@ -88,9 +88,7 @@ def prepare_data(
     return TokenDataset(table)
 
 
-def _take(
-    columns: Columns, row: Row, ids: list[int], labels: list[int], max_length: int, overlong: Overlong
-) -> None:
+def _take(columns: Columns, row: Row, ids: list[int], labels: list[int], max_length: int, overlong: Overlong) -> None:
     length = len(ids)
     if length > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
@@ -143,9 +141,7 @@ def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None
     return any(detect(first, forms)[0] != "input_ids" for first in firsts)
 
 
-def _with_kinds(
-    rows: Iterable[Row], forms: Forms, reading: Reading, given: Row | None
-) -> Iterator[tuple[Row, Kind]]:
+def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row | None) -> Iterator[tuple[Row, Kind]]:
     """Each row with the kind of its file, which its first row decides: the one given, or else that of the rows."""
     for _, group in groupby(map(forms.renamed, rows), key=lambda row: row.source):
         first = next(group)
