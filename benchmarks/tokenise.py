@@ -21,7 +21,7 @@ from typing import Any
 from common import Shape, report, write_model
 
 SHAPE = Shape(64, 128, 4, 8_000, heads=4, dtype="float32")
-WORDS = 20_000
+WORDS = 10_000
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -34,6 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--text", action="store_true", help="lines of text rather than chats")
+    parser.add_argument(
+        "--in-memory", action="store_true", help="also tokenise without a cache, as before there was one"
+    )
     parser.add_argument("--directory", type=Path, default=Path("tokenise-files"))
     parser.add_argument("--start", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -49,7 +52,8 @@ def main() -> None:
         model.mkdir(parents=True)
         write_model(model, SHAPE)
         write_tokenizer(model)
-    arms = [("1,000 rows", few, False), (f"{given.rows:,} rows, no cache", many, False)]
+    arms = [("1,000 rows", few, False)]
+    arms += [(f"{given.rows:,} rows, tokenised in memory", many, False)] * given.in_memory
     arms += [(f"{given.rows:,} rows, {which} start", many, True) for which in ("first", "second")]
     cache = given.directory.resolve() / "cache"
     found = []
@@ -102,7 +106,7 @@ def write_rows(file: Path, rows: int, *, text: bool) -> None:
             asked, said = (
                 " ".join(stream[first : first + count])
                 for first, count in (
-                    (draw.randrange(len(stream)), draw.randint(*size)) for size in ((20, 60), (60, 190))
+                    (draw.randrange(len(stream)), draw.randint(*size)) for size in ((20, 55), (60, 160))
                 )
             )
             row = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}

@@ -5,6 +5,7 @@ than its own, which data that were tokenised beforehand may have, has its labels
 """
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ ROW = np.dtype(
         ("mark", "<i4"),  # `LABELLED`, and what the reader of the row has to say of it, in the bits below
     ]
 )
+PACKED = struct.Struct("<qqiiiiii")  # the same, for one row
 LABELLED = 1 << 16  # the mark of a row whose labels are stored
 
 
@@ -106,7 +108,7 @@ class Columns:
         """Take in one tokenised row; `cut` has the labels of the tokens that were cut off its end."""
         stored, given = np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32)
         learnt = given != IGNORED
-        start, lost = len(self.tokens), len(cut) - list(cut).count(IGNORED)
+        start, lost = len(self.tokens), sum(label != IGNORED for label in cut)
         if labelled := not np.array_equal(stored[learnt], given[learnt]):
             stored = np.concatenate([stored, given])
         else:
@@ -114,7 +116,7 @@ class Columns:
         self.tokens.frombytes(stored.tobytes())
         source = self.sources.setdefault(row.source, len(self.sources))
         about = (len(ids), int(learnt[1:].sum()), len(cut), lost, source, mark | LABELLED * labelled)
-        self.rows += np.array((start, row.line, *about), dtype=ROW).tobytes()
+        self.rows += PACKED.pack(start, row.line, *about)
         if len(cut):
             self.skip(row, "truncated", len(ids) + len(cut), cut=len(cut), cut_trained=lost)
 

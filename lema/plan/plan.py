@@ -11,6 +11,7 @@ from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.data import forms_of, needs_tokenizer, prepare_data
 from lema.data.cache import folder_of
+from lema.data.files import find_files
 from lema.data.preference import prepare_preferences
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, phases, saved_elsewhere
@@ -152,16 +153,17 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     if not config.train_data:
         return None
     tokenizer, preferences, forms = None, config.objective != "sft", forms_of(config)
-    if preferences or needs_tokenizer(config.train_data, forms):
+    files = find_files(config.train_data)  # of data sets by name, one after the other
+    if preferences or needs_tokenizer(files, forms):
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
     options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
     options |= {"vocab_size": planner.blueprint.vocabulary or None, "cache": folder_of(config.data_cache)}
     if preferences and tokenizer is not None:
         labelled = config.objective == "kto"
-        counts = prepare_preferences(config.train_data, tokenizer, labelled=labelled, **options).counts
+        counts = prepare_preferences(files, tokenizer, labelled=labelled, **options).counts
     else:
-        counts = prepare_data(config.train_data, tokenizer, **options).counts
+        counts = prepare_data(files, tokenizer, **options).counts
     rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
     part_of_full = planner.demand(scale=tokens / (rows * length))

@@ -12,6 +12,7 @@ from torch import Tensor
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
 from lema.data.cache import folder_of
+from lema.data.files import find_files
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.engine.head.loss import IGNORED
 from lema.errors import DataError
@@ -144,6 +145,8 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         ConfigError: `max_length` is more than the model's positions.
         DataError: the data is missing or malformed.
     """
+    if data is config.train_data or data is config.eval_data:
+        data = find_files(data)  # of data sets by name, one after the other
     text, forms = files.config.get_text_config(), forms_of(config)
     options: dict[str, Any] = {
         "max_length": longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
@@ -155,5 +158,5 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     if config.objective != "sft":
         return prepare_preferences(data, files.tokenizer, labelled=config.objective == "kto", **options)
     paths = data[0] if isinstance(data, list | tuple) and data else data
-    of_files = isinstance(paths, str | Path) or isinstance(data, Mapping)
+    of_files = isinstance(paths, str | Path)
     return prepare_data(data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options)

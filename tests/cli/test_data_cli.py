@@ -85,6 +85,16 @@ def test_pairs_are_shown_row_by_row(write_config: Any, tmp_path: Path, capfd: py
     assert told == [" grinds 0<eos>", " reads 0<eos>"]
 
 
+def test_data_sets_by_name_are_read_one_after_the_other(
+    write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, other = write_rows(tmp_path / "one.jsonl", TEXTS), write_rows(tmp_path / "two.jsonl", CHATS)
+    config = write_config(train_data={"texts": str(one), "chats": [str(other)]}, eval_data={"texts": str(one)})
+    assert json.loads(shown(capfd, config, "--json"))["sources"] == {str(one): 8, str(other): 8}
+    assert lema("train", config) == 0
+    assert "training data: 16 rows" in capfd.readouterr().out
+
+
 def test_what_cannot_be_shown_is_refused(write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_rows(tmp_path / "bad.jsonl", [*TEXTS, {"text": ""}])
     assert_refused(capfd, 3, ["bad.jsonl:9"], "data", write_config(train_data=str(tmp_path / "bad.jsonl")))
