@@ -12,7 +12,7 @@ from lema.data.dataset import Columns, Table, TokenDataset
 from lema.data.files import Row, find_files, read_rows
 from lema.data.forms import Forms, Remarks
 from lema.data.tokenize import Reading, check_tokenizer, tokenize_row
-from lema.errors import DataError
+from lema.errors import DataError, DiskError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,15 +119,21 @@ def table_of(
     Raises:
         DataError, DiskError: as `lema.data.cache.cached`.
     """
+    notes: tuple[str, ...] = ()
     listed = isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data) and len(data)
     if cache is not None and (isinstance(data, (str, Path)) or listed):
         files = find_files(data)  # type: ignore[arg-type] # they are paths
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
             if sum(file.stat().st_size for file in files if file.is_file()) >= kept.SMALL:
-                return kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
+                try:
+                    return kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
+                except DiskError as error:
+                    if cache != kept.folder_of(True):
+                        raise  # because the user has named this folder
+                    notes = (f"tokens are not kept, and are made anew at every start: {error.what} ({error.where})",)
     columns = gather(rows_of(data), None)
-    return columns.table(Remarks(columns.remarks).lines())
+    return columns.table((*notes, *Remarks(columns.remarks).lines()))
 
 
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:

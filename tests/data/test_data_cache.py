@@ -268,6 +268,14 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_with_a_way_out(write, ma
     assert "data_cache: false" in str(caught.value)
 
 
+def test_the_users_cache_may_be_missing_but_it_is_said(write, make, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setattr(cache, "folder_of", lambda _: tmp_path / "cache")  # the default
+    path = write("chats.jsonl", list(chats(30)))
+    data = make(path)
+    assert "tokens are not kept" in data.notes[0] and all_of(data) == all_of(make(path, kept=False))
+
+
 def test_small_data_are_not_kept(write, make, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "SMALL", 1 << 20)
     make(write("chats.jsonl", list(chats(30))))
