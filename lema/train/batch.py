@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         DataError: the data is missing or malformed.
     """
     if data is config.train_data or data is config.eval_data:
-        data = find_files(data)  # of data sets by name, one after the other
+        data = find_files(cast("Any", data))  # of data sets by name, one after the other
     text, forms = files.config.get_text_config(), forms_of(config)
     options: dict[str, Any] = {
         "max_length": longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
