@@ -13,6 +13,7 @@ import typer
 from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, settings_of
+from lema.cli.data import data
 from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
 from lema.cli.generate import generate
@@ -184,6 +185,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "train": train,
     "plan": plan,
+    "data": data,
     "eval": evaluate,
     "prepare": filecommands.prepare,
     "generate": generate,

@@ -120,6 +120,9 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
     train_on: OfData[Literal["assistant", "last", "all", "completion"]] = "assistant"
     """Which words are trained on: `assistant`: all answers; `last`: the last one; `completion`: those after the last
     user's message; `all`: everything, prompts too."""
+    data_cache: Silent[bool | Location] = True
+    """The folder that keeps the tokens of large data for later starts; true: one below the user's cache directory
+    (XDG_CACHE_HOME); false: none, and data are tokenised in memory at every start."""
     shuffle: Refused[bool] = True
     """Draw the rows of each epoch in an order made from the seed."""
     num_train_epochs: Said[Annotated[float, Field(gt=0)]] = 1.0

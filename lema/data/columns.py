@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lema.data.chat.messages import Chat, read_conversations, read_messages
-from lema.data.files import Row
+from lema.data.files import Row, flag_of, list_of, text_of
 from lema.data.forms import MESSAGE_FIELDS, Forms
-from lema.data.values import flag_of, list_of, text_of
 from lema.errors import ConfigError
 
 __all__ = [

@@ -1,21 +1,44 @@
-"""Tokenised rows in flat arrays, eight bytes a token, each row knowing where it came from."""
+"""Tokenised rows: token ids in one flat array, four bytes a token, and a table that says what each row is.
+
+A token that is not learnt is stored as its complement, `~id`, which is negative. A row whose labels are other tokens
+than its own, which data that were tokenised beforehand may have, has its labels stored after its ids.
+"""
 
 import hashlib
+import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from lema.data.columns import IGNORED, num_trained
+from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.errors import DataError
 
-__all__ = ["Columns", "Counts", "TokenDataset", "first_rows", "held_out"]
+__all__ = ["ROW", "Columns", "Counts", "Skipped", "Table", "TokenDataset", "first_rows", "held_out"]
 
 TokenRow = dict[str, list[int]]
+Skipped = dict[str, Any]
+"""A row that was cut or dropped: its `file` and `line`, `why`, its `tokens`, and of a cut one what it lost."""
+
+ROW = np.dtype(
+    [
+        ("start", "<i8"),  # of its first token among all that are stored
+        ("line", "<i8"),
+        ("length", "<i4"),  # in tokens
+        ("trained", "<i4"),  # tokens among them which the loss counts
+        ("cut", "<i4"),  # tokens that were cut off its end
+        ("cut_trained", "<i4"),  # tokens among them which the loss would have counted
+        ("source", "<i4"),  # the number of its file
+        ("mark", "<i4"),  # `LABELLED`, and what the reader of the row has to say of it, in the bits below
+    ]
+)
+PACKED = struct.Struct("<qqiiiiii")  # the same, for one row
+LABELLED = 1 << 16  # the mark of a row whose labels are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,65 +64,107 @@ class Counts:
         return "; ".join(text)
 
 
+class Tokens(Protocol):
+    """What a slice of gives stored tokens, int32: an array, or a file."""
+
+    def __getitem__(self, where: slice, /) -> npt.NDArray[np.int32]: ...
+
+
+class Keeper(Protocol):
+    """Keeps a small text beside the tokens, by name."""
+
+    def get(self, name: str) -> str | None: ...
+
+    def put(self, name: str, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Tokenised rows, in memory or in files."""
+
+    rows: npt.NDArray[Any]  # of dtype `ROW`
+    tokens: Tokens
+    sources: tuple[str, ...]  # the names of files, by number
+    dropped: int = 0
+    left_out: int = 0
+    notes: tuple[str, ...] = ()  # what a user should know of the data
+    skipped: Sequence[Skipped] | Any = ()  # an iterable, which may read a file
+    keeper: Keeper | None = None  # None: nothing is kept
+
+
 @dataclass(slots=True)
 class Columns:
     """Rows while they are being gathered; grows in place, holds no Python object per token."""
 
-    ids: "array[int]" = field(default_factory=lambda: array("i"))
-    labels: "array[int]" = field(default_factory=lambda: array("i"))
-    ends: "array[int]" = field(default_factory=lambda: array("q"))
-    trained: "array[int]" = field(default_factory=lambda: array("q"))
-    cut: "array[int]" = field(default_factory=lambda: array("i"))  # tokens cut off each row
-    cut_trained: "array[int]" = field(default_factory=lambda: array("i"))
-    source: "array[int]" = field(default_factory=lambda: array("i"))
-    line: "array[int]" = field(default_factory=lambda: array("q"))
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    rows: bytearray = field(default_factory=bytearray)  # of dtype `ROW`
     sources: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
     left_out: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+    remarks: dict[str, tuple[int, str]] = field(default_factory=dict)  # as of `lema.data.forms.Remarks`
 
-    def append(self, row: Row, ids: list[int], labels: list[int], cut: list[int]) -> None:
+    def append(self, row: Row, ids: Sequence[int], labels: Sequence[int], cut: Sequence[int], mark: int = 0) -> None:
         """Take in one tokenised row; `cut` has the labels of the tokens that were cut off its end."""
-        self.ids.extend(ids)
-        self.labels.extend(labels)
-        self.ends.append(len(self.ids))
-        self.trained.append(num_trained(labels))
-        self.cut.append(len(cut))
-        self.cut_trained.append(len(cut) - cut.count(IGNORED))
-        self.source.append(self.sources.setdefault(row.source, len(self.sources)))
-        self.line.append(row.line)
+        stored, given = np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32)
+        learnt = given != IGNORED
+        start, lost = len(self.tokens), sum(label != IGNORED for label in cut)
+        if labelled := not np.array_equal(stored[learnt], given[learnt]):
+            stored = np.concatenate([stored, given])
+        else:
+            np.invert(stored, out=stored, where=~learnt)
+        self.tokens.frombytes(stored.tobytes())
+        source = self.sources.setdefault(row.source, len(self.sources))
+        about = (len(ids), int(learnt[1:].sum()), len(cut), lost, source, mark | LABELLED * labelled)
+        self.rows += PACKED.pack(start, row.line, *about)
+        if len(cut):
+            self.skip(row, "truncated", len(ids) + len(cut), cut=len(cut), cut_trained=lost)
+
+    def drop(self, row: Row, tokens: int) -> None:
+        """Count a row that is left out for its length."""
+        self.dropped += 1
+        self.skip(row, "dropped", tokens)
+
+    def leave_out(self, row: Row) -> None:
+        """Count a row that says not to be trained on."""
+        self.left_out += 1
+        self.skip(row, "left out, as it says", 0)
+
+    def skip(self, row: Row, why: str, tokens: int, **more: int) -> None:
+        """List a row that is not taken as it is."""
+        self.skipped.append({"file": row.source, "line": row.line, "why": why, "tokens": tokens, **more})
+
+    def table(self, notes: tuple[str, ...] = ()) -> Table:
+        """The rows that were gathered; nothing more may be appended."""
+        tokens = np.frombuffer(self.tokens, dtype=np.int32) if self.tokens else np.empty(0, np.int32)
+        rows = np.frombuffer(self.rows, dtype=ROW)
+        return Table(rows, tokens, tuple(self.sources), self.dropped, self.left_out, notes, self.skipped)
 
 
 class TokenDataset(Sequence[TokenRow]):
     """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt.
 
     Labels stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the
-    columns in their order, or all; `dropped` is the number that was left out, if it is not the columns'. `notes` are
-    what a user should know of the data, a line each.
+    table in their order, or all. `notes` are what a user should know of the data, a line each.
     """
 
-    def __init__(
-        self,
-        columns: Columns,
-        rows: npt.NDArray[np.int64] | None = None,
-        dropped: int | None = None,
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        self._columns, self.notes = columns, notes
-        self._ids = np.frombuffer(columns.ids, dtype=np.int32) if columns.ids else np.empty(0, np.int32)
-        self._labels = np.frombuffer(columns.labels, dtype=np.int32) if columns.labels else np.empty(0, np.int32)
-        self._starts = np.concatenate([[0], np.asarray(columns.ends, dtype=np.int64)])
-        self._rows = np.arange(len(columns.ends)) if rows is None else rows
-        self._names = list(columns.sources)
-        picked = self._rows
+    def __init__(self, table: Table, rows: npt.NDArray[np.int64] | None = None, *, part: bool = False) -> None:
+        self._table, self._rows = table, np.arange(len(table.rows)) if rows is None else rows
+        self._part, self.notes = part, () if part else table.notes
+
+        def total(name: str) -> int:
+            return int((table.rows[name] if rows is None else table.rows[name][rows]).sum(dtype=np.int64))
+
+        cut = table.rows["cut"] if rows is None else table.rows["cut"][rows]
         self.counts = Counts(
-            rows=len(picked),
-            truncated=int((np.asarray(columns.cut, dtype=np.int64)[picked] > 0).sum()),
-            dropped=columns.dropped if dropped is None else dropped,
-            tokens=int(np.diff(self._starts)[picked].sum()),
-            trained_tokens=int(np.asarray(columns.trained, dtype=np.int64)[picked].sum()),
-            left_out=columns.left_out if dropped is None else 0,
-            cut_tokens=int(np.asarray(columns.cut, dtype=np.int64)[picked].sum()),
-            cut_trained=int(np.asarray(columns.cut_trained, dtype=np.int64)[picked].sum()),
+            rows=len(self._rows),
+            truncated=int(np.count_nonzero(cut)),
+            dropped=0 if part else table.dropped,
+            tokens=total("length"),
+            trained_tokens=total("trained"),
+            left_out=0 if part else table.left_out,
+            cut_tokens=total("cut"),
+            cut_trained=total("cut_trained"),
         )
 
     def __len__(self) -> int:
@@ -112,29 +177,56 @@ class TokenDataset(Sequence[TokenRow]):
     def __getitem__(self, index: int | slice) -> TokenRow | list[TokenRow]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        start, end = self._bounds(index)
-        return {"input_ids": self._ids[start:end].tolist(), "labels": self._labels[start:end].tolist()}
+        ids, labels = self._row(index)
+        return {"input_ids": ids.tolist(), "labels": labels.tolist()}
 
     def __repr__(self) -> str:
         return f"TokenDataset({self.counts})"
 
-    def _bounds(self, index: int) -> tuple[int, int]:
-        row = self._rows[index]
-        return int(self._starts[row]), int(self._starts[row + 1])
+    def _row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """The ids and labels of a row, int32 `[length]` each."""
+        about = self._table.rows[self._rows[index]]
+        start, length = int(about["start"]), int(about["length"])
+        labelled = bool(about["mark"] & LABELLED)
+        stored = self._table.tokens[start : start + length * (1 + labelled)]
+        if labelled:
+            return stored[:length], stored[length:]
+        learnt = stored >= 0
+        return np.where(learnt, stored, ~stored), np.where(learnt, stored, np.int32(IGNORED))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """The length of each row in tokens, int32 `[rows]`; no token is read for it."""
+        found: npt.NDArray[np.int32] = self._table.rows["length"][self._rows]
+        return found
+
+    @property
+    def marks(self) -> npt.NDArray[np.int32]:
+        """What the reader of each row had to say of it, int32 `[rows]`."""
+        found: npt.NDArray[np.int32] = self._table.rows["mark"][self._rows] & (LABELLED - 1)
+        return found
 
     def num_tokens(self, index: int) -> int:
         """The length of row `index` in tokens."""
-        start, end = self._bounds(index)
-        return end - start
+        return int(self._table.rows[self._rows[index]]["length"])
 
     def origin(self, index: int) -> str:
         """`file:line` of row `index`."""
-        row = self._rows[index]
-        return f"{self._names[self._columns.source[row]]}:{self._columns.line[row]}"
+        about = self._table.rows[self._rows[index]]
+        return f"{self._table.sources[about['source']]}:{about['line']}"
+
+    def num_rows_of(self) -> dict[str, int]:
+        """How many rows each file has given."""
+        found = np.bincount(self._table.rows["source"][self._rows], minlength=len(self._table.sources))
+        return {name: int(count) for name, count in zip(self._table.sources, found, strict=True)}
+
+    def skipped(self, count: int | None = None) -> Iterator[Skipped]:
+        """The rows of the data that were cut, dropped or left out, in their order; the first `count` of them."""
+        return islice(iter(self._table.skipped), count)
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> "TokenDataset":
         """The rows at these places, in this order; shares the tokens with this data set."""
-        return TokenDataset(self._columns, self._rows[np.asarray(rows, dtype=np.int64)], dropped=0)
+        return TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
         """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data.
@@ -146,18 +238,24 @@ class TokenDataset(Sequence[TokenRow]):
             DataError: one of the two would be empty.
         """
         chosen = held_out(len(self), eval_split, seed)
-        train = TokenDataset(self._columns, self._rows[~chosen], self.counts.dropped, self.notes)
-        train.counts = replace(train.counts, left_out=self.counts.left_out)
+        train = TokenDataset(self._table, self._rows[~chosen], part=self._part)
         return train, self.select(np.flatnonzero(chosen))
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels in order: whether a run resumes on the data it began with."""
+        """A digest of all tokens and labels in order: whether a run resumes on the data it began with.
+
+        Where the tokens are kept in files, so is this.
+        """
+        which = f"fingerprint-{hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()}"
+        keeper = self._table.keeper
+        if keeper is not None and (known := keeper.get(which)) is not None:
+            return known
         digest = hashlib.blake2b(digest_size=16)
         for index in range(len(self)):
-            start, end = self._bounds(index)
-            digest.update((end - start).to_bytes(8, "little"))
-            digest.update(self._ids[start:end].astype("<i4").tobytes())
-            digest.update(self._labels[start:end].astype("<i4").tobytes())
+            ids, labels = self._row(index)
+            digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
+        if keeper is not None:
+            keeper.put(which, digest.hexdigest())
         return digest.hexdigest()
 
 

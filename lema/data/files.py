@@ -1,17 +1,33 @@
-"""Rows out of .jsonl, .json, .csv, .parquet and .txt files, each row knowing the file and line it came from."""
+"""Rows out of .jsonl, .json, .csv, .parquet and .txt files, each row knowing the file and line it came from.
+
+Files whose rows are lines are read in pieces of whole lines, which other processes can make rows of.
+"""
 
 import csv
 import glob
+import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from lema.errors import DataError
 
-__all__ = ["Row", "find_files", "load_rows", "read_rows"]
+__all__ = [
+    "Piece",
+    "Row",
+    "find_files",
+    "flag_of",
+    "list_of",
+    "load_rows",
+    "num_alike",
+    "pieces_of",
+    "read_rows",
+    "text_of",
+]
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -90,17 +106,75 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
     """
     for path in find_files(paths):
         empty = True
-        if path.exists() and not path.is_file():
-            how = "write what comes out of it to a file; the data are read more than once"
-            raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
-        try:
-            for line, values in _READERS[path.suffix.lower()](path):
+        for piece in pieces_of(path):
+            for row in piece.rows():
                 empty = False
-                yield Row(values, str(path), line)
-        except OSError as error:
-            raise DataError(f"the file cannot be read: {error}", where=str(path)) from error
+                yield row
         if empty:
             raise DataError("the file holds no rows", where=str(path), how="take it out of the data, or fill it")
+
+
+PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of the rows of a file, as they are or as the lines they are yet to be read from."""
+
+    path: Path
+    line: int  # the number of the first line
+    content: bytes | list[Row]
+    end: int  # bytes of the file that have been read up to here
+
+    def rows(self) -> Iterator[Row]:
+        """Read the rows.
+
+        Raises:
+            DataError: one is malformed.
+        """
+        if isinstance(self.content, list):
+            yield from self.content
+            return
+        lines = _decoded(self.path, io.BytesIO(self.content), self.line)
+        for line, values in _OF_LINES[self.path.suffix.lower()](self.path, lines):
+            yield Row(values, str(self.path), line)
+
+
+def pieces_of(path: Path) -> Iterator[Piece]:
+    """Read a file in pieces.
+
+    Raises:
+        DataError: the file cannot be read, or, where its rows are not lines, one of them is malformed.
+    """
+    if path.exists() and not path.is_file():
+        how = "write what comes out of it to a file; the data are read more than once"
+        raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
+    try:
+        if path.suffix.lower() in _OF_LINES:
+            line, end = 1, 0
+            with path.open("rb") as file:
+                while content := file.read(PIECE_BYTES):
+                    content += file.readline()
+                    end += len(content)
+                    yield Piece(path, line, content, end)
+                    line += content.count(b"\n")
+            return
+        size, read = path.stat().st_size, _OF_FILES[path.suffix.lower()](path)
+        rows: list[Row] = []
+        try:
+            for line, values in read:
+                rows.append(Row(values, str(path), line))
+                if len(rows) == PIECE_ROWS:
+                    yield Piece(path, rows[0].line, rows, size)
+                    rows = []
+        except DataError:
+            if rows:  # because what is wrong with them is to be told first
+                yield Piece(path, rows[0].line, rows, size)
+            raise
+        if rows:
+            yield Piece(path, rows[0].line, rows, size)
+    except OSError as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(path)) from error
 
 
 def _error(what: str, path: Path, line: int, how: str = "") -> DataError:
@@ -108,21 +182,25 @@ def _error(what: str, path: Path, line: int, how: str = "") -> DataError:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their line endings; split at newlines only, since JSON and text may hold U+2028."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if number == 1:
-                if raw.startswith(_UTF16_MARKS):
-                    raise _error("the file is UTF-16, not UTF-8", path, 1, _TO_UTF8)
-                raw = raw.removeprefix(_UTF8_MARK)
-            if b"\0" in raw:
-                how = f"the file is damaged, or UTF-16; in that case {_TO_UTF8}"
-                raise _error(f"NUL byte in column {raw.index(0) + 1}", path, number, how)
-            try:
-                yield number, raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                what = f"byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8"
-                raise _error(what, path, number, "save the file as UTF-8") from error
+        yield from _decoded(path, file, 1)
+
+
+def _decoded(path: Path, lines: Iterable[bytes], first: int) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their line endings; split at newlines only, since JSON and text may hold U+2028."""
+    for number, raw in enumerate(lines, first):
+        if number == 1:
+            if raw.startswith(_UTF16_MARKS):
+                raise _error("the file is UTF-16, not UTF-8", path, 1, _TO_UTF8)
+            raw = raw.removeprefix(_UTF8_MARK)
+        if b"\0" in raw:
+            how = f"the file is damaged, or UTF-16; in that case {_TO_UTF8}"
+            raise _error(f"NUL byte in column {raw.index(0) + 1}", path, number, how)
+        try:
+            yield number, raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            what = f"byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8"
+            raise _error(what, path, number, "save the file as UTF-8") from error
 
 
 def _decode(text: str, start: int, path: Path, line: int) -> tuple[dict[str, Any], int]:
@@ -158,8 +236,8 @@ def _skip_blank(text: str, start: int) -> int:
     return match.end() if match else start
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, text in _lines(path):
+def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in lines:
         text = text.rstrip(" \t\r\n")
         start = _skip_blank(text, 0)
         if start == len(text):
@@ -221,8 +299,8 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield line, dict(zip(header, cells, strict=True))
 
 
-def _txt(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, text in _lines(path):
+def _txt(_: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in lines:
         if text.strip():
             yield number, {"text": text.rstrip("\r\n")}
 
@@ -242,10 +320,57 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise _error(f"not a whole parquet file: {error}", path, number + 1) from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".txt": _txt,
-    ".parquet": _parquet,
-}
+_Values = Iterator[tuple[int, dict[str, Any]]]
+_OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {".jsonl": _jsonl, ".txt": _txt}
+_OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv, ".parquet": _parquet}
+_READERS = _OF_LINES.keys() | _OF_FILES.keys()
+
+
+_YES_OR_NO = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+
+
+def list_of(row: Row, column: str) -> list[Any]:
+    """A list; or one written as JSON in a string, which is the only way a .csv can hold one."""
+    value = row.values[column]
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise row.broken(f"'{column}' should be a list, and the text there is not JSON: {error}") from error
+    elif hasattr(value, "tolist"):  # arrays and tensors, in rows from memory
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise row.broken(f"'{column}' should be a list, not {type(value).__name__}")
+    if not value:
+        raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
+    return list(value)
+
+
+def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
+    """A text that any tokenizer takes."""
+    if not isinstance(value, str):
+        raise row.broken(f"{name} should be text, not {type(value).__name__}", at=at)
+    if "\0" in value:
+        raise row.broken(f"{name} holds a NUL character", at=at, how="remove it; the text is probably damaged")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            what = f"{name} holds half a surrogate pair, which is no character"
+            how = "the text was cut inside a character; repair or remove the row"
+            raise row.broken(what, at=at, how=how) from error
+    return value
+
+
+def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
+    """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is refused."""
+    known = value.lower() if isinstance(value, str) else value
+    if not isinstance(known, (bool, int, float, str)) or known not in _YES_OR_NO:
+        what = f"{name} says what to train on and should be true or false, 1 or 0, not {value!r}"
+        raise row.broken(what, at=at, how="answers have no weights in between; or rename it, if it means another thing")
+    return _YES_OR_NO[known]
+
+
+def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -21,10 +21,9 @@ from lema.data.chat.messages import Chat, read_tools
 from lema.data.chat.template import guarded, open_template
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, Counts, TokenDataset, held_out
-from lema.data.files import Row
+from lema.data.files import Row, num_alike
 from lema.data.forms import Forms
-from lema.data.read import Overlong, rows_of
-from lema.data.values import num_alike
+from lema.data.read import Overlong, table_of
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -83,6 +82,17 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
 
     def _cut(self, row: TokenRow) -> TokenRow:
         return {name: values[: self._max_length] for name, values in row.items()}
+
+    @property
+    def rows(self) -> TokenDataset:
+        """The rows of all examples, one after the other."""
+        return self._rows
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """The length of each example's longest row in tokens, int32 `[examples]`; no token is read for it."""
+        found: npt.NDArray[np.int32] = self._rows.lengths.reshape(-1, self.rows_each).max(axis=1)
+        return np.minimum(found, self._max_length)
 
     @property
     def counts(self) -> Counts:
@@ -158,6 +168,7 @@ def prepare_preferences(
     overlong: Overlong = "truncate",
     vocab_size: int | None = None,
     forms: Forms | None = None,
+    cache: Path | None = None,
 ) -> PreferenceDataset:
     """Read and tokenise examples.
 
@@ -168,41 +179,55 @@ def prepare_preferences(
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" its example, or raise an "error". An
             example of which no token of a completion would be left is dropped and counted.
         forms: how rows are to be read: names of columns and the chat template; None: as they are.
+        cache: as of `prepare_data`.
 
     Raises:
         DataError: no rows, a malformed row (named by file and line), or none left.
     """
-    columns, labels, second, forms = Columns(), list[int](), list[bool](), forms or Forms()
+    forms = forms or Forms()
     tokenizer = forms.with_template(tokenizer)
-    for row in map(forms.renamed, rows_of(data)):
-        if left_out(row):
-            columns.left_out += 1
-            continue
-        for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
-            tokens = _tokenized(tokenizer, sides, row, vocab_size)
-            longest = max(len(ids) for ids, _ in tokens)
-            if longest > max_length and overlong == "error":
-                how = "raise max_length, shorten the row, or set overlong to truncate or drop"
-                raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
-            start = min(_start(learnt) for _, learnt in tokens)
-            if longest > max_length and (overlong == "drop" or start >= max_length):
-                columns.dropped += 1
+
+    def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
+        columns = Columns()
+        for row in map(forms.renamed, rows):
+            if left_out(row):
+                columns.leave_out(row)
                 continue
-            labels.append(int(label))
-            second.append(number > 0)
-            for ids, learnt in tokens:
-                # Rows with labels stay whole, because their completions also stand behind prompts that may be shorter.
-                end = len(ids) if labelled else max_length
-                columns.append(row, ids[:end], learnt[:end], learnt[max_length:])
-    if not labels:
-        how = f"raise max_length={max_length} or shorten the rows" if columns.dropped else "give some rows"
-        raise DataError(f"no examples to train on: {columns.dropped:,} were dropped", where="train_data", how=how)
-    found = np.asarray(labels, dtype=np.int64) if labelled else None
-    made = PreferenceDataset(TokenDataset(columns), found, max_length)
+            for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
+                tokens = _tokenized(tokenizer, sides, row, vocab_size)
+                longest = max(len(ids) for ids, _ in tokens)
+                if longest > max_length and overlong == "error":
+                    how = "raise max_length, shorten the row, or set overlong to truncate or drop"
+                    raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
+                start = min(_start(learnt) for _, learnt in tokens)
+                if longest > max_length and (overlong == "drop" or start >= max_length):
+                    columns.drop(row, longest)
+                    continue
+                mark = GOOD * label | SECOND * (number > 0)
+                for ids, learnt in tokens:
+                    # Rows with labels stay whole, because their completions also stand behind prompts that may be
+                    # shorter.
+                    end = len(ids) if labelled else max_length
+                    columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
+        return columns
+
+    settings: dict[str, Any] = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
+    settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    table = table_of(data, gather, tokenizer, settings, cache)
+    if not len(table.rows):
+        how = f"raise max_length={max_length} or shorten the rows" if table.dropped else "give some rows"
+        raise DataError(f"no examples to train on: {table.dropped:,} were dropped", where="train_data", how=how)
+    rows = TokenDataset(table)
+    marks = rows.marks[:: 1 if labelled else 2]
+    made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
     # What was rejected in a pair comes after all that was chosen, because a completion beside another of its own prompt
     # would be no mismatched one.
-    return made.select(np.argsort(second, kind="stable")) if any(second) else made
+    second = (marks & SECOND) > 0
+    return made.select(np.argsort(second, kind="stable")) if second.any() else made
 
+
+GOOD, SECOND = 1, 2
+"""What rows of examples are marked with: desirable; the second of two examples that a pair was made of."""
 
 Side: TypeAlias = tuple[Value, Value]
 """A prompt and a completion."""

@@ -1,21 +1,23 @@
 """Reads files or rows into a data set of tokens, and names or counts every row that cannot be used."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from lema.data import cache as kept
 from lema.data.columns import Kind, detect, left_out, num_trained, unused
-from lema.data.dataset import Columns, TokenDataset
+from lema.data.dataset import Columns, Table, TokenDataset
 from lema.data.files import Row, find_files, read_rows
-from lema.data.forms import Forms
+from lema.data.forms import Forms, Remarks
 from lema.data.tokenize import Reading, check_tokenizer, tokenize_row
-from lema.errors import DataError
+from lema.errors import DataError, DiskError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Overlong", "needs_tokenizer", "prepare_data", "rows_of"]
+__all__ = ["Overlong", "needs_tokenizer", "prepare_data", "rows_of", "table_of"]
 
 Overlong: TypeAlias = Literal["truncate", "drop", "error"]
 """What becomes of a row which is too long: cut at the end, left out, or refused."""
@@ -32,6 +34,7 @@ def prepare_data(
     overlong: Overlong = "truncate",
     vocab_size: int | None = None,
     forms: Forms | None = None,
+    cache: Path | None = None,
 ) -> TokenDataset:
     """Read, recognise and tokenise training data.
 
@@ -46,9 +49,11 @@ def prepare_data(
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an "error".
         vocab_size: how many tokens the model knows; ids beyond it are an error. None: not checked.
         forms: which columns are meant, which chat template, and what is trained on; None: as above.
+        cache: a folder in which the tokens of large files are kept for later calls; None: they are not.
 
     Raises:
         DataError: no rows, a malformed row (named by file and line), a row with nothing to learn, or none left.
+        DiskError: the tokens could not be written to `cache`.
     """
     if max_length < 2:
         what = f"rows of {max_length} tokens have nothing to predict"
@@ -58,28 +63,77 @@ def prepare_data(
     forms = forms or Forms()
     if tokenizer is not None:
         tokenizer = forms.with_template(tokenizer)
-    columns, reading = Columns(), Reading(tokenizer, forms, vocab_size)
-    for row, kind in _with_kinds(rows_of(data), forms, reading):
-        if tokenizer is not None and not columns.ends:
-            check_tokenizer(tokenizer, kind)
-        ids, labels = ([], []) if left_out(row) else tokenize_row(row, kind, reading)
-        if not ids:
-            columns.left_out += 1
-            continue
-        length = len(ids)
-        if length > max_length and overlong == "error":
-            how = "raise max_length, shorten the row, or set overlong to truncate or drop"
-            raise row.broken(f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how)
-        cut = labels[max_length:]
-        if cut and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
-            columns.dropped += 1
-        else:
-            columns.append(row, ids[:max_length], labels[:max_length], cut)
-    if not columns.ends:
-        how = f"raise max_length={max_length} or shorten the rows" if columns.dropped else "give some rows"
-        gone = f"{columns.dropped:,} were dropped, {columns.left_out:,} say not to be trained on"
+    reading = Reading(tokenizer, forms, vocab_size)
+
+    def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
+        columns, reading.remarks.found = Columns(), {}
+        for row, kind in _with_kinds(rows, forms, reading, first):
+            if tokenizer is not None and not columns.rows:
+                check_tokenizer(tokenizer, kind)
+            ids, labels = ([], []) if left_out(row) else tokenize_row(row, kind, reading)
+            if ids:
+                _take(columns, row, ids, labels, max_length, overlong)
+            else:
+                columns.leave_out(row)
+        columns.remarks = reading.remarks.found
+        return columns
+
+    settings: dict[str, Any] = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
+    settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    table = table_of(data, gather, tokenizer, settings, cache)
+    if not len(table.rows):
+        how = f"raise max_length={max_length} or shorten the rows" if table.dropped else "give some rows"
+        gone = f"{table.dropped:,} were dropped, {table.left_out:,} say not to be trained on"
         raise DataError(f"no rows to train on: {gone}", where=_describe(data), how=how)
-    return TokenDataset(columns, notes=reading.remarks.lines())
+    return TokenDataset(table)
+
+
+def _take(columns: Columns, row: Row, ids: list[int], labels: list[int], max_length: int, overlong: Overlong) -> None:
+    length = len(ids)
+    if length > max_length and overlong == "error":
+        how = "raise max_length, shorten the row, or set overlong to truncate or drop"
+        raise row.broken(f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how)
+    cut = labels[max_length:]
+    if cut and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
+        columns.drop(row, length)
+    else:
+        columns.append(row, ids[:max_length], labels[:max_length], cut)
+
+
+def table_of(
+    data: Data,
+    gather: kept.Gather,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    settings: Mapping[str, Any],
+    cache: Path | None,
+) -> Table:
+    """Return data as tokens: those of large files from the cache, all others gathered in memory.
+
+    Args:
+        data: files, or rows.
+        gather: tokenises rows.
+        tokenizer: what it does so with.
+        settings: what else decides the tokens.
+        cache: a folder; None: there is none.
+
+    Raises:
+        DataError, DiskError: as `lema.data.cache.cached`.
+    """
+    notes: tuple[str, ...] = ()
+    listed = isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data) and len(data)
+    if cache is not None and (isinstance(data, (str, Path)) or listed):
+        files = find_files(data)  # type: ignore[arg-type] # they are paths
+        # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
+        with suppress(NotImplementedError):
+            if sum(file.stat().st_size for file in files if file.is_file()) >= kept.SMALL:
+                try:
+                    return kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
+                except DiskError as error:
+                    if cache != kept.folder_of(True):
+                        raise  # because the user has named this folder
+                    notes = (f"tokens are not kept, and are made anew at every start: {error.what} ({error.where})",)
+    columns = gather(rows_of(data), None)
+    return columns.table((*notes, *Remarks(columns.remarks).lines()))
 
 
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
@@ -93,11 +147,11 @@ def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None
     return any(detect(first, forms)[0] != "input_ids" for first in firsts)
 
 
-def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading) -> Iterator[tuple[Row, Kind]]:
-    """Each row with the kind of its file, which its first row decides."""
+def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row | None) -> Iterator[tuple[Row, Kind]]:
+    """Each row with the kind of its file, which its first row decides: the one given, or else that of the rows."""
     for _, group in groupby(map(forms.renamed, rows), key=lambda row: row.source):
         first = next(group)
-        kind = detect(first, forms)
+        kind = detect(first if given is None else forms.renamed(given), forms)
         for row in chain([first], group):
             found = detect(row, forms)
             if found != kind:

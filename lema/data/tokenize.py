@@ -1,5 +1,6 @@
 """One row as token ids and labels, with the beginning and the end of the sequence marked once each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ def tokenize_row(row: Row, kind: Kind, reading: Reading) -> tuple[list[int], lis
         else:
             ids, learnt = _tokenize(example, tokenizer, whole=reading.forms.train_on == "all")
         labels = [token if learn else IGNORED for token, learn in zip(ids, learnt, strict=True)]
-    _check_range(row, ids, labels, reading.vocab_size)
+    _check_range(row, {"input_ids": ids, "labels": labels if isinstance(example, Tokens) else []}, reading.vocab_size)
     if num_trained(labels) == 0:
         how = "the loss counts tokens after the first whose label is not -100; remove the row or mend its labels"
         raise row.broken("the row has no token to learn", how=how)
@@ -91,10 +92,10 @@ def _tokenize(example: Text, tokenizer: "PreTrainedTokenizerBase", *, whole: boo
     return [*ids, eos], [*learnt, True]
 
 
-def _check_range(row: Row, ids: list[int], labels: list[int], vocab_size: int | None) -> None:
+def _check_range(row: Row, columns: Mapping[str, list[int]], vocab_size: int | None) -> None:
     limit = 2**31 if vocab_size is None else vocab_size
     how = "use the tokenizer of the model being trained"
-    for column, values in (("input_ids", ids), ("labels", labels)):
+    for column, values in columns.items():
         learnt = [value for value in values if value != IGNORED] if column == "labels" else values
         if learnt and (min(learnt) < 0 or max(learnt) >= limit):
             token = min(learnt) if min(learnt) < 0 else max(learnt)

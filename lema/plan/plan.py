@@ -11,7 +11,9 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import forms_of, needs_tokenizer, prepare_data
+from lema.data.cache import folder_of
 from lema.data.dataset import first_rows
+from lema.data.files import find_files
 from lema.data.preference import prepare_preferences
 from lema.lora.files import with_adapter
 from lema.model.skeleton import main_dtype
@@ -168,16 +170,18 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     if not config.train_data:
         return None
     tokenizer, preferences, forms = None, config.objective != "sft", forms_of(config)
-    if preferences or needs_tokenizer(config.train_data, forms):
+    files = find_files(config.train_data)  # of data sets by name, one after the other
+    if preferences or needs_tokenizer(files, forms):
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
     options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
     options["vocab_size"] = getattr(planner.blueprint.model.config.get_text_config(), "vocab_size", None)
+    options["cache"] = folder_of(config.data_cache)
     if preferences and tokenizer is not None:
         options["labelled"] = config.objective == "kto"
-        data: Any = prepare_preferences(config.train_data, tokenizer, **options)
+        data: Any = prepare_preferences(files, tokenizer, **options)
     else:
-        data = prepare_data(config.train_data, tokenizer, **options)
+        data = prepare_data(files, tokenizer, **options)
     counts = first_rows(data, config.max_train_samples).counts
     rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
+from lema.data.cache import folder_of
+from lema.data.files import find_files
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.engine.head.loss import IGNORED
 from lema.errors import DataError
@@ -130,15 +132,18 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     Returns a `TokenDataset`; for an objective of examples, a `PreferenceDataset`. Raises `ConfigError` where
     `max_length` is more than the model's positions, `DataError` where the data is missing or malformed.
     """
+    if data is config.train_data or data is config.eval_data:
+        data = find_files(cast("Any", data))  # of data sets by name, one after the other
     text, forms = files.config.get_text_config(), forms_of(config)
     options: dict[str, Any] = {
         "max_length": longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
         "overlong": config.overlong,
         "vocab_size": getattr(text, "vocab_size", None),
         "forms": forms,
+        "cache": folder_of(config.data_cache),
     }
     if config.objective != "sft":
         return prepare_preferences(data, files.tokenizer, labelled=config.objective == "kto", **options)
     paths = data[0] if isinstance(data, list | tuple) and data else data
-    of_files = isinstance(paths, str | Path) or isinstance(data, Mapping)
+    of_files = isinstance(paths, str | Path)
     return prepare_data(data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options)

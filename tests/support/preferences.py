@@ -26,7 +26,7 @@ def examples(*, labelled: bool = False, seed: int = 2) -> PreferenceDataset:
             ids = [*begins, *torch.randint(3, VOCABULARY, (length - prompt + 3,), generator=draw).tolist()]
             columns.append(Row({}, "made", number), ids, [-100] * prompt + ids[prompt:], cut=[])
     labels = torch.arange(8).remainder(2).eq(0).long().numpy() if labelled else None
-    return PreferenceDataset(TokenDataset(columns), labels, 64)
+    return PreferenceDataset(TokenDataset(columns.table()), labels, 64)
 
 
 def batch_of(data: PreferenceDataset) -> dict[str, Tensor]:

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lema.data.files import Row
-from lema.data.values import flag_of, list_of, text_of
+from lema.data.files import Row, flag_of, list_of, text_of
 
 __all__ = ["Chat", "read_conversations", "read_messages", "read_tools"]
 

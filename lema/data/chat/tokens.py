@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from lema.data.chat.messages import Chat
 from lema.data.chat.template import Template, open_template
 from lema.data.chat.turns import Known, Rendered, Span, render_chat
-from lema.data.files import Row
+from lema.data.files import Row, num_alike
 from lema.data.forms import Remarks, TrainOn
-from lema.data.values import num_alike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

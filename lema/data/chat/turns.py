@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lema.data.chat.marks import FIRST, TAG, Marked, Piece, last_mark, mark_messages, without_marks
 from lema.data.chat.template import Template, in_forms, literals_of
-from lema.data.files import Row
-from lema.data.values import num_alike
+from lema.data.files import Row, num_alike
 from lema.errors import DataError
 
 if TYPE_CHECKING:

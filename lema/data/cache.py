@@ -1,0 +1,368 @@
+"""Tokens kept in files, so that data are tokenised once: later starts, and every resume, open what the first one wrote.
+
+An entry is a folder named by a digest of all that decides the tokens: the data files, the tokenizer with its chat
+template, the settings, and the programs. It appears whole or not at all, and holds the table of rows, which is mapped,
+the tokens, and a list of the rows that were cut or dropped. Several processes write it, and the order of rows is that
+of the data.
+"""
+
+import contextlib
+import fcntl
+import gc
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lema.config.units import human_bytes, human_duration
+from lema.data.dataset import ROW, Columns, Skipped, Table
+from lema.data.files import Piece, Row, pieces_of, read_rows
+from lema.data.forms import Remarks
+from lema.errors import DataError, DiskError
+from lema.storage.atomic import NO_LOCKS, appearing, replace_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["SMALL", "Gather", "cached", "folder_of", "key_of"]
+
+Gather: TypeAlias = Callable[[Iterable[Row], Row | None], Columns]
+"""Tokenises rows, given the first row of their file; None: the rows begin with it."""
+
+VERSION = 1  # of the files, and of how rows become tokens: another number is another key
+SMALL = 8 << 20  # bytes of data files below which tokenising anew takes no longer than a few seconds
+BOUND = 50 * 10**9  # bytes of all entries; those that were used longest ago are removed above it
+READ_WHOLE = 1 << 16  # bytes of a data file up to which its content is part of the key
+MOST_PROCESSES = 32
+PROGRAMS = ("lema", "transformers", "tokenizers", "jinja2")
+ABOUT, ROWS, TOKENS, SKIPPED = "about.json", "rows.bin", "tokens.bin", "skipped.jsonl"
+
+
+def folder_of(setting: bool | str) -> Path | None:
+    """Return the folder that the setting `data_cache` means; None: nothing is kept."""
+    if setting is True:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lema" / "tokens"
+    return Path(setting).expanduser() if setting else None
+
+
+def key_of(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None", settings: Mapping[str, Any]) -> str:
+    """Return a digest of all that decides the tokens.
+
+    Raises:
+        DataError: a file cannot be read.
+        NotImplementedError: the tokenizer cannot be saved, so nothing says which one it is.
+    """
+    programs = {name: version(name) for name in PROGRAMS}
+    about = {"version": VERSION, "programs": programs, "files": [_identity(file) for file in files], **settings}
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory(prefix="lema-tokenizer-") as folder:
+            tokenizer.save_pretrained(folder)
+            for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _identity(file: Path) -> list[Any]:
+    try:
+        about = file.stat()
+        content = hashlib.sha256(file.read_bytes()).hexdigest() if about.st_size <= READ_WHOLE else ""
+    except OSError as error:
+        raise DataError(f"the file cannot be read: {error.strerror}", where=str(file)) from error
+    return [str(file), str(file.resolve()), about.st_size, about.st_mtime_ns, content]
+
+
+def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: Path) -> Table:
+    """Return the rows of files as tokens: those that are kept, or else newly made, and then kept.
+
+    Of several processes that ask for the same at once, one makes them and the others wait.
+
+    Raises:
+        DataError: as `gather`; or the files have changed while they were read.
+        DiskError: the tokens could not be written.
+    """
+    name = key()
+    place = root / name
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        how = "set data_cache to a folder that may be written to, or data_cache: false"
+        what = f"tokens cannot be kept there: {error.strerror}"
+        raise DiskError(what, where=str(root), how=how) from error
+    with _alone(place):
+        found = _opened(place)
+        if isinstance(found, Table):
+            with contextlib.suppress(OSError):  # another user's
+                os.utime(place)
+            return found
+        began = time.monotonic()
+        with appearing(place / "tokens") as part:
+            processes = _write(part, files, gather)
+            if key() != name:
+                what = "the data, or the tokenizer's files, have changed while they were read"
+                raise DataError(what, where=", ".join(map(str, files)), how="start again when they stay as they are")
+        made = _opened(place)
+        if not isinstance(made, Table):
+            raise DiskError(f"what was written does not read back: {made}", where=str(place), how="look after the disk")
+    _evict(root, place)
+    note = f"tokenised in {human_duration(time.monotonic() - began)} by {processes} processes; kept in {place}"
+    again = (f"kept tokens were damaged ({found}) and are made anew",) if found else ()
+    return replace(made, notes=(*again, note, *made.notes))
+
+
+class Entry:
+    """The tokens of an entry, read where they are asked for, and what else is kept of it.
+
+    Reading leaves no page in the process, where those of a mapped file would stay until memory is short. The entry is
+    locked against removal for as long as this lives.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.file = place, place / "tokens" / TOKENS
+        self._descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        _flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Entry, (self.place,)
+
+    def __getitem__(self, where: slice) -> npt.NDArray[np.int32]:
+        content = os.pread(self._descriptor, 4 * (where.stop - where.start), 4 * where.start)
+        if len(content) != 4 * (where.stop - where.start):
+            raise DataError("kept tokens end too early", where=str(self.file), how="start again: they are made anew")
+        return np.frombuffer(content, dtype="<i4")
+
+    def __iter__(self) -> Iterator[Skipped]:
+        """Yield the rows that were cut or dropped."""
+        with self.file.with_name(SKIPPED).open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+    def get(self, name: str) -> str | None:
+        """Return a digest that is kept under a name; None: there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            found = (self.place / name).read_text(encoding="ascii")
+            return found if re.fullmatch("[0-9a-f]{32}", found) else None
+        return None
+
+    def put(self, name: str, text: str) -> None:
+        """Keep a digest; where it cannot be, it is computed again another time."""
+        with contextlib.suppress(DiskError):
+            replace_file(self.place / name, text.encode())
+
+
+def _opened(place: Path) -> Table | str:
+    """Return the rows of an entry; or what is wrong with it, which is nothing where it is not there."""
+    folder = place / "tokens"
+    if not folder.is_dir():
+        return ""
+    try:
+        written = json.loads((folder / ABOUT).read_bytes())
+        about = written["about"]
+        if written["sha256"] != hashlib.sha256(json.dumps(about).encode()).hexdigest():
+            return f"{ABOUT} is not as it was written"
+        if wrong := [name for name, size in about["sizes"].items() if (folder / name).stat().st_size != size]:
+            return f"{wrong[0]} has another size"
+        with (folder / ROWS).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != about["rows"]:
+                return f"{ROWS} is not as it was written"
+        rows = np.memmap(folder / ROWS, dtype=ROW, mode="r") if about["sizes"][ROWS] else np.empty(0, ROW)
+        entry = Entry(place)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{error.__class__.__name__}: {error}"
+    notes = tuple(about["notes"])
+    if about["sizes"][SKIPPED]:
+        notes += (f"rows that were cut or left out are listed in {folder / SKIPPED}",)
+    return Table(rows, entry, tuple(about["sources"]), about["dropped"], about["left_out"], notes, entry, entry)
+
+
+def _write(folder: Path, files: Sequence[Path], gather: Gather) -> int:
+    """Write the files of an entry; return how many processes tokenised."""
+    remarks, sources, counts = Remarks(), dict[str, int](), {"dropped": 0, "left_out": 0}
+    total = sum(file.stat().st_size for file in files)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    processes = min(cores, MOST_PROCESSES)
+    digest, start, began, behind = hashlib.sha256(), 0, time.monotonic(), dict[Path, int]()
+    with (
+        (folder / TOKENS).open("wb") as tokens,
+        (folder / ROWS).open("wb") as table,
+        (folder / SKIPPED).open("w", encoding="utf-8") as skipped,
+        _line() as tell,
+    ):
+        for path, end, found in _each(files, gather, processes):
+            rows = np.frombuffer(found.rows, dtype=ROW)  # which may be written to, as a bytearray may
+            rows["start"] += start
+            rows["source"] = sources.setdefault(str(path), len(sources))
+            start += len(found.tokens)
+            found.tokens.tofile(tokens)
+            digest.update(rows.tobytes())
+            table.write(rows.tobytes())
+            skipped.writelines(json.dumps(one) + "\n" for one in found.skipped)
+            counts["dropped"] += found.dropped
+            counts["left_out"] += found.left_out
+            for what, (count, first) in found.remarks.items():
+                before, earliest = remarks.found.get(what, (0, first))
+                remarks.found[what] = (before + count, earliest)
+            behind[path] = end
+            tell(sum(behind.values()), total, time.monotonic() - began)
+    sizes = {name: (folder / name).stat().st_size for name in (TOKENS, ROWS, SKIPPED)}
+    about = {**counts, "sources": list(sources), "notes": remarks.lines(), "rows": digest.hexdigest(), "sizes": sizes}
+    text = json.dumps(about)
+    whole = {"about": about, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (folder / ABOUT).write_text(json.dumps(whole), encoding="utf-8")
+    return processes
+
+
+def _each(files: Sequence[Path], gather: Gather, processes: int) -> Iterator[tuple[Path, int, Columns]]:
+    """Yield the rows of one piece after another, in the order of the data, and how much of its file is behind it.
+
+    What is wrong with a row is raised when all rows before it have been yielded.
+    """
+    todo = ((first, piece) for file in files for first in [next(read_rows(file))] for piece in pieces_of(file))
+    if processes == 1:
+        yield from ((piece.path, piece.end, gather(piece.rows(), first)) for first, piece in todo)
+        return
+    waiting, failed, more = deque[tuple[Path, int, Future[Columns]]](), None, True
+    with _pool(gather, processes) as pool:
+        while more or waiting:
+            while more and len(waiting) < 3 * processes:
+                try:
+                    first, piece = next(todo)
+                except StopIteration:
+                    more = False
+                except DataError as error:
+                    failed, more = error, False
+                else:
+                    waiting.append((piece.path, piece.end, pool.submit(_gathered, piece, first)))
+            if waiting:
+                path, end, future = waiting.popleft()
+                yield path, end, future.result()
+    if failed is not None:
+        raise failed
+
+
+_gather: Gather | None = None
+"""What a worker does. It has it from the process it was forked from, because a tokenizer is not sent between them."""
+
+
+def _gathered(piece: Piece, first: Row) -> Columns:
+    assert _gather is not None
+    return _gather(piece.rows(), first)
+
+
+@contextlib.contextmanager
+def _pool(gather: Gather, processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Give workers that end with the `with` block, and with this process, however it ends."""
+    global _gather
+    _gather, (alive, held) = gather, os.pipe()
+    pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, (alive, held))
+    try:
+        with warnings.catch_warnings():  # threads are there that hold nothing a worker needs
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            pool.submit(os.getpid).result()  # all workers are forked by it, before there are more threads
+        yield pool
+    except BrokenProcessPool as error:
+        how = "it was probably killed for lack of memory: free some, or allow fewer cores (taskset -c 0)"
+        raise DataError("a process that tokenised has ended by itself", where="train_data", how=how) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        os.close(alive)
+        os.close(held)
+        _gather = None
+
+
+def _begin(alive: int, held: int) -> None:
+    """Prepare a worker: Ctrl-C is its parent's, threads of the tokenizer's are not there any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.freeze()  # because a collection would write to every page that is shared with the parent
+    os.close(held)
+    # When the parent is gone no end of this pipe is open for writing, and reading it returns.
+    threading.Thread(target=lambda: os.read(alive, 1) or os._exit(1), daemon=True).start()
+
+
+@contextlib.contextmanager
+def _line() -> Iterator[Callable[[int, int, float], None]]:
+    """Give what shows how much of the data is tokenised: one line that is drawn anew, on a terminal alone."""
+    shown = sys.stderr.isatty()
+
+    def tell(done: int, total: int, seconds: float) -> None:
+        if shown:
+            left = human_duration(seconds / done * (total - done))
+            sys.stderr.write(f"\r\x1b[Ktokenising: {human_bytes(done)} of {human_bytes(total)}  {left} left")
+            sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Wait until no other process makes an entry, and have it to oneself in a `with` block, where there are locks."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, how: int) -> bool:
+    """Take a lock; False: another process has it."""
+    try:
+        fcntl.flock(descriptor, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def _evict(root: Path, kept: Path) -> None:
+    """Remove the entries that were used longest ago until the others are below the bound; none that is in use."""
+    with contextlib.suppress(OSError):  # what another process removes, or owns, is not ours to touch
+        entries = [place for place in root.iterdir() if re.fullmatch("[0-9a-f]{32}", place.name)]
+        sizes = {place: sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) for place in entries}
+        used = sum(sizes.values())
+        for place in sorted(entries, key=lambda place: place.stat().st_mtime):
+            if used <= BOUND:
+                return
+            if place != kept and _removed(place):
+                used -= sizes[place]
+
+
+def _removed(place: Path) -> bool:
+    """Remove an entry that no process uses or makes."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+        for path in (place, place / "tokens" / TOKENS):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            if not _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                return False
+    shutil.rmtree(place, ignore_errors=True)
+    return True
