@@ -14,6 +14,7 @@ from lema.backend.collectives import check_alike, first_alone
 from lema.backend.interrupt import Stop
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
+from lema.train.batch import packed
 from lema.train.checkpoint import checkpoints
 from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, forget_old_checkpoints
 from lema.train.checkpoint.resume import check_same_run, newest_sound, past_log, say_changed
@@ -45,16 +46,19 @@ class PlainRun:
         steps: what trains, perhaps after some steps.
         dataset: rows with `input_ids` and `labels`.
         eval_dataset: the same to evaluate on; None: there is no evaluation.
+        say: called with what there is to say of rows that were joined into packs.
     """
 
     trains: str | None = None
 
-    def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any) -> None:
+    def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any, say: Say = print) -> None:
         self.steps, self._config = steps, steps.config
         self._output = Path(steps.config.output_dir)
         self._replicas = steps.model.backend.replicas
-        self._sampler = StepSampler(dataset, steps.config, self._replicas)
-        self._eval_dataset, self.evaluates = eval_dataset, eval_dataset is not None
+        rows = packed(dataset, steps.model, steps.config, say if self._replicas.first else lambda _: None)
+        self._sampler = StepSampler(rows, steps.config, self._replicas)
+        self._eval_dataset = packed(eval_dataset, steps.model, steps.config, checked=True)
+        self.evaluates = eval_dataset is not None
         self._past: dict[str, Any] = {}  # what an earlier process logged and found best
         self.schedule: LRScheduler  # from `train` on
         self.num_steps = self._sampler.num_steps
@@ -171,9 +175,8 @@ class PlainRun:
 
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
-        batches = self._sampler.batches_of(step)
-        rows = [row for batch in batches for row in batch["rows"]]
-        return Drawn(self._sampler.micro_batches(batches), f", rows {rows} of the data", {"rows": rows})
+        rows = self._sampler.rows(step)
+        return Drawn(self._sampler.micro_batches(step), f", rows {rows} of the data", {"rows": rows})
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the data set to evaluate on."""
