@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.data import forms_of, needs_tokenizer, prepare_data
+from lema.data.batches import Packs
 from lema.data.preference import prepare_preferences
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, phases, saved_elsewhere
@@ -154,13 +156,18 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     if preferences or needs_tokenizer(config.train_data, forms):
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
-    options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
+    longest = sys.maxsize if config.packing == "wrapped" else length
+    options: dict[str, Any] = {"max_length": longest, "overlong": config.overlong, "forms": forms}
     options |= {"vocab_size": planner.blueprint.vocabulary or None}
     if preferences and tokenizer is not None:
         labelled = config.objective == "kto"
         counts = prepare_preferences(config.train_data, tokenizer, labelled=labelled, **options).counts
     else:
-        counts = prepare_data(config.train_data, tokenizer, **options).counts
+        data = prepare_data(config.train_data, tokenizer, **options)
+        counts = data.counts
+        if config.packing:
+            packs = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
+            counts = replace(counts, rows=len(packs))
     rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
     part_of_full = planner.demand(scale=tokens / (rows * length))
@@ -222,7 +229,7 @@ def _largest_micro_batch(planner: Planner) -> int:
     one, two = (
         planner.workload
         if rows == own.rows and planner.workload is not None
-        else workload_of(planner.blueprint, MicroBatch(rows, own.length), config)
+        else workload_of(planner.blueprint, replace(own, rows=rows), config)
         for rows in (1, 2)
     )
     at_once = max(1, config.loss_chunk_tokens // own.length)
