@@ -48,14 +48,15 @@ def main() -> None:
         shape = Shape(arguments.hidden, 11 * arguments.hidden // 4, arguments.layers, 4096, dtype="float32")
         write_model(Path(name), shape)
         for arm, (batch, micro, packing) in arms.items():
-            found.append(epoch(Path(name), arm, rows, batch_size=batch, micro_batch_size=micro, packing=packing))
-    for one in found:
-        one["x padded"] = one["trained tokens per user s"] / found[0]["trained tokens per user s"]
-        print(
-            "  ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in one.items()
+            one = epoch(Path(name), arm, rows, batch_size=batch, micro_batch_size=micro, packing=packing)
+            found.append(one)
+            one["x padded"] = one["trained tokens per user s"] / found[0]["trained tokens per user s"]
+            print(
+                ", ".join(
+                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                    for name, value in one.items()
+                )
             )
-        )
     report("packing", found, shape)
 
 
