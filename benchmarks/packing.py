@@ -51,12 +51,7 @@ def main() -> None:
             one = epoch(Path(name), arm, rows, batch_size=batch, micro_batch_size=micro, packing=packing)
             found.append(one)
             one["x padded"] = one["trained tokens per user s"] / found[0]["trained tokens per user s"]
-            print(
-                ", ".join(
-                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                    for name, value in one.items()
-                )
-            )
+            print({name: round(value, 4) if isinstance(value, float) else value for name, value in one.items()})
     report("packing", found, shape)
 
 
