@@ -11,6 +11,7 @@ import torch
 from everytype import opened as opened_type
 from everytype import write_model as write_type
 from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
 from smallrun import VOCABULARY, logged, opened, run_fit, settings, tokenizer, write_model
 from tinyconfig import tiny_config
@@ -75,6 +76,7 @@ def test_packs_have_the_loss_and_gradients_of_their_rows(
         assert float((found[key] - gradient).abs().max() / gradient.abs().max()) < 1e-5, key
 
 
+@limits(deadline=None, max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
     length=st.integers(20, 45),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
 from preferences import examples
 from smallrun import NUM_LAYERS, VOCABULARY, opened, settings, write_model
@@ -112,6 +113,7 @@ def test_padding_at_the_left_and_holes_stay(llama: Path, tmp_path: Path) -> None
     assert split_batch(without, 2)[0]["input_ids"].shape == (2, 7)  # because all of it is attended to
 
 
+@limits(deadline=None, max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     size=st.integers(1, 9),
