@@ -53,6 +53,12 @@ SAID_HERE: Mapping[str, str] = {
     "saves_per_epoch": "checkpoints are written every save_steps",
     "special_tokens": "the tokenizer's own are used; change them in its files",
     "trust_remote_code": "a file must not say what code is run; give --trust-remote-code with the command",
+    "sample_packing": "here: packing: true",
+    "eval_sample_packing": "here: packing: true, which packs what is evaluated, too",
+    "eval_packing": "here: packing: true, which packs what is evaluated, too",
+    "packing_strategy": "here: packing: true joins whole rows by best fit, packing: wrapped cuts them",
+    "padding_free": "here: packing: true; without it a micro-batch has no more padding than its longest row needs",
+    "group_by_length": "rows of a step are put together by length as it is; packing: true leaves no padding",
     "append_eos_token": "text and completions always end in the end-of-sequence token, once",
 }
 

@@ -30,6 +30,7 @@ from lema.config.types import (
     NotNegative,
     Offloading,
     Optimizer,
+    Packing,
     RowSplit,
     Scale,
     Scheduler,
@@ -112,6 +113,9 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
     """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
     overlong: OfData[Literal["truncate", "drop", "error"]] = "truncate"
     """What becomes of longer rows."""
+    packing: OfData[Packing] = False
+    """Join rows into packs of `max_length` tokens, in which none attends to another; a row of a batch is then a pack.
+    "wrapped": rows of any length end to end, cut at every `max_length` tokens, for raw text."""
     columns: OfData[Columns] = Field(default_factory=dict)
     """What the data call the columns read here: {prompt: question, completion: answer}; `role` and `content` are those
     of a message."""
@@ -269,6 +273,11 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
             yield Problem("", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
+        if self.packing and self.objective != "sft":
+            what = f"objective: {self.objective} is a loss of rows, which are not joined"
+            yield Problem("packing", what, "leave it out")
+        if self.packing == "wrapped" and self.overlong != "truncate":
+            yield Problem("overlong", "packing: wrapped cuts rows of any length, and none is too long", "leave it out")
         if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
             what = "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1"
             yield Problem("cache_frozen_prefix", what)

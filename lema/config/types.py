@@ -50,6 +50,12 @@ def _offloading(value: Any) -> Any:
     raise ValueError(f"must be one of true, false, {', '.join(OFFLOADING)}, not {value!r}")
 
 
+def _packing(value: Any) -> Any:
+    if isinstance(value, bool) or value == "wrapped":
+        return value
+    raise ValueError(f"must be true, false or wrapped, not {value!r}")
+
+
 def _split(value: Any) -> Any:
     if isinstance(value, int | float) and not (0 < value < 1 if isinstance(value, float) else value >= 1):
         raise ValueError(f"must be a fraction between 0 and 1, or a number of rows, not {value!r}")
@@ -135,6 +141,7 @@ InitialValues = Annotated[bool | str, BeforeValidator(_initial)]
 Memory = Annotated[int | float | str, BeforeValidator(_memory)]
 Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
 Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], BeforeValidator(_offloading)]
+Packing = Annotated[bool | Literal["wrapped"], BeforeValidator(_packing)]
 Scale = Annotated[int | float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]

@@ -1,31 +1,86 @@
 """Batches whose order is a pure function of seed and epoch, so that a run resumes at any step without replay."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from lema.data.columns import IGNORED
 from lema.data.dataset import shuffled
 from lema.errors import DataError
 
-__all__ = ["Batch", "Batches", "collate"]
+__all__ = ["OF_ROWS", "Batch", "Batches", "Packs", "collate", "dealt", "share_of", "split_batch"]
 
 TokenRow = Mapping[str, Sequence[int]]
+OF_ROWS = frozenset({"example"})  # what has one value or several for each row, and none for each token
 
 
 class Batch(TypedDict):
     """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`.
 
-    `attention_mask` is absent when no row is padded; `rows` are the rows' places in the data set.
+    `attention_mask` is absent when no row is padded; `rows` are the rows' places in the data set. Packs have
+    `position_ids` instead, which are 0 where one of their rows begins, and at padding.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: NotRequired[torch.Tensor]
+    position_ids: NotRequired[torch.Tensor]
     rows: NotRequired[list[int]]
+
+
+def dealt(
+    lengths: Sequence[int], rank: int = 0, size: int = 1, at_once: int | None = None, batches: int = 1
+) -> list[list[int]]:
+    """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's rows.
+
+    Rows are put together by length, the longest first, so that the fewest tokens pad the others; rows of one length
+    stay in order. Micro-batches are dealt out in turn. So what they are follows from the lengths alone, whatever the
+    number of processes. The last processes get none where there are too few.
+
+    Args:
+        lengths: of the rows, in tokens.
+        at_once: rows of a micro-batch; None: as many as make one for each process and batch, which then do depend on
+            the number of processes.
+        batches: how many batches the rows are.
+    """
+    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    if at_once is None:
+        few, more = divmod(len(order), min(len(order), size * batches))
+        ends = list(range(0, more * (few + 1), few + 1)) + list(range(more * (few + 1), len(order), few))
+    else:
+        ends = list(range(0, len(order), at_once))
+    return [order[first:last] for first, last in zip(ends, [*ends[1:], len(order)], strict=True)][rank::size]
+
+
+def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, torch.Tensor]]:
+    """Cut a batch into micro-batches of at most `rows` rows, each as wide as its longest; None: one micro-batch.
+
+    Columns at the end that no row of the micro-batch attends to or learns are left out.
+    """
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    size = len(tensors["input_ids"])
+    step = rows or size
+    parts = [{name: value[at : at + step] for name, value in tensors.items()} for at in range(0, size, step)]
+    for mask in tensors.keys() & {"attention_mask", "mismatched_attention_mask"}:
+        for part in parts:
+            _cut(part, mask.removesuffix("attention_mask"))
+    return parts
+
+
+def _cut(part: dict[str, torch.Tensor], prefix: str) -> None:
+    """Leave out the columns at the end of a micro-batch that say nothing, of what has names of this prefix."""
+    mask, labels = part[f"{prefix}attention_mask"], part.get(f"{prefix}labels")
+    said = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
+    columns, width = np.flatnonzero(said.any(dim=0).cpu().numpy()), mask.shape[1]
+    end = int(columns[-1]) + 1 if columns.size else width
+    # By their names as well as their widths, because two kinds of rows may be equally wide.
+    for name in [name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)]:
+        if part[name].dim() == 2 and part[name].shape[1] == width:
+            part[name] = part[name][:, :end]
 
 
 def share_of(rows: Sequence[int], rank: int, size: int, micro_batch_size: int | None = None) -> list[int]:
@@ -66,6 +121,11 @@ def collate(
     if not untrained and not bool((labels[:, 1:] != IGNORED).any()):
         how = "every label after the first is -100: its loss would be the mean of nothing"
         raise DataError("a batch has no token to learn", where="collate", how=how)
+    if "position_ids" in rows[0]:
+        # No mask beside them, because it would hide which row of a pack a token is of. At padding they are 0, so that
+        # each token of it is a row of its own.
+        positions = [pad(torch.as_tensor(row["position_ids"]), (0, shape[1] - len(row["labels"]))) for row in rows]
+        return Batch(input_ids=input_ids, labels=labels, position_ids=torch.stack(positions))
     if min(lengths) == shape[1]:
         return Batch(input_ids=input_ids, labels=labels)
     mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
@@ -84,9 +144,10 @@ class Batches:
         seed: decides the order, with the epoch and nothing else.
         shuffle: whether to shuffle at all; if not, every epoch has the order of the data.
         pad_token_id: fills up rows that are shorter than the longest of their batch.
-        rank: of this process, which gets only its share of each batch: see `share_of`.
+        rank: of this process, which gets only its share of each batch: see `dealt`.
         size: how many processes there are.
-        micro_batch_size: as of `share_of`.
+        micro_batch_size: rows computed at once; None: a process's whole share of a batch.
+        apart: put together rows of one batch only, so that its micro-batches are the same in whatever step it is.
 
     Raises:
         DataError: the data set is empty, or `batch_size` is below 1.
@@ -103,6 +164,7 @@ class Batches:
         rank: int = 0,
         size: int = 1,
         micro_batch_size: int | None = None,
+        apart: bool = False,
     ) -> None:
         if not len(dataset):
             raise DataError("the data set is empty", how="give at least one row")
@@ -111,6 +173,10 @@ class Batches:
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.pad_token_id = pad_token_id
         self.rank, self.size, self.micro_batch_size = rank, size, micro_batch_size
+        self._each = getattr(dataset, "rows_each", 1)
+        self._lengths = np.zeros(len(dataset), dtype=np.int64)  # of rows that were read; 0: not yet
+        self._held: dict[int, TokenRow] = {}  # rows that were read for their length, and not collated yet
+        self._apart = apart or hasattr(dataset, "batch_of")  # what is learnt of examples is a mean over their batch
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @property
@@ -126,20 +192,59 @@ class Batches:
         first = place * self.batch_size
         return [int(row) for row in self._order_of(epoch)[first : first + self.batch_size]]
 
+    def groups(self, steps: Sequence[int]) -> list[list[int]]:
+        """The places in the data set of this process's rows of some batches, by micro-batch: see `dealt`."""
+        if self._apart and len(steps) > 1:
+            return [group for step in steps for group in self.groups([step])]
+        rows = [row for step in steps for row in self.rows(step)]
+        lengths = [self._length(row) for row in rows] if len(rows) > 1 else [1]
+        at_once = None if self.micro_batch_size is None else max(1, self.micro_batch_size // self._each)
+        # At most a batch, because memory is planned for that, however many batches a step has.
+        limit = None if at_once is None else min(at_once, self.batch_size)
+        found = dealt(lengths, self.rank, self.size, limit, len(steps))
+        return [[rows[place] for place in group] for group in found]
+
+    def micro_batches(self, steps: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+        """This process's rows of some batches, as what is computed at once: `groups`, each as wide as its longest row.
+
+        Examples of several rows are cut further where not even one may be computed at once.
+        """
+        if (batch_of := getattr(self.dataset, "batch_of", None)) is None:
+            found = [self._collated(group, untrained=True) for group in self.groups(steps)]
+            self._held.clear()  # also of those that other processes have
+            return [{**batch} for batch in found]  # type: ignore[dict-item] # there are no `rows`
+        parts = []
+        for number, step in enumerate(steps):
+            groups = self.groups([step])
+            if rows := [row for group in groups for row in group]:
+                share = batch_of(self.rows(step), rows, self.pad_token_id, number, len(steps))
+                at_once = len(groups[0]) * self._each
+                parts += split_batch(share, min(self.micro_batch_size or at_once, at_once))
+        return parts
+
     def batch(self, step: int) -> Batch | None:
         """This process's share of batch `step`, the same one whenever it is asked for; None: it has no row of it."""
-        whole = rows = self.rows(step)
-        each = getattr(self.dataset, "rows_each", 1)
-        at_once = None if self.micro_batch_size is None else max(1, self.micro_batch_size // each)
-        if self.size > 1 and not (rows := share_of(rows, self.rank, self.size, at_once)):
+        if not (rows := [row for group in self.groups([step]) for row in group]):
             return None
         if (batch_of := getattr(self.dataset, "batch_of", None)) is not None:
-            made: Batch = batch_of(whole, rows, self.pad_token_id)  # examples, which may be of several rows
-            made["rows"] = rows
-            return made
-        batch = collate([self.dataset[row] for row in rows], self.pad_token_id, untrained=self.size > 1)
-        batch["rows"] = rows
-        return batch
+            made: Batch = batch_of(self.rows(step), rows, self.pad_token_id)  # examples, which may be of several rows
+        else:
+            made = self._collated(rows, untrained=self.size > 1)
+        made["rows"] = rows
+        return made
+
+    def _collated(self, rows: Sequence[int], *, untrained: bool) -> Batch:
+        read = [self._held.pop(row) if row in self._held else self.dataset[row] for row in rows]
+        return collate(read, self.pad_token_id, untrained=untrained)
+
+    def _length(self, place: int) -> int:
+        """The tokens of a row, which is read once for them and its batch, because making one may take time."""
+        if (known := getattr(self.dataset, "num_tokens", None)) is not None:
+            return int(known(place))
+        if not self._lengths[place]:
+            self._held[place] = row = self.dataset[place]
+            self._lengths[place] = len(row["input_ids"])
+        return int(self._lengths[place])
 
     def epoch(self, epoch: int = 0) -> Iterator[Batch | None]:
         """All batches of one epoch."""
@@ -152,3 +257,97 @@ class Batches:
             order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
             self._order = (epoch, order)
         return self._order[1]
+
+
+class Packs(Sequence[dict[str, list[int]]]):
+    """Rows of a data set, joined into packs of at most `length` tokens: rows with `position_ids` besides.
+
+    These begin anew with each row of a pack; by that `transformers` keeps attention within the rows. No label stands
+    where a row begins, because the token before it is another row's; no loss is formed there in a row alone, either.
+    Whole rows are joined by best fit, the longest first. Which they are follows from their lengths and the seed, and
+    is the same in every epoch.
+
+    Args:
+        rows: the data set.
+        length: of a pack, at most.
+        seed: draws the order of rows that are equally long.
+        wrapped: lay all rows end to end, in an order that the seed draws, and cut at every `length` tokens. What is
+            cut off begins the next pack as a row of its own.
+
+    Raises:
+        DataError: a row is longer than a pack, and not `wrapped`.
+    """
+
+    def __init__(self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False) -> None:
+        self._rows, self._about = rows, (length, seed, wrapped)
+        known = getattr(rows, "num_tokens", None)
+        sizes = (len(rows[place]["input_ids"]) if known is None else known(place) for place in range(len(rows)))
+        lengths = np.fromiter(sizes, dtype=np.int64, count=len(rows))
+        if not wrapped and len(rows) and lengths.max() > length:
+            place = int(lengths.argmax())
+            what = f"row {place} has {lengths[place]:,} tokens, more than the {length:,} of a pack"
+            raise DataError(what, where="packing", how="raise max_length, shorten the row, or set packing: wrapped")
+        order = shuffled(len(rows), seed, stream=2**32 + 1)
+        places, starts, ends, packs = (_cut_through if wrapped else _fitted)(lengths[order], length)
+        self._places, self._starts, self._ends = order[places], starts, ends
+        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
+        self._sizes = np.bincount(packs, weights=ends - starts).astype(np.int64)
+        full = lengths.sum() / max(1, len(self) * length)
+        line = f"packed: {len(rows):,} rows in {len(self):,} packs of at most {length:,} tokens, {full:.0%} filled"
+        self.notes: tuple[str, ...] = (line,)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+        for piece in range(self._bounds[index], self._bounds[index + 1]):
+            row, part = self._rows[int(self._places[piece])], slice(self._starts[piece], self._ends[piece])
+            pack["input_ids"] += row["input_ids"][part]
+            pack["labels"] += [IGNORED, *row["labels"][part][1:]]
+            pack["position_ids"] += range(self._ends[piece] - self._starts[piece])
+        return pack
+
+    def num_tokens(self, index: int) -> int:
+        """The length of a pack in tokens."""
+        return int(self._sizes[index])
+
+    def fingerprint(self) -> str | None:
+        """A digest of all rows and of how they are joined; None: the data set has none."""
+        of_rows = getattr(self._rows, "fingerprint", None)
+        return None if of_rows is None else f"{of_rows()} packed {self._about}"
+
+
+Pieces = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Of parts of rows, in the order of their packs: which row, where in it the part begins and ends, which pack."""
+
+
+def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
+    """Put whole rows into packs by best-fit decreasing (Johnson, 1974): each where the least is left over."""
+    order = np.argsort(-lengths, kind="stable")
+    packs, count = np.empty(len(lengths), dtype=np.int64), 0
+    free: dict[int, list[int]] = {}  # packs by the tokens that still fit
+    sizes = 0  # bit n is set where there is a pack for n more tokens, so that the best is found by a shift
+    for row in order.tolist():
+        length = int(lengths[row])
+        if fit := sizes >> length:
+            space = length + (fit & -fit).bit_length() - 1
+            pack = free[space].pop()
+            if not free[space]:
+                sizes ^= 1 << space
+        else:
+            space, pack, count = capacity, count, count + 1
+        packs[row] = pack
+        if rest := space - length:
+            free.setdefault(rest, []).append(pack)
+            sizes |= 1 << rest
+    places = np.argsort(packs, kind="stable").astype(np.int64)
+    return places, np.zeros(len(places), dtype=np.int64), lengths[places], packs[places]
+
+
+def _cut_through(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
+    """Cut rows that lie end to end at every multiple of `capacity` tokens."""
+    begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    cuts = np.union1d(begins, np.arange(0, begins[-1], capacity))
+    places = np.searchsorted(begins, cuts[:-1], side="right") - 1
+    return places, cuts[:-1] - begins[places], cuts[1:] - begins[places], cuts[:-1] // capacity

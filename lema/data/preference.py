@@ -122,8 +122,17 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         chosen = held_out(len(self), eval_split, seed)
         return self.select(np.flatnonzero(~chosen)), self.select(np.flatnonzero(chosen))
 
-    def batch_of(self, examples: Sequence[int], mine: Sequence[int], pad_token_id: int = 0) -> Batch:
+    def num_tokens(self, index: int) -> int:
+        """The length of the longest row of example `index`, in tokens."""
+        rows = range(index * self.rows_each, (index + 1) * self.rows_each)
+        return min(self._max_length, max(map(self._rows.num_tokens, rows)))
+
+    def batch_of(
+        self, examples: Sequence[int], mine: Sequence[int], pad_token_id: int = 0, number: int = 0, count: int = 1
+    ) -> Batch:
         """Return the rows of `mine`, which this process has of a batch of `examples`, those of a pair side by side.
+
+        The batch is that of this `number` among the `count` of its step.
 
         Each row of labelled examples also comes with the completion of the one before it in the batch, the first with
         that of the last: `mismatched_input_ids` and so on.
@@ -135,7 +144,7 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         wanted = [row for row, place in zip(known, examples, strict=True) if self._label(place, 0)]
         about[:, Of.TOKENS] = sum(sum(one != IGNORED for one in row["labels"][1:]) for row in wanted)
         about[:, Of.WHOLE] = sum(len(row["labels"]) - 1 for row in wanted)
-        about[:, Of.EXAMPLES], about[:, Of.BATCHES] = len(examples), 1
+        about[:, Of.EXAMPLES], about[:, Of.BATCH], about[:, Of.BATCHES] = len(examples), number, count
         at = {place: number for number, place in enumerate(examples)}
         for number, place in enumerate(place for place in mine for _ in range(self.rows_each)):
             about[number, Of.PLACE] = at[place]

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lema.config import LemaConfig
+from lema.data.batches import OF_ROWS
 from lema.engine.head.loss import IGNORED
 from lema.errors import ConfigError, DataError
 
-__all__ = ["Padding", "cut", "padding_of"]
+__all__ = ["Padding", "cut", "padding_of", "side_by_side"]
 
-OF_ROWS = frozenset({"example"})  # what has one value or several for each row, and none for each token
 VALUES = {"labels": IGNORED}  # of all else zeros: nothing attends to them
 
 
@@ -64,6 +64,11 @@ class Padding:
 def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Leave out of logits `[batch, sequence, vocabulary]` those of padding that was added to these micro-batches."""
     logits[:] = [one[:, : batch["input_ids"].shape[1]] for one, batch in zip(logits, batches, strict=True)]
+
+
+def side_by_side(logits: Sequence[Tensor], width: int) -> Tensor:
+    """Return logits of micro-batches, of which some were cut to their longest row, as those of a batch so many wide."""
+    return torch.cat([pad(one, (0, 0, 0, width - one.shape[1])) for one in logits]) if logits else torch.empty(0)
 
 
 def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding:

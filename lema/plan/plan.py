@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import forms_of, needs_tokenizer, prepare_data
+from lema.data.batches import Packs
 from lema.data.cache import folder_of
 from lema.data.dataset import first_rows
 from lema.data.files import find_files
@@ -174,7 +176,8 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     if preferences or needs_tokenizer(files, forms):
         how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
         tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
-    options: dict[str, Any] = {"max_length": length, "overlong": config.overlong, "forms": forms}
+    longest = sys.maxsize if config.packing == "wrapped" else length
+    options: dict[str, Any] = {"max_length": longest, "overlong": config.overlong, "forms": forms}
     options["vocab_size"] = getattr(planner.blueprint.model.config.get_text_config(), "vocab_size", None)
     options["cache"] = folder_of(config.data_cache)
     if preferences and tokenizer is not None:
@@ -182,7 +185,11 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
         data: Any = prepare_preferences(files, tokenizer, **options)
     else:
         data = prepare_data(files, tokenizer, **options)
-    counts = first_rows(data, config.max_train_samples).counts
+    data = first_rows(data, config.max_train_samples)
+    counts = data.counts
+    if config.packing:
+        packs = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
+        counts = replace(counts, rows=len(packs))
     rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
     part_of_full = planner.demand(scale=tokens / (rows * length))
@@ -238,7 +245,7 @@ def _largest_micro_batch(planner: Planner) -> int:
     one, two = (
         planner.workload
         if rows == own.rows and planner.workload is not None
-        else workload_of(planner.blueprint, MicroBatch(rows, own.length), config)
+        else workload_of(planner.blueprint, replace(own, rows=rows), config)
         for rows in (1, 2)
     )
     at_once = max(1, config.loss_chunk_tokens // own.length)

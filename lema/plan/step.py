@@ -102,7 +102,7 @@ def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
     """Return a micro-batch of a run: what goes beside its rows is the objective's."""
     objective = objective_of(config)
     if objective is None:
-        return MicroBatch(rows, length)
+        return MicroBatch(rows, length, packed=bool(config.packing))
     return MicroBatch(rows, length, objective.reference + 2 * objective.mismatched, settled=True)
 
 

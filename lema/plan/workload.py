@@ -47,11 +47,17 @@ class MicroBatch:
     length: int
     beside: int = 0  # how many times as many rows go through the layers beside them, forward alone
     settled: bool = False  # whether the top layer runs twice, because the loss is known only once all rows are
+    packed: bool = False  # whether each is a pack of several, so that layers are given a mask of which token sees which
 
     @property
     def tokens(self) -> int:
         """How many tokens they have."""
         return self.rows * self.length
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return what the model is given."""
+        ids = torch.ones(self.rows, self.length, dtype=torch.long)
+        return {"input_ids": ids, "position_ids": ids - 1} if self.packed else {"input_ids": ids}
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def calls_of(
     kinds = cost_kinds(split, layers, trained)
     with without_values(split.model):
         learn(split, layers)
-        prelude = split.prelude({"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}, {})
+        prelude = split.prelude(batch.inputs(), {})
         given = _given(split, layers, prelude)
     return _one_of_each(kinds, given), prelude.calls, given
 
@@ -220,19 +226,19 @@ def _measure(
     trained: Sequence[Collection[str]],
     head: HeadCut | None,
 ) -> Workload:
-    tokens = torch.ones(batch.rows, batch.length, dtype=torch.long)
+    inputs = batch.inputs()
     learn(split, layers)
     with Tally() as tally:
-        tally.leave_out([tokens, *split.model.parameters(), *split.model.buffers()])
+        tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
         inside, parameters = f"{split.layers_name}.", split.model.named_parameters()
         outside_trains = any(one.requires_grad and not name.startswith(inside) for name, one in parameters)
-        prelude = split.prelude({"input_ids": tokens}, {}, differentiate=outside_trains)
+        prelude = split.prelude(inputs, {}, differentiate=outside_trains)
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
-    inputs = _given(split, layers, prelude)
-    entered, hidden = inputs[0], inputs[-1]
+    states = _given(split, layers, prelude)
+    entered, hidden = states[0], states[-1]
     works = tuple(
-        _layer_work(split, index, layers[index], prelude.calls[index], inputs[index : index + 2], trained[index])
-        for index in _one_of_each(kinds, inputs)
+        _layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
+        for index in _one_of_each(kinds, states)
     )
     # Where the last layer puts the parts of several processes together, that and its gradient are there beside them.
     whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
@@ -240,7 +246,7 @@ def _measure(
         kinds,
         works,
         _head_work(split, hidden, chunk_tokens, whole),
-        max(one.nbytes for one in inputs[:-1]),
+        max(one.nbytes for one in states[:-1]),
         sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
         tally.peak,
         load("cpu").rng_state().nbytes,

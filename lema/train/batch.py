@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
+from lema.data.batches import Packs
 from lema.data.cache import folder_of
 from lema.data.files import find_files
 from lema.data.preference import PreferenceDataset, prepare_preferences
+from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
+from lema.engine.packing import check_packing
 from lema.errors import DataError
 from lema.model.files import ModelFiles
 
-__all__ = ["as_batch", "as_rows", "read_data"]
+__all__ = ["as_batch", "as_rows", "packed", "read_data"]
 
 NAMES = ("input_ids", "labels", "attention_mask")
 
@@ -126,6 +130,37 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     return read
 
 
+def packed(
+    rows: Any,
+    model: StreamedModel,
+    config: LemaConfig,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    checked: bool = False,
+) -> Any:
+    """Return rows joined into packs, where the config asks for that; `say` is told how many there are.
+
+    The model is asked whether it can be trained on them, unless it is `checked` already.
+
+    Raises:
+        ConfigError: the model does not keep the rows of a pack apart.
+        DataError: a row does not fit.
+    """
+    if rows is None or not config.packing:
+        return rows
+    if not len(rows):
+        raise DataError("the data set is empty", how="give at least one row")
+    some = [rows[place]["input_ids"] for place in range(min(len(rows), 4))]
+    if not checked:
+        check_packing(model, some, config.micro_batch_size or config.batch_size)
+    positions = getattr(model.split.model.config.get_text_config(), "max_position_embeddings", None)
+    length = longest_row(config.max_length, positions)
+    packs = Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")
+    for line in packs.notes:
+        say(line)
+    return packs
+
+
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
 
@@ -135,8 +170,9 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     if data is config.train_data or data is config.eval_data:
         data = find_files(cast("Any", data))  # of data sets by name, one after the other
     text, forms = files.config.get_text_config(), forms_of(config)
+    longest = longest_row(config.max_length, getattr(text, "max_position_embeddings", None))
     options: dict[str, Any] = {
-        "max_length": longest_row(config.max_length, getattr(text, "max_position_embeddings", None)),
+        "max_length": sys.maxsize if config.packing == "wrapped" else longest,  # which are cut into packs later
         "overlong": config.overlong,
         "vocab_size": getattr(text, "vocab_size", None),
         "forms": forms,

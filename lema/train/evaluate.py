@@ -65,14 +65,12 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
 
 def passes_of_rows(dataset: Any, config: LemaConfig, replicas: Replicas) -> Iterator[EvalPass]:
     """Yield this process's batches of a data set, in its order; batches are dealt out to the processes in turn."""
-    batches = Batches(dataset, config.batch_size, shuffle=False)
+    batches = Batches(dataset, config.batch_size, shuffle=False, micro_batch_size=config.micro_batch_size)
     for first in range(0, batches.steps_per_epoch, replicas.size):
         if (step := first + replicas.rank) >= batches.steps_per_epoch:
             yield [], ""
             continue
-        batch = batches.batch(step)
-        assert batch is not None, "a batch that is nobody's share has rows"
-        yield split_batch(batch, config.micro_batch_size), f"evaluation, rows {batch.get('rows')} of the data"
+        yield batches.micro_batches([step]), f"evaluation, rows {batches.rows(step)} of the data"
 
 
 def passes_of_mixture(

@@ -18,6 +18,7 @@ from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
+from lema.train.batch import packed
 from lema.train.checkpoint.adapters import leave_adapter
 from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_beside
 from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, checkpoints, forget_old_checkpoints
@@ -54,17 +55,21 @@ def save_step(
 
 
 class PlainRun:
-    """The one stage of a plain run, whose `steps` may have taken some already; see `lema.train.loop.Stage`."""
+    """The one stage of a plain run, whose `steps` may have taken some already; see `lema.train.loop.Stage`. What there
+    is to say of rows that were joined into packs goes to `say`."""
 
     trains: str | None = None
 
-    def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any) -> None:
+    def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any, say: Say = print) -> None:
         self.steps, self._config = steps, steps.config
         self._output = Path(steps.config.output_dir)
         self._replicas = steps.model.backend.replicas
         config = steps.config
-        self._sampler = StepSampler(first_rows(dataset, config.max_train_samples), config, self._replicas)
-        self._eval_dataset = first_rows(eval_dataset, config.max_eval_samples)
+        rows = first_rows(dataset, config.max_train_samples)
+        rows = packed(rows, steps.model, config, say if self._replicas.first else lambda _: None)
+        self._sampler = StepSampler(rows, config, self._replicas)
+        held = first_rows(eval_dataset, config.max_eval_samples)
+        self._eval_dataset = packed(held, steps.model, config, checked=True)
         self.evaluates = eval_dataset is not None
         self._past: dict[str, Any] = {}  # what an earlier process logged and found best
         self.schedule: LRScheduler  # from `train` on
@@ -246,9 +251,8 @@ class PlainRun:
 
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
-        batches = self._sampler.batches_of(step)
-        rows = [row for batch in batches for row in batch["rows"]]
-        return Drawn(self._sampler.micro_batches(batches), f", rows {rows} of the data", {"rows": rows})
+        rows = self._sampler.rows(step)
+        return Drawn(self._sampler.micro_batches(step), f", rows {rows} of the data", {"rows": rows})
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the data set to evaluate on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +9,7 @@ from torch import Tensor
 
 from lema.backend import Replicas
 from lema.config import LemaConfig
-from lema.data import Batch, Batches
-from lema.data.preference import EXAMPLE, Of
-from lema.engine.head.loss import split_batch
+from lema.data import Batches
 
 __all__ = ["StepSampler"]
 
@@ -33,6 +30,9 @@ class StepSampler:
             rank=replicas.rank,
             size=replicas.size,
             micro_batch_size=config.micro_batch_size,
+            # Where batches come again as they are, micro-batches do as well, because `cache_frozen_prefix` knows them
+            # by what is in them, and is to change no number.
+            apart=not config.shuffle or config.batch_size == 1,
         )
         self._per_step, self._per_epoch = config.gradient_accumulation_steps, self._batches.steps_per_epoch
         all_epochs = max(1, round(config.num_train_epochs * self._per_epoch))
@@ -62,22 +62,23 @@ class StepSampler:
             "seed": config.seed,
         }
 
-    def batches_of(self, step: int) -> list[Batch]:
-        """Return this process's shares of the batches of a step, the first of which is 0."""
-        shares = [self._batches.batch(index) for index in range(step * self._per_step, self._done(step + 1))]
-        for number, share in enumerate(shares):
-            about: Any = None if share is None else share.get(EXAMPLE)
-            if about is not None:
-                about[:, Of.BATCH], about[:, Of.BATCHES] = number, len(shares)
-        return [share for share in shares if share is not None]
+    def rows(self, step: int) -> list[int]:
+        """Return this process's rows of a step, the first of which is 0, in the order of the epoch."""
+        mine = {row for group in self._batches.groups(self._of(step)) for row in group}
+        return [row for batch in self._of(step) for row in self._batches.rows(batch) if row in mine]
 
-    def micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
-        """Cut batches into what is computed at once."""
-        return [part for batch in batches for part in split_batch(batch, self._config.micro_batch_size)]
+    def micro_batches(self, step: int) -> list[dict[str, Tensor]]:
+        """Return these rows as what is computed at once: put together by length, whatever batch of the step they are
+        of, and each micro-batch as wide as its longest row."""
+        return self._batches.micro_batches(self._of(step))
 
     def tokens_of_an_epoch(self) -> int:
         """Return how many tokens this process computes in an epoch, padding included."""
-        return sum(batch["input_ids"].numel() for batch in self._batches.epoch() if batch is not None)
+        parts = (part for index in range(self._per_epoch) for part in self._batches.micro_batches([index]))
+        return sum(part["input_ids"].numel() for part in parts)
+
+    def _of(self, step: int) -> range:
+        return range(step * self._per_step, self._done(step + 1))
 
     def epoch(self, steps: int) -> float:
         """Return how many epochs, and what part of one, lie behind so many steps."""

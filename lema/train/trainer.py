@@ -19,13 +19,14 @@ from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, set_rates, set_update
+from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.model.files import ModelFiles
 from lema.storage import GlobalBinaryIndex
 from lema.storage.locks import one_run
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
-from lema.train.batch import as_batch, as_rows
+from lema.train.batch import as_batch, as_rows, packed
 from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
 from lema.train.checkpoint.changes import SCHEDULE, UPDATE
 from lema.train.checkpoint.format import Writer, check_savable
@@ -104,13 +105,12 @@ class LemaTrainer:
             ConfigError: a checkpoint is due, and another run writes to `output_dir`; the step was taken.
         """
         batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
-        logits: list[Tensor] = []
-        micro_batches = split_batch(batch, self.config.micro_batch_size)
+        logits, micro_batches = list[Tensor](), split_batch(batch, self.config.micro_batch_size)
         result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
         if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
             with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
                 save_step(self)
-        return torch.cat(logits) if logits else torch.empty(0), result.loss
+        return side_by_side(logits, batch["input_ids"].shape[1]), result.loss
 
     def accumulate(
         self,
@@ -212,7 +212,7 @@ class LemaTrainer:
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             read = partial(as_rows, config=self.config, files=self.files, say=say)
-            run, optimizer = PlainRun(self, read(dataset), read(eval_dataset)), self.ready()
+            run, optimizer = PlainRun(self, read(dataset), read(eval_dataset), say), self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
@@ -235,7 +235,7 @@ class LemaTrainer:
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
-        rows = as_rows(dataset, self.config, self.files, no_event)
+        rows = packed(as_rows(dataset, self.config, self.files, no_event), self.model, self.config)
         with watched(self.model, self.config):
             return evaluate(self.model, passes_of_rows(rows, self.config, self.backend.replicas))
 

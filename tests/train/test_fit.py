@@ -54,12 +54,11 @@ def whole_loop(
     for step in range(num_steps):
         first = step * config.gradient_accumulation_steps
         last = min(first + config.gradient_accumulation_steps, batches.steps_per_epoch)
-        parts = [batches.batch(index) for index in range(first, last)]
+        parts = batches.micro_batches(range(first, last))
         tokens = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
         total = 0.0
         for part in parts:
-            inputs = {name: value for name, value in part.items() if name != "rows"}
-            loss = model(**inputs, num_items_in_batch=tokens).loss
+            loss = model(**part, num_items_in_batch=tokens).loss
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
+from lema.data.batches import split_batch
 from lema.errors import DataError
 from lema.model.capture import leaves
 
@@ -38,9 +40,17 @@ def trained_tokens(batches: Iterable[Mapping[str, Any]], *, shifted: bool = True
 
 def attended_tokens(batches: Sequence[Mapping[str, Any]]) -> int:
     """Return how many tokens some batches have, padding not counted."""
-    masks = (batch.get("attention_mask") for batch in batches)
-    sizes = [batch["input_ids"].numel() for batch in batches]
-    return sum(n if m is None else int(np.count_nonzero(m.cpu().numpy())) for n, m in zip(sizes, masks, strict=True))
+    return sum(int(np.count_nonzero(_attended(batch))) for batch in batches)
+
+
+def _attended(batch: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return what is not 0 where a batch `[batch, sequence]` is no padding."""
+    if (mask := batch.get("attention_mask")) is not None:
+        return np.asarray(mask.cpu().numpy())
+    if "position_ids" not in batch:
+        return np.ones(batch["input_ids"].shape, dtype=bool)
+    positions = batch["position_ids"].cpu().numpy()  # of packs, in which a row goes on with position 1, and padding not
+    return np.asarray((positions > 0) | (np.pad(positions, ((0, 0), (0, 1)))[:, 1:] == 1))
 
 
 def _count(targets: Tensor) -> int:
@@ -55,14 +65,6 @@ def blocks(batch: int, sequence: int, chunk_tokens: int) -> Iterator[tuple[slice
     for row in range(0, batch, height):
         for column in range(0, sequence, width):
             yield slice(row, min(row + height, batch)), slice(column, min(column + width, sequence))
-
-
-def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, Tensor]]:
-    """Cut a batch into micro-batches of at most `rows` rows; None: one micro-batch."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    size = len(tensors["input_ids"])
-    step = rows or size
-    return [{name: value[at : at + step] for name, value in tensors.items()} for at in range(0, size, step)]
 
 
 class LossChunks:

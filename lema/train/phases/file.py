@@ -41,6 +41,7 @@ IDLE = {
     "eval_split": "name files to validate on with `eval_data`",
     "num_train_epochs": "each phase has its `tokens`",
     "max_steps": "each phase has its `tokens`",
+    "packing": "give a mixture tokens that are packed already, with `style: PMD`",
     "shuffle": "each phase has its `mixture`",
     "gradient_accumulation_steps": "`batch_size` is the rows of an optimizer step, `micro_batch_size` those at once",
     "cache_frozen_prefix": "leave it out",
