@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
 
 from lema.backend import Backend
 from lema.backend.registry import has_addresses
@@ -21,7 +22,7 @@ from lema.stream.lease import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
 from lema.stream.reader import LayerReader, StoredRows
 
-__all__ = ["StoredTensors", "layer_bytes", "load_outside", "place_outside"]
+__all__ = ["StoredTensors", "draw_head", "layer_bytes", "load_outside", "place_outside"]
 
 
 def layer_bytes(
@@ -122,6 +123,29 @@ def place_outside(
     outside = [name for name in stored.records if not is_in(name, towers) and name not in left_out]
     tied = _same_object(model)
     return outside, stored.place([name for name in outside if tied.get(name, name) == name])
+
+
+def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor | None:
+    """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after `manual_seed`.
+
+    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn.
+    """
+    base = [model.base_model_prefix]
+    absent = [name for name, one in model.named_parameters() if one.is_meta and not is_in(name, base)]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in absent)
+    with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():
+        torch.manual_seed(seed)
+        for name in modules:
+            module = model.get_submodule(name)
+            for own, one in module.named_parameters(recurse=False):
+                if one.is_meta:
+                    drawn = nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=False)
+                    module.register_parameter(own, drawn)
+                else:
+                    one._is_hf_initialized = True  # type: ignore[attr-defined] # so that it is left alone
+            model._init_weights(module)
+            module.to(device)
+        return torch.get_rng_state() if absent else None
 
 
 def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ from lema.storage.index import check_inside
 from lema.storage.modelfiles import check_code, read_config_file
 
 __all__ = [
-    *("EmptyOnMeta", "auto_class", "draw_head", "ends_of", "find_layers", "find_towers", "is_in", "main_dtype"),
+    *("EmptyOnMeta", "auto_class", "ends_of", "find_layers", "find_towers", "is_in", "main_dtype"),
     "meta_model",
     "read_config",
     "scores_texts",
@@ -138,29 +138,6 @@ def scores_texts(model: PreTrainedModel) -> bool:
     """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a text, and no logits."""
     known: Any = AutoModelForSequenceClassification._model_mapping
     return type(model.config) in known and isinstance(model, known[type(model.config)])
-
-
-def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor | None:
-    """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after `manual_seed`.
-
-    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn.
-    """
-    base = [model.base_model_prefix]
-    absent = [name for name, one in model.named_parameters() if one.is_meta and not is_in(name, base)]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in absent)
-    with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():
-        torch.manual_seed(seed)
-        for name in modules:
-            module = model.get_submodule(name)
-            for own, one in module.named_parameters(recurse=False):
-                if one.is_meta:
-                    drawn = nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=False)
-                    module.register_parameter(own, drawn)
-                else:
-                    one._is_hf_initialized = True  # type: ignore[attr-defined] # so that it is left alone
-            model._init_weights(module)
-            module.to(device)
-        return torch.get_rng_state() if absent else None
 
 
 def meta_model(

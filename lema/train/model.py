@@ -34,9 +34,8 @@ from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
-from lema.model.outer_weights import StoredTensors, layer_bytes, load_outside
+from lema.model.outer_weights import StoredTensors, draw_head, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend
-from lema.model.skeleton import draw_head
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import OpenModel
