@@ -70,6 +70,7 @@ class Epoch:
     hours: float  # they take
     cost: float | None  # at the price given; None: none was
     run_steps: int  # optimizer steps of the run, which may be more epochs than one, or less
+    packed_hours: float | None  # an epoch would take if its rows were packed; None: they are, or cannot be
 
     @property
     def run_hours(self) -> float:
@@ -118,6 +119,8 @@ class Plan:
         if self.room.crossover is not None and tokens < self.room.crossover:
             hidden = f"reading is hidden from {human_count(self.room.crossover)} on"
             said += f": {human_count(tokens)} tokens a step, and {hidden}: a larger batch_size would cost less time"
+        if self.epoch is not None and (packed := self.epoch.packed_hours) and self.epoch.hours > 1.5 * packed:
+            said += f"; packing: true would take about {self.epoch.hours / packed:.2g} times less"
         return said
 
     @property
@@ -192,10 +195,14 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
         counts = replace(counts, rows=len(packs))
     rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
-    part_of_full = planner.demand(scale=tokens / (rows * length))
-    hours = steps * planner.simulated(part_of_full, needs.allocation).seconds / 3600
+
+    def hours_of(count: int, filled: float) -> float:
+        return count * planner.simulated(planner.demand(scale=filled), needs.allocation).seconds / 3600
+
+    hours = hours_of(steps, tokens / (rows * length))
     run_steps = config.max_steps or math.ceil(config.num_train_epochs * steps)
-    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours, run_steps)
+    packed = None if config.packing or preferences else hours_of(-(-tokens // planner.shape.tokens), 1.0)
+    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours, run_steps, packed)
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:

@@ -245,6 +245,23 @@ def test_a_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_memory
 
 
 @pytest.mark.slow
+def test_the_verdict_says_what_packing_would_give(tmp_path: Path) -> None:
+    """Where reading is what takes the time, an epoch takes as long as it has steps."""
+    base: dict[str, Any] = {"train_data": str(tmp_path / "rows.jsonl"), "max_length": 96, "batch_size": 2}
+    (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat"}\n' * 40)
+    base |= {"device": "cpu", "model_name_or_path": str(write_model(tmp_path / "model"))}
+    slow = replace(profile("t4"), speeds=replace(profile("t4").speeds, disk=1e4))
+    apart, _ = make_plan(LemaConfig(**base), slow)
+    packed, _ = make_plan(LemaConfig(**base, packing=True), slow)
+    assert apart.epoch is not None and packed.epoch is not None
+    assert packed.epoch.packed_hours is None and packed.epoch.steps < apart.epoch.steps / 2
+    assert apart.epoch.packed_hours == pytest.approx(packed.epoch.hours, rel=0.5)
+    times = f"{apart.epoch.hours / apart.epoch.packed_hours:.2g}"
+    assert f"packing: true would take about {times} times less" in apart.verdict
+    assert "packing" not in packed.verdict
+
+
+@pytest.mark.slow
 def test_the_verdict_says_what_limits_a_step_and_how_many_tokens_would_hide_it(eight: Path) -> None:
     few, many = planned(eight, batch_size=1), planned(eight, batch_size=32)
     assert few.step.bottleneck == "disk"
