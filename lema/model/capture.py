@@ -278,6 +278,7 @@ def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Ite
         yield
     finally:
         for kept, tensors in owned:
+            kept.clear()  # because what PEFT parametrizes comes back as a buffer, where it was a parameter
             kept.update(tensors)
 
 

@@ -334,6 +334,18 @@ def test_a_model_that_scores_texts_is_the_whole_one(
     streamed.close()
 
 
+def test_adapted_routers_are_themselves_again_after_a_step_was_measured(checkpoint_of: CheckpointOf) -> None:
+    """PEFT parametrizes a router in each forward, and under a limit a step is measured before there is one."""
+    checkpoint, batch = checkpoint_of("mixtral"), {"input_ids": rows()[0]["input_ids"][None]}
+    found = []
+    for limit in (None, "1GB"):
+        model = lema.streamed(checkpoint.streamed, lora(), device="cpu", device_memory=limit)
+        with torch.no_grad():
+            found.append(model(**batch).logits)
+        model.close()
+    assert torch.equal(*found)
+
+
 @UNUSED_HEAD
 def test_what_scores_texts_is_no_language_model(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama")
