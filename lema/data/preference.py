@@ -204,13 +204,8 @@ def prepare_preferences(
                 continue
             for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
                 tokens = _tokenized(tokenizer, sides, row, vocab_size)
-                longest = max(len(ids) for ids, _ in tokens)
-                if longest > max_length and overlong == "error":
-                    how = "raise max_length, shorten the row, or set overlong to truncate or drop"
-                    raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
-                start = min(_start(learnt) for _, learnt in tokens)
-                if longest > max_length and (overlong == "drop" or start >= max_length):
-                    columns.drop(row, longest)
+                if not _fits(row, tokens, max_length, overlong):
+                    columns.drop(row, max(len(ids) for ids, _ in tokens))
                     continue
                 mark = GOOD * label | SECOND * (number > 0)
                 for ids, learnt in tokens:
@@ -233,6 +228,16 @@ def prepare_preferences(
     # would be no mismatched one.
     second = (marks & SECOND) > 0
     return made.select(np.argsort(second, kind="stable")) if second.any() else made
+
+
+def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong) -> bool:
+    """Whether the rows of an example are kept: they are short enough, or some of each completion is left of them."""
+    longest = max(len(ids) for ids, _ in tokens)
+    if longest > max_length and overlong == "error":
+        how = "raise max_length, shorten the row, or set overlong to truncate or drop"
+        raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
+    start = min(_start(learnt) for _, learnt in tokens)
+    return longest <= max_length or (overlong != "drop" and start < max_length)
 
 
 GOOD, SECOND = 1, 2

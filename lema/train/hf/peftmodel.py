@@ -87,8 +87,8 @@ def streamed(
         **settings,
     )
     if num_labels is not None and task != SCORES:
-        what = "a causal language model has no labels to score"
-        raise ConfigError(what, where="num_labels", how=f'leave it out, or set task_type="{SCORES}" in the LoraConfig')
+        how = f'leave it out, or set task_type="{SCORES}" in the LoraConfig'
+        raise ConfigError("a causal language model has no labels to score", where="num_labels", how=how)
     labels = (num_labels or 1) if task == SCORES else None
     opened = LemaModel(config, trust_remote_code=trust_remote_code, num_labels=labels)
     try:
@@ -96,17 +96,22 @@ def streamed(
         if max(opened.backend.replicas.size, opened.backend.parallel.size) > 1:
             what = "a model for a foreign trainer streams in one process, and several were started"
             raise ConfigError(what, where="lema.streamed", how="start one, or train with `lema train`")
-        if isinstance(peft_config, LoraConfig):
-            fresh = deepcopy(peft_config)
-            fresh.task_type = task
-            opened.attach_lora(fresh, seed=config.seed)
-        else:
-            opened.begin_with_adapter(peft_config)
+        _attach(opened, peft_config, task)
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
     except BaseException:
         opened.close()
         raise
     return StreamedPeftModel.around(opened)
+
+
+def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
+    """Attach a fresh adapter, or a saved one."""
+    if isinstance(adapter, LoraConfig):
+        fresh = deepcopy(adapter)
+        fresh.task_type = task
+        opened.attach_lora(fresh, seed=opened.config.seed)
+    else:
+        opened.begin_with_adapter(adapter)
 
 
 def _task_of(adapter: LoraConfig | Path) -> str:
