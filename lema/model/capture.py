@@ -312,7 +312,12 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
 
     None: the forward does not run like that, or `look` found nothing.
     """
-    few = {"input_ids": torch.ones(1, FEW_TOKENS, dtype=torch.long), "use_cache": False}
+
+    def run(**given: Any) -> Any:
+        # Made here, where tensors have no values, because models look at the values of those that have.
+        few = torch.ones(1, FEW_TOKENS, dtype=torch.long)
+        return model(**{"input_ids": few, "use_cache": False, **given})
+
     for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
 
         def passed(*args: Any, rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
@@ -322,7 +327,7 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
         apart = without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad()
         by = suppress(*PASSED_THROUGH_THE_MODEL), replaced(dict.fromkeys(layers, passed))
         with apart[0], apart[1], apart[2], by[0], by[1]:
-            if (found := look(lambda **given: model(**{**few, **given}))) is not None:
+            if (found := look(run)) is not None:
                 return found
     return None
 
