@@ -93,9 +93,6 @@ def streamed(
     opened = LemaModel(config, trust_remote_code=trust_remote_code, num_labels=labels)
     try:
         opened.keep_whole(lambda _: False, "it is run by the trainer's own code")
-        if max(opened.backend.replicas.size, opened.backend.parallel.size) > 1:
-            what = "a model for a foreign trainer streams in one process, and several were started"
-            raise ConfigError(what, where="lema.streamed", how="start one, or train with `lema train`")
         _attach(opened, peft_config, task)
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
     except BaseException:
@@ -105,7 +102,10 @@ def streamed(
 
 
 def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
-    """Attach a fresh adapter, or a saved one."""
+    """Attach a fresh adapter, or a saved one, where there is one process."""
+    if max(opened.backend.replicas.size, opened.backend.parallel.size) > 1:
+        what = "a model for a foreign trainer streams in one process, and several were started"
+        raise ConfigError(what, where="lema.streamed", how="start one, or train with `lema train`")
     if isinstance(adapter, LoraConfig):
         fresh = deepcopy(adapter)
         fresh.task_type = task
