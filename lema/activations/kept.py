@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile
 
-__all__ = ["STAGING", "BoundaryArena", "KeptGraphs", "StepBoundaries", "StepGraphs", "graph_input"]
+__all__ = ["STAGING", "BoundaryArena", "KeptGraphs", "StepBoundaries", "StepGraphs"]
 
 STASH = 5  # pieces that leave while compute goes on, and that come back ahead of it
 STAGING = 256 * 2**20  # bytes of host memory through which things go to the disk and come back
@@ -238,25 +237,6 @@ class StepBoundaries:
             yield boundary
             self._to_fetch -= 1
             next(fetched, None)
-
-
-def graph_input(anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:
-    """Return a layer's input as its graph sees it: the graph holds nothing of `state`, its gradient goes to
-    `found[index]`, and autograd refuses to have it written into. `anchor` requires grad."""
-    given: Tensor = _GraphInput.apply(anchor, state, found, index)  # type: ignore[no-untyped-call] # torch's is
-    return given
-
-
-class _GraphInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:  # noqa: ARG004 - autograd looks at it
-        ctx.found, ctx.index = found, index
-        return state.view_as(state)  # a view made here is what autograd guards
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        (ctx.found[ctx.index],) = gradients
-        return None, None, None, None
 
 
 def _like(state: Tensor) -> Tensor:

@@ -26,17 +26,10 @@ class TrainedWeights:
         names: for each layer that trains, the names of the parameters that do, as a lease has them.
         done: called with a layer's number and the gradients of its weights by name, on the device, once they are
             complete for the pass; a weight without a gradient is left out. The callee owns the gradients from then on.
-        begun: returns the gradient that a weight has from the passes before, to which this pass adds; None: none.
     """
 
-    def __init__(
-        self,
-        names: Mapping[int, Collection[str]],
-        done: Callable[[int, Leaves], None],
-        begun: Callable[[int, str], Tensor | None] = lambda *_: None,
-    ) -> None:
-        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
-        self._done, self._begun = done, begun
+    def __init__(self, names: Mapping[int, Collection[str]], done: Callable[[int, Leaves], None]) -> None:
+        self._names, self._done = {layer: frozenset(own) for layer, own in names.items() if own}, done
 
     def trains(self, layer: int) -> bool:
         """Whether anything of a layer's own trains."""
@@ -56,11 +49,6 @@ class TrainedWeights:
                 raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
             found[name] = weight.detach().requires_grad_()
         return found
-
-    def begin(self, layer: int, leaves: Leaves) -> None:
-        """Give the leaves the gradients of the passes before, so that those of this pass are added to them."""
-        for name, leaf in leaves.items():
-            leaf.grad = self._begun(layer, name)
 
     def end(self, layer: int, leaves: Leaves) -> None:
         """Hand the gradients of a layer over, because nothing adds to them any more in this pass."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lema.activations.kept import StepBoundaries, StepGraphs, graph_input
+from lema.activations.kept import StepBoundaries, StepGraphs
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
 from lema.engine.beside import Beside, settled
-from lema.engine.head.gradients import EmbedHead, apart
+from lema.engine.head.gradients import EmbedHead, apart, graph_input
 from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
@@ -214,7 +214,6 @@ class _LayerVisit:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
         engine = self._engine
         after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
-        engine.trained.begin(self._layer, self._leaves)
         with engine.leased(self._layer, "backward") as lease:
             for index, gradient in enumerate(gradients):
                 engine.stop.poll()
@@ -281,8 +280,6 @@ class _TopVisit:
         with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             self._leaves = engine.trained.leaves(top, lease)
-            # Begun in the forward, because the top layer is differentiated here, while it is on lease.
-            engine.trained.begin(top, self._leaves)
             turn: Turn = embed_head.turn
             states, after = None, None
             if self._beside is not None:

@@ -12,8 +12,9 @@ from stream_fakes import LateBackend
 from torch import Tensor
 
 from lema.activations.boundaries import NUM_BUFFERS, TierName
-from lema.activations.kept import BoundaryArena, graph_input
+from lema.activations.kept import BoundaryArena
 from lema.backend import Backend
+from lema.engine.head.gradients import graph_input
 from lema.errors import ReadError
 from lema_cpu import CpuBackend
 

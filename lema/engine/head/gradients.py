@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lema.engine.head.loss import LossChunks
     from lema.engine.head.rows import RowLoss
 
-__all__ = ["EmbedHead", "apart"]
+__all__ = ["EmbedHead", "apart", "graph_input"]
 
 Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 Forward: TypeAlias = Callable[[tuple[Tensor, ...], Sequence[bool]], Made]
@@ -180,3 +180,14 @@ def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Seq
     """
     made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is
     return made
+
+
+def graph_input(anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:
+    """Return a layer's input as its graph sees it: the graph holds nothing of `state`, its gradient goes to
+    `found[index]`, and autograd refuses to have it written into. `anchor` requires grad."""
+
+    def backward(gradients: tuple[Tensor, ...]) -> tuple[()]:
+        (found[index],) = gradients
+        return ()
+
+    return apart(lambda *_: state.view_as(state), backward, anchor, ())  # a view made in there is what autograd guards

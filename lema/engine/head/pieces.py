@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from lema.backend import Backend
 from lema.engine.head.gradients import apart
-from lema.engine.head.loss import IGNORED
+from lema.engine.head.loss import IGNORED, LossChunks
 from lema.model import Split
 from lema.model.capture import replaced
 from lema.stream import Lease
@@ -37,20 +37,6 @@ LOWEST = torch.finfo(torch.float32).min
 MADE_UP = 3  # rows of a weight that stands for the head's while the model is taken apart
 OfLayer: TypeAlias = Callable[[int], AbstractContextManager[Lease]]
 """Holds a layer's weights, or a piece's by the numbers that follow, for the length of a `with` block."""
-
-
-class Chunks(Protocol):
-    """The loss as the passes see it; `lema.engine.head.loss.LossChunks` says what each is."""
-
-    @property
-    def scale(self) -> float | Tensor: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]: ...
-
-    def place(self, index: int, block: Tensor, rows: slice, columns: slice, words: slice, size: int | None) -> None: ...
 
 
 class _Reached(Exception):
@@ -174,7 +160,7 @@ class _Block:
 def piece_passes(
     head: PiecedHead,
     lease: OfLayer,
-    chunks: Chunks,
+    chunks: LossChunks,
     hidden: Sequence[Tensor],
     *,
     differentiate: bool,
@@ -245,7 +231,7 @@ def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_B
     return gradient
 
 
-def visit_head(engine: Engine, head: PiecedHead, chunks: Chunks, hidden: Sequence[Tensor]) -> Tensor:
+def visit_head(engine: Engine, head: PiecedHead, chunks: LossChunks, hidden: Sequence[Tensor]) -> Tensor:
     """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar.
 
     Gradients are formed in the forward, and handed on in the backward.
