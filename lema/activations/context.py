@@ -180,13 +180,10 @@ def get_lora_act_offloading_ctx_manager(
     mode: Mode | Literal[False] = True,
     **options: Any,
 ) -> OffloadActivations | NoOpManager:
-    """Return the context in which a training step of `model` offloads its activations.
-
-    For any `transformers` model, with or without an adapter of PEFT, all of whose parameters may train or few, wrapped
-    for several processes or not. The output head and what comes after it stay on the device, as does what
-    `exclude_modules` names. Arguments and errors are those of `OffloadActivations`; `mode` may be False as well:
-    nothing is moved.
-    """
+    """Return the context in which a training step of `model` offloads its activations. For any `transformers` model,
+    with or without an adapter of PEFT, all of whose parameters may train or few, wrapped for several processes or not.
+    The output head and what comes after it stay on the device, as does what `exclude_modules` names. Arguments and
+    errors are those of `OffloadActivations`; `mode` may be False as well: nothing is moved."""
     if mode is False:  # not a null context, because one that offloads may be open around this one
         return NoOpManager()
     return OffloadActivations(

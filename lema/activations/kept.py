@@ -170,9 +170,8 @@ class BoundaryArena:
         return 0 if self.tier == "device" else self._away.bytes_out
 
     def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> StepBoundaries:
-        """Return where the boundaries of one step go; the disk may have no room for them, which is a `DiskError`.
-
-        The memory of the step before is used again, unless that step still waits for its backward.
+        """Return where the boundaries of one step go; the disk may have no room for them, which is a `DiskError`. The
+        memory of the step before is used again, unless that step still waits for its backward.
 
         Args:
             hidden: the hidden states before the first layer that keeps any, `[batch, sequence, hidden]` per

@@ -108,12 +108,10 @@ class WeightStorages:
         return False
 
     def casts(self, tensor: Tensor, scope: Scope | None) -> bool:
-        """Return whether `tensor` is, or is a view of, a weight of the innermost module, cast by autocast.
-
-        What looks like one is compared with the weight where it first occurs: nothing else tells them from activations
-        of the same shape. A mistake later, where the same module saves something else in the same place, would leave
-        an activation on the device, and change no number.
-        """
+        """Return whether `tensor` is, or is a view of, a weight of the innermost module, cast by autocast. What looks
+        like one is compared with the weight where it first occurs: nothing else tells them from activations of the same
+        shape. A mistake later, where the same module saves something else in the same place, would leave an activation
+        on the device, and change no number."""
         if scope is None or not scope.modules:
             return False  # whether autocast is on cannot be asked here: it is off while an operation runs
         module, saved = scope.modules[-1]

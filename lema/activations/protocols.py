@@ -78,17 +78,13 @@ class WaitingPiece(Protocol):
         """Say whether `memory` would return at once."""
 
     def memory(self) -> Tensor:
-        """Return uint8 `[nbytes]` of host memory that holds the bytes, or that a copy to it is on its way to.
-
-        It blocks until they have been read, where they are elsewhere. What was returned stays until `used`.
-        `DiskError`, `ReadError`: they could not be written, or read, or are not what was written.
-        """
+        """Return uint8 `[nbytes]` of host memory that holds the bytes, or that a copy to it is on its way to. It blocks
+        until they have been read, where they are elsewhere. What was returned stays until `used`. `DiskError`,
+        `ReadError`: they could not be written, or read, or are not what was written."""
 
     def used(self, drained: Callable[[], None]) -> None:
         """Take back what `memory` returned: a copy from there has been queued; `drained` blocks until it has ended.
-
-        `memory` may be asked for again.
-        """
+        `memory` may be asked for again."""
 
     def drop(self) -> None:
         """Nobody wants the bytes any more. May be called twice, and in any state."""

@@ -61,11 +61,9 @@ class Replicas(Protocol):
         """Add up a tensor on the device over all processes, in place; queued like compute. All get the same bits."""
 
     def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        """Start to put an uploaded part of every process, all of one size, one after the other into `whole`.
-
-        `whole`, uint8 `[size * part]` on the device, is overwritten only after the compute queued so far; the part is
-        released once it has been sent.
-        """
+        """Start to put an uploaded part of every process, all of one size, one after the other into `whole`. `whole`,
+        uint8 `[size * part]` on the device, is overwritten only after the compute queued so far; the part is released
+        once it has been sent."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every process's value, in rank order: plain data, through the hosts; no device is waited for."""
@@ -92,10 +90,8 @@ class BackendOptions:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_parts(self, name: str) -> None:
-        """Refuse to divide layers, for a backend that gives each process the whole of them.
-
-        `ConfigError`: the user asks for it.
-        """
+        """Refuse to divide layers, for a backend that gives each process the whole of them. `ConfigError`: the user
+        asks for it."""
         for setting in ("tensor_parallel_size", "sequence_parallel"):
             if getattr(self, setting) not in (None, False, 1):
                 how = "leave it out: several processes train on parts of each batch; shard_weights divides reading"
@@ -122,21 +118,16 @@ class Upload(Protocol):
     """One layer's bytes on their way into a device slot."""
 
     def wait(self) -> Tensor:
-        """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the uploaded bytes.
-
-        It may be called again after `release`, and the slot released again, until something else is uploaded to these
-        slots: until then the bytes are still there. What an earlier `wait` returned is not used any more.
-        """
+        """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the uploaded bytes. It may be called
+        again after `release`, and the slot released again, until something else is uploaded to these slots: until then
+        the bytes are still there. What an earlier `wait` returned is not used any more."""
 
     def release(self) -> None:
         """Give the slot back; it is refilled only after the compute queued so far has finished."""
 
     def drained(self) -> None:
-        """Block until the source may be overwritten.
-
-        It may be called before `release` and more than once. Calls come from a reader thread, and from the training
-        thread only for a copy that has long ended.
-        """
+        """Block until the source may be overwritten. It may be called before `release` and more than once. Calls come
+        from a reader thread, and from the training thread only for a copy that has long ended."""
 
 
 class DeviceSlots(Protocol):
@@ -147,9 +138,7 @@ class DeviceSlots(Protocol):
 
     def upload(self, source: Tensor) -> Upload:
         """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot. It may be dropped meanwhile.
-
-        Slots are released in any order, and an upload may be released without having been waited for.
-        """
+        Slots are released in any order, and an upload may be released without having been waited for."""
 
 
 class Download(Protocol):
@@ -174,12 +163,10 @@ class Parallel(Protocol):
         """How many processes the group has."""
 
     def shard(self, layer: nn.Module) -> None:
-        """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them.
-
-        It is given the model, or one layer where the backend needs to know no more. Each parameter that is divided has
-        an attribute `parallel_layout` afterwards (`lema.backend.layout`), by which the core knows which part of a
-        stored tensor this rank reads, and how to put adapters together.
-        """
+        """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them. It is
+        given the model, or one layer where the backend needs to know no more. Each parameter that is divided has an
+        attribute `parallel_layout` afterwards (`lema.backend.layout`), by which the core knows which part of a stored
+        tensor this rank reads, and how to put adapters together."""
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum over the group the gradients of which each rank has formed a part only."""
@@ -211,11 +198,9 @@ class Carrier(Protocol):
         """Return a ring of `count` slots of `nbytes` bytes on the device."""
 
     def download(self, source: Tensor, target: Tensor) -> Download:
-        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far.
-
-        They have one shape, dtype and strides. Until `release`, the source stays as it is; both may be dropped
-        meanwhile. An upload from `target` after this call brings the downloaded bytes, without a wait in between.
-        """
+        """Start copying `source`, on the device, to `target`, in a host buffer, after the compute queued so far. They
+        have one shape, dtype and strides. Until `release`, the source stays as it is; both may be dropped meanwhile. An
+        upload from `target` after this call brings the downloaded bytes, without a wait in between."""
 
 
 @runtime_checkable
@@ -239,7 +224,6 @@ class Backend(Carrier, Protocol):
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
         """Return uint8 `[nbytes]` of host memory at a page boundary, page-locked where that helps, of exact size.
-
         `memory`, at a page boundary and of that size, is taken in place of new memory, and locked until it is dropped.
         """
 

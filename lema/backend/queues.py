@@ -83,12 +83,10 @@ class Copies:
         self._landings: dict[int, Event] = {}  # by the address of the host memory: the last download to it
 
     def upload(self, target: Tensor, source: Tensor, after: Iterable[Event]) -> Event:
-        """Queue a copy of host memory to the device, after some events; return when it is done.
-
-        What was downloaded to that memory before has landed before it is read. Such copies have a queue of their own:
-        they come in small pieces, soon needed, which shall not stand behind a whole layer of weights; and they wait for
-        compute, as their download did, for which weights shall not wait.
-        """
+        """Queue a copy of host memory to the device, after some events; return when it is done. What was downloaded to
+        that memory before has landed before it is read. Such copies have a queue of their own: they come in small
+        pieces, soon needed, which shall not stand behind a whole layer of weights; and they wait for compute, as their
+        download did, for which weights shall not wait."""
         landing = self._landings.get(_place(source))
         if landing is None:
             return self._uploads.copy(target, source, source, after)

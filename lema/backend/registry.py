@@ -77,13 +77,9 @@ def available() -> list[BackendInfo]:
 
 
 def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
-    """Open the backend that `device` names (`"name"`, or `"name:1"` where it has several devices), and no other.
-
-    "auto" is the first that opens, in the order of their names; one with a true attribute `last_resort` comes after all
-    others.
-
-    Raises:
-        BackendUnavailable: no such backend is installed, or it cannot run here; the message says what is missing.
+    """Open the backend that `device` names (`"name"`, or `"name:1"` where it has several devices), and no other. "auto"
+    is the first that opens, in the order of their names; one with a true attribute `last_resort` comes after all
+    others. `BackendUnavailable`: no such backend is installed, or it cannot run here; the message says what is missing.
     """
     return _first(options)[1] if device == AUTO else _open(_point(device), device, options)
 

@@ -45,17 +45,14 @@ def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
 
 
 def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENCE) -> Joined:
-    """Join the processes that `torchrun` started, so many of which hold one copy together.
-
-    Those of one copy have ranks that follow each other, so that they are on one machine where they can be.
+    """Join the processes that `torchrun` started, so many of which hold one copy together. Those of one copy have ranks
+    that follow each other, so that they are on one machine where they can be. `BackendUnavailable`: the variables that
+    `torchrun` sets are there in part, or the others cannot be reached. `ConfigError`: the processes cannot be divided
+    into such groups.
 
     Args:
         carrier: what `torch.distributed` calls the library that carries tensors between the devices.
         parts: how many hold one copy; None: all.
-
-    Raises:
-        BackendUnavailable: the variables that `torchrun` sets are there in part, or the others cannot be reached.
-        ConfigError: the processes cannot be divided into such groups.
     """
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if "WORLD_SIZE" not in given or given["WORLD_SIZE"] == "1":

@@ -90,14 +90,10 @@ class OomRetry:
         made: list[Any] | None = None,
         purpose: Purpose = "training",
     ) -> T:
-        """Return what `run` makes in one pass. Each attempt finds gradients, generator and `made` as the first did.
-
-        It is given the micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
-        `purpose`. The pass adds to the gradients of `parameters`, and appends to the list `made`.
-
-        Raises:
-            MemoryLimitError: one row does not fit beside one slot.
-        """
+        """Return what `run` makes in one pass. Each attempt finds gradients, generator and `made` as the first did. It
+        is given the micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
+        `purpose`. The pass adds to the gradients of `parameters`, and appends to the list `made`. `MemoryLimitError`:
+        one row does not fit beside one slot."""
         state, count = self._backend.rng_state(), len(made or ())
         with self.once("before the pass"):
             before = [None if one.grad is None else one.grad.clone() for one in parameters if self._alone]
@@ -126,11 +122,9 @@ class OomRetry:
 
     def run_forward(self, place: str, run: Callable[[], T], state: Tensor, sums: Sized = ()) -> T:
         """Return what `run` makes: the forward of one micro-batch through one leased layer, at a `place` of the pass.
-
         Each attempt begins from the generator's `state`, and one that fails must leave none of its tensors in a
         variable of the caller. `sums` are the sums of gradients that attempts add to: once there is one, memory that
-        runs out ends the pass, because an addition to a sum cannot be taken back.
-        """
+        runs out ends the pass, because an addition to a sum cannot be taken back."""
         while True:
             try:
                 with self.at(place):
@@ -158,11 +152,8 @@ class OomRetry:
 
     @contextmanager
     def once(self, place: str) -> Iterator[None]:
-        """Make the one attempt at something that cannot be attempted again, in the `with` block.
-
-        Raises:
-            MemoryLimitError: memory ran out in it.
-        """
+        """Make the one attempt at something that cannot be attempted again, in the `with` block. `MemoryLimitError`:
+        memory ran out in it."""
         try:
             with self.at(place):
                 yield

@@ -31,15 +31,13 @@ FLOOR = {True: 0.01, False: 1e-4}  # relative to the logits; whether numbers hav
 
 @torch.no_grad()
 def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: int) -> None:
-    """Make sure that rows come out of a pack as they come out alone; all processes call this alike.
+    """Make sure that rows come out of a pack as they come out alone; all processes call this alike. `ConfigError`: they
+    do not, so the model does not train on packs.
 
     Args:
         model: the model, with the adapters that it has.
         rows: token ids of some rows of the data, one at least.
         at_once: packs that a micro-batch may have.
-
-    Raises:
-        ConfigError: they do not, so the model does not train on packs.
     """
     how = "set packing: false: rows are put together by length, and no padding is computed that need not be"
     if not model.shifts_labels:

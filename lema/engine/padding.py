@@ -30,14 +30,10 @@ class Padding:
     positions: int | None = None  # the longest row that the model takes; None: any
 
     def of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is.
-
-        A batch that needs no padding gets a mask as well, so that one shape is one graph; none is made where the
-        positions say which rows were packed into one, since a mask would hide that.
-
-        Raises:
-            DataError: rows become longer than the model's positions.
-        """
+        """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is. A batch
+        that needs no padding gets a mask as well, so that one shape is one graph; none is made where the positions say
+        which rows were packed into one, since a mask would hide that. `DataError`: rows become longer than the model's
+        positions."""
         if self.multiple == 1:
             return batch
         length = batch["input_ids"].shape[1]
@@ -73,10 +69,7 @@ def side_by_side(logits: Sequence[Tensor], width: int) -> Tensor:
 
 def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding:
     """Return how rows are padded for `parts` processes that hold one copy of the model, which has so many `positions`.
-
-    Raises:
-        ConfigError: so many processes cannot share such rows.
-    """
+    `ConfigError`: so many processes cannot share such rows."""
     shares = parts if config.sequence_parallel else 1
     multiple = config.pad_to_multiple_of or shares
     if multiple % shares:

@@ -48,17 +48,13 @@ def linear(step: int, total: int, spans: Spans) -> float:
 
 def cosine(step: int, total: int, spans: Spans) -> float:
     """Return `t / w` for t < w, else `(1 + cos(pi (t - w) / (n - w))) / 2`, and 0 from n on: `transformers`' cosine.
-
-    Loshchilov and Hutter, arXiv:1608.03983.
-    """
+    Loshchilov and Hutter, arXiv:1608.03983."""
     return step / spans.warmup if step < spans.warmup else _cosine(step, total, spans.warmup)
 
 
 def wsd(step: int, total: int, spans: Spans) -> float:
-    """Warm-up, stable, decay (arXiv:2404.06395), the rise and the fall both linear.
-
-    `0.01 + 0.99 t / w` for t < w; 1 for w <= t < n - d; `1 - 0.99 (t - (n - d)) / d` from there; 0.01 from n on.
-    """
+    """Warm-up, stable, decay (arXiv:2404.06395), the rise and the fall both linear. `0.01 + 0.99 t / w` for t < w; 1
+    for w <= t < n - d; `1 - 0.99 (t - (n - d)) / d` from there; 0.01 from n on."""
     if step < spans.warmup:
         return _between(LOW, 1.0, step, spans.warmup)
     begins = total - spans.decay
@@ -66,11 +62,9 @@ def wsd(step: int, total: int, spans: Spans) -> float:
 
 
 def wsds(step: int, total: int, spans: Spans) -> float:
-    """Warm-up, stable, decay, and stable again at a tenth: pre-training and fine-tuning in one schedule.
-
-    `0.01 + 0.99 t / w` for t < w; 1 for w <= t < n - s - d; `1 - 0.9 (t - (n - s - d)) / d` for n - s - d <= t < n - s;
-    0.1 from there.
-    """
+    """Warm-up, stable, decay, and stable again at a tenth: pre-training and fine-tuning in one schedule. `0.01 + 0.99 t
+    / w` for t < w; 1 for w <= t < n - s - d; `1 - 0.9 (t - (n - s - d)) / d` for n - s - d <= t < n - s; 0.1 from
+    there."""
     if step < spans.warmup:
         return _between(LOW, 1.0, step, spans.warmup)
     ends = total - spans.tail
@@ -81,10 +75,8 @@ def wsds(step: int, total: int, spans: Spans) -> float:
 
 
 def cosine_rewarm(step: int, total: int, spans: Spans) -> float:
-    """Warm-up from low, then a cosine to low, again in each phase.
-
-    `0.01 + 0.99 t / w` for t < w, else `0.01 + 0.99 (1 + cos(pi (t - w) / (n - w))) / 2`; 0.01 from n on.
-    """
+    """Warm-up from low, then a cosine to low, again in each phase. `0.01 + 0.99 t / w` for t < w, else `0.01 + 0.99 (1
+    + cos(pi (t - w) / (n - w))) / 2`; 0.01 from n on."""
     if step < spans.warmup:
         return _between(LOW, 1.0, step, spans.warmup)
     return LOW + (1.0 - LOW) * _cosine(step, total, spans.warmup)
@@ -121,15 +113,13 @@ def takes(name: str) -> tuple[str, ...]:
 
 
 def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
-    """Return how many steps each part of a schedule takes.
+    """Return how many steps each part of a schedule takes. `ConfigError`: there is no such schedule, it has no such
+    part, or its parts together are longer than it is.
 
     Args:
-        lengths: `warmup`, `decay` and `tail`. A whole number is steps. A fraction is of `total`, rounded down; it is
-            taken as written, so that 0.29 of 100 steps are 29. None is the schedule's own: warm-up is 0.01 for wsd,
-            wsds and cosine_rewarm and 0 for the others, decay 0.1, and the tail 0.5.
-
-    Raises:
-        ConfigError: there is no such schedule, it has no such part, or its parts together are longer than it is.
+        lengths: `warmup`, `decay` and `tail`. A whole number is steps. A fraction is of `total`, rounded down; it
+            is taken as written, so that 0.29 of 100 steps are 29. None is the schedule's own: warm-up is 0.01 for
+            wsd, wsds and cosine_rewarm and 0 for the others, decay 0.1, and the tail 0.5.
     """
     if name not in SCHEDULES:
         near = nearest(name, SCHEDULES)

@@ -36,11 +36,8 @@ class TrainedWeights:
         return layer in self._names
 
     def leaves(self, layer: int, lease: Lease) -> Leaves:
-        """Return a leaf for each weight of a layer that trains: the same bytes, and it requires grad.
-
-        Raises:
-            ModelError: one is not in the lease, or is of a type that has no gradient.
-        """
+        """Return a leaf for each weight of a layer that trains: the same bytes, and it requires grad. `ModelError`: one
+        is not in the lease, or is of a type that has no gradient."""
         found: Leaves = {}
         for name in sorted(self._names.get(layer, ())):
             weight = lease.weights.get(name)

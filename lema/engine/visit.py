@@ -62,10 +62,8 @@ class Engine:
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
-        """Return the generator's state, in the tensor returned last time if nothing was drawn since.
-
-        One tensor is enough, because without dropout every layer and micro-batch has the same state of kilobytes.
-        """
+        """Return the generator's state, in the tensor returned last time if nothing was drawn since. One tensor is
+        enough, because without dropout every layer and micro-batch has the same state of kilobytes."""
         state = self.backend.rng_state()
         if self._state is None or not torch.equal(state, self._state):
             self._state = state
@@ -98,7 +96,6 @@ def visit(
     room: int = 0,
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
-
     `calls` are the layer's other arguments, for each micro-batch. The inputs wait for the backward in `boundaries`, and
     the layer is recomputed there, but for the first micro-batches, whose activations fill `room` bytes; None: all are
     kept, in `graphs` or, without them, on the device. The rows `beside` those that train go through in the same lease.
@@ -117,10 +114,8 @@ def visit_frozen(
     beside: Beside | None = None,
     wait: torch.device | str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s.
-
-    Hidden states come from where they wait and go to the device `wait`; None: they are on the right one.
-    """
+    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s. Hidden states come from
+    where they wait and go to the device `wait`; None: they are on the right one."""
     outputs, place = [], f"in the forward of layer {layer}"
     with engine.leased(layer, "forward") as lease:
 
@@ -237,11 +232,9 @@ class _LayerVisit:
     def _runner(
         self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
     ) -> Callable[[Lease], Tensor]:
-        """Return the function that runs a micro-batch through the layer again, from the generator's first `state`.
-
-        The function does not refer to the visit, because the visit holds the graph that holds the function, and such a
-        circle would keep tensors after their last use.
-        """
+        """Return the function that runs a micro-batch through the layer again, from the generator's first `state`. The
+        function does not refer to the visit, because the visit holds the graph that holds the function, and such a
+        circle would keep tensors after their last use."""
         engine, layer, boundary = self._engine, self._layer, self._boundary
         call, found = self._calls[index], self._found
 
@@ -348,9 +341,7 @@ def _top_layer(
 
 def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Turn:
     """Return what stands for the head where the loss is formed already, and how it changes is `known` but for a factor.
-
-    An attempt that fails is made again, so nothing is let go before the pass has gone on to the next micro-batch.
-    """
+    An attempt that fails is made again, so nothing is let go before the pass has gone on to the next micro-batch."""
     loss = embed_head.loss
     assert isinstance(loss, RowLoss), "the loss is formed with the head"
 

@@ -186,12 +186,10 @@ def _place_plain(
 
 
 def _lead(record: AssembledRecord, dtype: torch.dtype) -> int:
-    """Return how far into its page an assembled tensor begins, so that its first piece is as far as in its file.
-
-    Pieces are commonly whole pages long, and then the others lie as they do in the file, too. Where it would begin at
-    an odd address it begins a page, because the last bit of a product may depend on the address, and `from_pretrained`
-    assembles in memory that is aligned.
-    """
+    """Return how far into its page an assembled tensor begins, so that its first piece is as far as in its file. Pieces
+    are commonly whole pages long, and then the others lie as they do in the file, too. Where it would begin at an odd
+    address it begins a page, because the last bit of a product may depend on the address, and `from_pretrained`
+    assembles in memory that is aligned."""
     width = dtype.itemsize
     lead = next(((one.record.offset + (one.move.read - one.move.write) * width) % PAGE for one in record.pieces), 0)
     return lead if DTYPES[record.dtype] == dtype and lead % VECTOR == 0 else 0

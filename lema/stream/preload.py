@@ -34,12 +34,10 @@ def fill(
     shared: bool,
     spans: Sequence[slice],
 ) -> tuple[dict[int, Upload], dict[int, Tensor]]:
-    """Read the layers that stay; return the uploads of those on the device, and the others' host memory by layer.
-
-    All processes call this, with the same layers. `spans` are the bytes of each layer's buffer that are uploaded. If
+    """Read the layers that stay; return the uploads of those on the device, and the others' host memory by layer. All
+    processes call this, with the same layers. `spans` are the bytes of each layer's buffer that are uploaded. If
     `shared`, all processes keep the same bytes, so that those of a machine need them once. `ReadError`: reading failed,
-    here or in another process; `NonFiniteError`: a weight is NaN or infinite, here or in another process.
-    """
+    here or in another process; `NonFiniteError`: a weight is NaN or infinite, here or in another process."""
     if not residents and not host_cached:
         return {}, {}
     replicas, memory = backend.replicas, None

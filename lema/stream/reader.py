@@ -226,13 +226,9 @@ class StoredRows:
         self._firsts = np.array([one.first for one in ranges])
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, int64, sorted, each there once: `[ids, width]` in host memory.
-
-        Raises:
-            IndexError: there is no such row; as torch says it.
-            ReadError: they could not be read.
-            NonFiniteError: an element of them is NaN or infinite.
-        """
+        """Return the rows of `ids`, int64, sorted, each there once: `[ids, width]` in host memory. `IndexError`: there
+        is no such row; as torch says it. `ReadError`: they could not be read. `NonFiniteError`: an element of them is
+        NaN or infinite."""
         wanted = ids.numpy()
         if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self._num_rows:
             raise IndexError("index out of range in self")

@@ -31,11 +31,9 @@ def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
 
 def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tuple[int, ...]:
     """Return which leases of `order` find their layer gone, or never fetched, as layers in the order they are fetched.
-
     The layers pass through so many `places`, empty at first, except those `held` in memory of their own. A layer is
     still there if fewer than `places` other layers were on lease since. Belady's rule (1966: give up what is wanted
-    last) comes to this where places are refilled as early as possible, so that reading is hidden.
-    """
+    last) comes to this where places are refilled as early as possible, so that reading is hidden."""
     recent: list[int] = []  # the layers that are there, the latest last
     found = []
     for layer in order:

@@ -36,12 +36,10 @@ def _leased(stream: LayerStream, index: int) -> Iterator[Lease]:
 
 
 def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = "device") -> list[Callable[..., Any]]:
-    """Return a forward for each layer that leases it as the model's own forward reaches it.
-
-    The forward of one layer after the other is what a cache of keys and values needs, and what one token at a time
-    allows; training goes layer-major instead. With keys and values on the "host", those of one layer at a time are on
-    the device: they come with the layer's lease and leave with it, whatever kind of cache `transformers` made.
-    """
+    """Return a forward for each layer that leases it as the model's own forward reaches it. The forward of one layer
+    after the other is what a cache of keys and values needs, and what one token at a time allows; training goes
+    layer-major instead. With keys and values on the "host", those of one layer at a time are on the device: they come
+    with the layer's lease and leave with it, whatever kind of cache `transformers` made."""
 
     def forward(index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -39,15 +39,13 @@ def complete(
     told: Callable[[int], object] = lambda _: None,
     head: PiecedHead | None = None,
 ) -> list[Generated]:
-    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each.
+    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `DataError`:
+    there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers` knows, or a text is
+    to stop at an empty string.
 
     Args:
         options: of `transformers`' `generate`.
         told: called after each token with how many texts got one; of beams it is not.
-
-    Raises:
-        DataError: there is no prompt, or one has no tokens.
-        ConfigError: an option is none that `transformers` knows, or a text is to stop at an empty string.
     """
     asked = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
     settings, width = asked.settings, max(map(len, checked(prompts)))
@@ -73,11 +71,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[
 
 
 def checked(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Return the prompts, each of token ids.
-
-    Raises:
-        DataError: there is none, or one has no tokens.
-    """
+    """Return the prompts, each of token ids. `DataError`: there is none, or one has no tokens."""
     if not prompts:
         raise DataError("there is no prompt", where="generate", how="give one text or several")
     if empty := [str(place) for place, prompt in enumerate(prompts, 1) if not len(prompt)]:

@@ -156,11 +156,8 @@ class HeadCut:
         return f"{trained[0]} trains, which is outside the layers" if trained else None
 
     def keep_whole(self, tables: RowTables, why: str = "") -> int:
-        """Have the head whole on the device after all; return what that takes of it.
-
-        Raises:
-            ConfigError: the settings ask for it to be cut, and `why` says why it cannot be.
-        """
+        """Have the head whole on the device after all; return what that takes of it. `ConfigError`: the settings ask
+        for it to be cut, and `why` says why it cannot be."""
         if self.module is None:
             return 0
         module, self.module = self.module, None
@@ -205,10 +202,7 @@ def open_ends(
     planned_for: Backend | str | None = None,
 ) -> tuple[HeadCut, RowTables]:
     """Return what of a model's ends need not be loaded: its head, and tables that are looked up row by row.
-
-    Raises:
-        ConfigError: the settings ask for what cannot be.
-    """
+    `ConfigError`: the settings ask for what cannot be."""
     # Of a loss that is no cross-entropy of tokens the passes over the pieces know nothing.
     limited = config.device_memory is not None and config.plain_cross_entropy
     head = HeadCut(model, stored, config.head, limited=limited, parallel=parallel, planned_for=planned_for)
@@ -224,10 +218,8 @@ def _head_of(model: PreTrainedModel) -> nn.Linear | None:
 
 
 def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
-    """Return what the model does with its logits that it does not do to each alone; None: it does nothing else.
-
-    It is run without values, once with the product by all of the weight and once by a few of its rows.
-    """
+    """Return what the model does with its logits that it does not do to each alone; None: it does nothing else. It is
+    run without values, once with the product by all of the weight and once by a few of its rows."""
     layers = find_layers(model)[1]
     tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is module.weight]
 

@@ -137,9 +137,7 @@ class EmbedHead:
 
 def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
     """Cut the arguments of one micro-batch's calls off from their graphs; return those cut, each with what replaced it.
-
-    A tensor that several layers are given stays one.
-    """
+    A tensor that several layers are given stays one."""
     cut: dict[int, tuple[Tensor, Tensor]] = {}
 
     def off(value: Any) -> Any:
@@ -172,12 +170,10 @@ class _Apart(torch.autograd.Function):
 
 
 def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Made:
-    """Return what `forward` makes of tensors, without a graph, of which it is told who needs a gradient.
-
-    Autograd calls `backward` with the gradients of what it made when these are there, for the gradients of what it was
-    given. It knows nothing of graphs inside, whose weights may be on lease only then. `anchor` requires grad, so that
-    autograd comes by even where nothing given does.
-    """
+    """Return what `forward` makes of tensors, without a graph, of which it is told who needs a gradient. Autograd calls
+    `backward` with the gradients of what it made when these are there, for the gradients of what it was given. It knows
+    nothing of graphs inside, whose weights may be on lease only then. `anchor` requires grad, so that autograd comes by
+    even where nothing given does."""
     made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is
     return made
 

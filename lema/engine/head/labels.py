@@ -27,11 +27,9 @@ SAME_LABELS = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.con
 
 
 def shifts_labels(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
-    """Whether a model's own loss compares a position with the label of the next one; if not, with its own.
-
-    A model that does not compute a cross-entropy of labels alone is taken to shift them, as nearly all do. Warns where
-    it does not, because data that are made for those would train the model to repeat its input.
-    """
+    """Whether a model's own loss compares a position with the label of the next one; if not, with its own. A model that
+    does not compute a cross-entropy of labels alone is taken to shift them, as nearly all do. Warns where it does not,
+    because data that are made for those would train the model to repeat its input."""
 
     def look(run: Callable[..., Any]) -> bool | None:
         labels = torch.ones(2, FEW_TOKENS, dtype=torch.long)

@@ -34,15 +34,13 @@ class Likelihood:
 def likelihoods(
     model: StreamedModel, micro_batches: Sequence[Mapping[str, Tensor]], *, on_host: bool = False
 ) -> list[Likelihood]:
-    """Return how likely each row's targets are, in one pass over the layers.
+    """Return how likely each row's targets are, in one pass over the layers. `ConfigError`: the head is streamed in
+    pieces.
 
     Args:
-        micro_batches: padded on the right. Other than in training, a label is the token *after* its position, because
-            the last one is no input; -100 is not asked about.
+        micro_batches: padded on the right. Other than in training, a label is the token *after* its position,
+            because the last one is no input; -100 is not asked about.
         on_host: hidden states wait in host memory between layers.
-
-    Raises:
-        ConfigError: the head is streamed in pieces.
     """
     if model.head is not None:
         what = "likelihoods are of whole logits, and the head's weight is streamed in pieces"
@@ -58,11 +56,9 @@ def _of_pass(model: StreamedModel, on_host: bool, micro_batches: Sequence[Mappin
 
 
 def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likelihood]:
-    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence, hidden]`.
-
-    `known` are the targets in host memory, where they can be looked at without waiting for the device: the token after
-    each position, int64 `[batch, sequence]`; -100 where nothing is asked.
-    """
+    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence, hidden]`. `known`
+    are the targets in host memory, where they can be looked at without waiting for the device: the token after each
+    position, int64 `[batch, sequence]`; -100 where nothing is asked."""
     rows, columns = torch.nonzero(known != IGNORED, as_tuple=True)
     hidden, targets, chunk = hidden.to(model.backend.device), known.to(model.backend.device), model.loss_chunk_tokens
     sums, greedy = [0.0] * len(known), [True] * len(known)

@@ -26,10 +26,8 @@ IGNORED = -100  # the label of a token that is not trained, as everywhere in the
 
 
 def targets_of(labels: Tensor, *, shifted: bool = True) -> Tensor:
-    """Shift labels `[batch, sequence]` so that position t holds the token that t predicts; the last predicts none.
-
-    Not `shifted`, they are so already; see `lema.engine.head.labels`.
-    """
+    """Shift labels `[batch, sequence]` so that position t holds the token that t predicts; the last predicts none. Not
+    `shifted`, they are so already; see `lema.engine.head.labels`."""
     return pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted else labels
 
 
@@ -127,9 +125,7 @@ class LossChunks:
         sums: dict[nn.Parameter, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and the gradient of `scale` times it, shaped as `hidden`.
-
-        Given the leaves of a block's graph, `choose` returns the parameters whose gradients are added up in `sums`.
-        """
+        Given the leaves of a block's graph, `choose` returns the parameters whose gradients are added up in `sums`."""
         gradient = torch.zeros_like(hidden)
         values = []
         for rows, columns in self._blocks(index):

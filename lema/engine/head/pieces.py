@@ -167,7 +167,6 @@ def piece_passes(
     poll: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Take every micro-batch's last output of the layers through the pieces, and back where it is differentiated.
-
     `poll` is called before each micro-batch in each piece; what it raises ends the passes.
 
     Returns:
@@ -232,10 +231,8 @@ def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_B
 
 
 def visit_head(engine: Engine, head: PiecedHead, chunks: LossChunks, hidden: Sequence[Tensor]) -> Tensor:
-    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar.
-
-    Gradients are formed in the forward, and handed on in the backward.
-    """
+    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar. Gradients are formed in the
+    forward, and handed on in the backward."""
     formed = list[Tensor]()
 
     def forward(hidden: Sequence[Tensor], _: Sequence[bool]) -> Tensor:
