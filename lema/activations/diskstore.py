@@ -16,11 +16,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from lema.activations.hoststore import HostPool
+from lema.activations.hoststore import HostPiece, HostPool, HostStore
 from lema.errors import DiskError, ReadError
 from lema.storage.spillfile import Extents, OffloadFile, as_bytes, whole_blocks
 
-__all__ = ["DiskPiece", "DiskStore"]
+__all__ = ["DiskPiece", "DiskStore", "Store", "WaitingPiece"]
 
 Kind = Literal["write", "read", "drain"]  # a drain waits until a device has copied from a buffer, or to it
 
@@ -36,7 +36,8 @@ class _Transfer:
 
 
 class DiskPiece:
-    """One piece on the disk, and at times in a buffer; see `lema.activations.protocols.WaitingPiece`."""
+    """Where the bytes of one piece of device memory wait: on the disk, and at times in a buffer. Its methods are called
+    from one thread at a time, `drop` excepted, which any thread may call at any time, also a garbage collector."""
 
     def __init__(self, store: DiskStore, start: int, nbytes: int, buffer: Tensor) -> None:
         self._store, self.start, self.nbytes = store, start, nbytes
@@ -55,12 +56,12 @@ class DiskPiece:
         return whole_blocks(self.nbytes)
 
     def fill(self) -> Tensor:
-        """Return where the bytes are to be put."""
+        """Return uint8 `[nbytes]` of host memory, to be filled; called once, first."""
         assert self.buffer is not None, "the buffer of a piece was wanted that has none"
         return self.buffer[: self.nbytes]
 
     def filled(self, landed: Callable[[], None]) -> None:
-        """Have them written once they have landed."""
+        """Take what `fill` returned: a copy to it is on its way; `landed` blocks, in any thread, until it is there."""
         assert self.buffer is not None, "a piece was filled that has no buffer"
         memory, store = as_bytes(self.buffer), self._store
 
@@ -73,7 +74,7 @@ class DiskPiece:
             store._begin(_Transfer(self, "write", store._file.write(memory, self.start, before), landed))
 
     def expect(self) -> None:
-        """Start reading them, if there is a buffer, or one with what is not expected. Never blocks."""
+        """Start bringing the bytes to host memory, if they are elsewhere and there is room. Never blocks."""
         store = self._store
         if not store._lock.acquire(blocking=False):  # because another thread that waits for room may hold it long
             return
@@ -93,7 +94,8 @@ class DiskPiece:
         return self.buffer is not None and (reading is None or reading.future.done())
 
     def memory(self) -> Tensor:
-        """Return them, as soon as they have been read."""
+        """Return uint8 `[nbytes]` of host memory that holds the bytes, or that a copy to it is on its way to; it stays
+        until `used`. `DiskError`, `ReadError`: they could not be written, or read, or are not what was written."""
         store = self._store
         with store._lock:
             store._check()
@@ -115,7 +117,8 @@ class DiskPiece:
         return self.fill()
 
     def used(self, drained: Callable[[], None]) -> None:
-        """Take back what `memory` returned, to be used again when it has drained."""
+        """Take back what `memory` returned: a copy from there has been queued; `drained` blocks until it has ended.
+        `memory` may be asked for again."""
         with self._store._lock:
             assert self.lent, "a piece was given back that had not been asked for"
             self.lent = False
@@ -123,7 +126,7 @@ class DiskPiece:
                 self._store._begin(_Transfer(self, "drain", self._store._drains.submit(drained)))
 
     def drop(self) -> None:
-        """Let everything of it be given back, as soon as nothing touches it."""
+        """Nobody wants the bytes any more. May be called twice, and in any state."""
         self.dropped = True
         self._store._dropped.append(self)
 
@@ -139,7 +142,7 @@ class DiskPiece:
 
 
 class DiskStore:
-    """`lema.activations.protocols.Store` in a file, which it closes. Any thread may call it.
+    """Room for pieces in a file, which it closes. Any thread may call it.
 
     Bytes pass through `staging`, a pool of nobody else's, with a limit; one piece that is larger passes all the same.
     The file may have `limit` bytes; None: as many as the disk has.
@@ -356,3 +359,7 @@ class DiskStore:
         if piece is not None:
             self._put_back(piece)
         return piece is not None
+
+
+WaitingPiece = HostPiece | DiskPiece
+Store = HostStore | DiskStore

@@ -6,13 +6,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psutil
 from torch import Tensor
 
-from lema.activations.protocols import Store, WaitingPiece
 from lema.backend.hostmemory import memory_available
 from lema.storage.spillfile import whole_blocks
+
+if TYPE_CHECKING:
+    from lema.activations.diskstore import DiskPiece, DiskStore
 
 __all__ = ["HostPiece", "HostPool", "HostStore"]
 
@@ -162,14 +165,14 @@ class HostPool:
 
 
 class HostStore:
-    """`lema.activations.protocols.Store` in host memory; what has no room there goes to the store `beyond` it. A buffer
+    """Room in host memory for pieces; what has none there goes to the store `beyond` it, if there is one. A buffer
     is used again for the next piece while the copy from there may still be under way: whoever drops a place must have
     made compute wait for that copy, which the next copy to the buffer comes after."""
 
-    def __init__(self, pool: HostPool, beyond: Store | None = None) -> None:
+    def __init__(self, pool: HostPool, beyond: DiskStore | None = None) -> None:
         self.pool, self.beyond = pool, beyond
 
-    def place(self, nbytes: int) -> WaitingPiece | None:
+    def place(self, nbytes: int) -> HostPiece | DiskPiece | None:
         """Return room for `nbytes`; None: there is none. What `beyond` raises, this does."""
         if (buffer := self.pool.take(nbytes)) is not None:
             return HostPiece(buffer, self.pool.give)
@@ -183,7 +186,8 @@ class HostStore:
 
 
 class HostPiece:
-    """One piece in host memory, uint8 `[nbytes]`. `give` takes the buffer back; a garbage collector may call it."""
+    """One piece in host memory, uint8 `[nbytes]`, with the methods of `lema.activations.diskstore.DiskPiece`. `give`
+    takes the buffer back; a garbage collector may call it."""
 
     def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
         self._buffer, self._give = [buffer], give

@@ -1,6 +1,6 @@
 """The core of offloading: moves what autograd saves for the backward off the device, and brings it back.
 
-What is moved, where to, and by which means are parts that are given to it (`lema.activations.protocols`). It remembers
+What is moved, where to, and by which means are parts that are given to it (`choice`, `store`, `carrier`). It remembers
 nothing that a graph does not hold: what is packed into a graph owns its piece, and with the graph everything goes. So a
 graph may be kept, differentiated twice, dropped half way, or live beside others. Casts of weights, as autocast makes
 them for adapters, are kept as the weight and the type, and are cast again (`lema.activations.policy.WeightView`).
@@ -19,9 +19,10 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
+from lema.activations.diskstore import Store
 from lema.activations.pieces import Piece, span_of, view
 from lema.activations.policy import WeightView
-from lema.activations.protocols import Choice, Counters, Kept, Store
+from lema.activations.protocols import Choice, Counters, Kept
 from lema.backend import Carrier
 
 __all__ = ["Offload", "Order", "Packed"]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lema.activations.protocols import Counters, WaitingPiece
+from lema.activations.diskstore import WaitingPiece
+from lema.activations.protocols import Counters
 from lema.backend import Carrier, Download, Upload
 from lema.errors import LemaError
 

@@ -1,6 +1,6 @@
-"""The protocols of offloading: what to move (`Choice`), where to (`Store`, `Place`), and the counters of what was done.
+"""What offloading is told to move (`Choice`), why the rest stays, and the counters of what was done.
 
-How bytes travel is a third protocol, `lema.backend.protocols.Carrier`, and every backend is one.
+Where to is a store (`lema.activations.diskstore.Store`); how bytes travel is `lema.backend.Carrier`, as every backend.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Choice", "Counters", "Kept", "Store", "WaitingPiece"]
+__all__ = ["Choice", "Counters", "Kept"]
 
 
 class Kept(StrEnum):
@@ -59,42 +59,3 @@ class Counters:
 
 Choice = Callable[[Tensor], Kept | None]
 """What to move: returns why a tensor that autograd is about to save stays where it is; None: it is to be moved."""
-
-
-class WaitingPiece(Protocol):
-    """Where the bytes of one piece of device memory wait. Its methods are called from one thread at a time, `drop`
-    excepted, which any thread may call at any time, a garbage collector among them."""
-
-    def fill(self) -> Tensor:
-        """Return uint8 `[nbytes]` of host memory, to be filled; called once, first."""
-
-    def filled(self, landed: Callable[[], None]) -> None:
-        """Take what `fill` returned: a copy to it is on its way; `landed` blocks, in any thread, until it is there."""
-
-    def expect(self) -> None:
-        """Start bringing the bytes to host memory, if they are elsewhere and there is room. Never blocks."""
-
-    def ready(self) -> bool:
-        """Say whether `memory` would return at once."""
-
-    def memory(self) -> Tensor:
-        """Return uint8 `[nbytes]` of host memory that holds the bytes, or that a copy to it is on its way to. It blocks
-        until they have been read, where they are elsewhere. What was returned stays until `used`. `DiskError`,
-        `ReadError`: they could not be written, or read, or are not what was written."""
-
-    def used(self, drained: Callable[[], None]) -> None:
-        """Take back what `memory` returned: a copy from there has been queued; `drained` blocks until it has ended.
-        `memory` may be asked for again."""
-
-    def drop(self) -> None:
-        """Nobody wants the bytes any more. May be called twice, and in any state."""
-
-
-class Store(Protocol):
-    """Where to."""
-
-    def place(self, nbytes: int) -> WaitingPiece | None:
-        """Return room for `nbytes`; None: there is none."""
-
-    def close(self) -> None:
-        """Give everything back."""

@@ -348,7 +348,8 @@ def _pieces_work(
     pieced = head.pieced(split, load("cpu"), layers)
     assert pieced is not None
     stream = _Leases(dict(enumerate(map(fake_weights, head.pieces(layers)), len(layers))))
-    leaf, chunks = torch.empty_like(hidden), _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)
+    leaf = torch.empty_like(hidden)
+    chunks: Any = _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)  # stands for `LossChunks`
     with Tally() as tally:
         tally.leave_out([leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)])
         given = pieced.inputs(leaf)
