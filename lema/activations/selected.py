@@ -7,8 +7,8 @@ moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,10 +56,10 @@ def offloaded_ops(
         raise ConfigError("outputs of operations are moved as storages, and tensors of this device have none")
     chosen = frozenset(overload for op in ops for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS))
 
-    # One region for each call of a checkpoint, because the graph of that call holds it until its backward.
+    # One pair for each call of a checkpoint, because the graph of that call holds it until its backward.
     def contexts() -> Contexts:
-        region = _Region(chosen, core)
-        return _Keeping(region), _BringingBack(region)
+        forward = _Keeping(chosen, core)
+        return forward, _BringingBack(chosen, forward.calls)
 
     return contexts
 
@@ -80,37 +80,28 @@ class _Call:
     drawn: dict[torch.device, tuple[Tensor, Tensor]]  # where it drew, the generator's state before and after
 
 
-@dataclass(eq=False)
-class _Region:
-    """One run of a checkpointed function: the calls it made, in order. The graph holds it."""
-
-    ops: frozenset[Any]
-    offload: Offload
-    calls: list[_Call] = field(default_factory=list)
-
-
 class _Keeping(TorchDispatchMode):
-    """The forward of a region."""
+    """One run of a checkpointed function, and the calls of chosen operators that it made, in order."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, ops: frozenset[Any], offload: Offload) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._region = region
+        self._ops, self._offload, self.calls = ops, offload, list[_Call]()
         self._kept: dict[int, tuple[StorageWeakRef, Any]] = {}  # storages of outputs, and whose they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             self._refuse_if_kept(func, tensor)
-        if func not in self._region.ops:
+        if func not in self._ops:
             return func(*args, **kwargs)
         devices = {tensor.device for tensor in _tensors((*args, *kwargs.values()))}
         before = {device: _random_state(device) for device in devices}
         out = func(*args, **kwargs)
         after = {device: _random_state(device) for device in devices}
         drawn = {device: (old, after[device]) for device, old in before.items() if not torch.equal(old, after[device])}
-        self._region.calls.append(_Call(func, tree_map_only(Tensor, self._packed, out), drawn))
+        self.calls.append(_Call(func, tree_map_only(Tensor, self._packed, out), drawn))
         for tensor in _tensors(out):
             for key in storages_of(tensor):
                 self._kept[key] = StorageWeakRef(tensor.untyped_storage()), func
@@ -121,10 +112,10 @@ class _Keeping(TorchDispatchMode):
         # that a write into the tensor is seen, and with this they do.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             if (scope := current()) is None:
-                return _Waiting(self._region.offload.pack(tensor))
+                return _Waiting(self._offload.pack(tensor))
             scope.mark(tensor)  # chosen by name, even where only layers' inputs are
             try:
-                return _Waiting(self._region.offload.pack(tensor))
+                return _Waiting(self._offload.pack(tensor))
             finally:
                 scope.unmark(tensor)
 
@@ -140,23 +131,22 @@ class _Keeping(TorchDispatchMode):
 
 
 class _BringingBack(TorchDispatchMode):
-    """The recomputation of a region, which may take place more than once."""
+    """The recomputation of what made these calls, which may take place more than once."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, ops: frozenset[Any], calls: Sequence[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._region, self._next = region, 0
+        self._ops, self._calls, self._next = ops, calls, 0
 
     def __enter__(self) -> Any:
         self._next = 0
         return super().__enter__()  # type: ignore[no-untyped-call] # torch's is
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._region.ops:
+        if func not in self._ops:
             return func(*args, **(kwargs or {}))
-        calls = self._region.calls
-        call = calls[self._next] if self._next < len(calls) else None
+        call = self._calls[self._next] if self._next < len(self._calls) else None
         if call is None or call.op is not func:
             raise LemaError(
                 f"a checkpoint's recomputation came to {func} where its forward had "

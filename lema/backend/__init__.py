@@ -3,26 +3,21 @@
 docs/internals/processes.md describes the folder.
 """
 
-from typing import TYPE_CHECKING
-
-from lema import lazy_exports
-
-if TYPE_CHECKING:
-    from lema.backend.findings import Fact, Finding, Level
-    from lema.backend.group import Alone, Downloaded, SingleProcess
-    from lema.backend.protocols import (
-        Backend,
-        BackendOptions,
-        Carrier,
-        DeviceSlots,
-        Download,
-        Gathering,
-        MemoryStats,
-        Parallel,
-        Replicas,
-        Upload,
-    )
-    from lema.backend.registry import BackendInfo, available, load
+from lema.backend.findings import Fact, Finding, Level
+from lema.backend.group import Alone, Downloaded, SingleProcess
+from lema.backend.protocols import (
+    Backend,
+    BackendOptions,
+    Carrier,
+    DeviceSlots,
+    Download,
+    Gathering,
+    MemoryStats,
+    Parallel,
+    Replicas,
+    Upload,
+)
+from lema.backend.registry import BackendInfo, available, load
 
 __all__ = [
     "Alone",
@@ -45,13 +40,3 @@ __all__ = [
     "available",
     "load",
 ]
-
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys(__all__, "protocols"),  # all but the names below
-        **dict.fromkeys(("Alone", "Downloaded", "SingleProcess"), "group"),
-        **dict.fromkeys(("Fact", "Finding", "Level"), "findings"),
-        **dict.fromkeys(("BackendInfo", "available", "load"), "registry"),
-    },
-)

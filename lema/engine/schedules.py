@@ -31,85 +31,67 @@ class Spans:
     tail: int = 0  # `s`, at the end, over which it stays low
 
 
-Schedule = Callable[..., float]  # of the step, how many the schedule is made for, and its spans
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule: `low + (1 - low) t / w` for t < w, and from there what `falls` makes of t, n and the spans."""
 
+    parts: Mapping[str, float]  # those it has, each with its length where none is given: a fraction of all steps
+    falls: Callable[[int, int, Spans], float]
+    low: float = 0.0
 
-def constant_with_warmup(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
-    """Return `t / w` for t < w, else 1: `transformers`' constant_with_warmup, and constant, which has no w."""
-    return step / spans.warmup if step < spans.warmup else 1.0
-
-
-def linear(step: int, total: int, spans: Spans) -> float:
-    """Return `t / w` for t < w, else `(n - t) / (n - w)`, and 0 from n on: `transformers`' linear."""
-    if step < spans.warmup:
-        return step / spans.warmup
-    return max(0.0, (total - step) / max(1, total - spans.warmup))
-
-
-def cosine(step: int, total: int, spans: Spans) -> float:
-    """Return `t / w` for t < w, else `(1 + cos(pi (t - w) / (n - w))) / 2`, and 0 from n on: `transformers`' cosine.
-    Loshchilov and Hutter, arXiv:1608.03983."""
-    return step / spans.warmup if step < spans.warmup else _cosine(step, total, spans.warmup)
-
-
-def wsd(step: int, total: int, spans: Spans) -> float:
-    """Warm-up, stable, decay (arXiv:2404.06395), the rise and the fall both linear. `0.01 + 0.99 t / w` for t < w; 1
-    for w <= t < n - d; `1 - 0.99 (t - (n - d)) / d` from there; 0.01 from n on."""
-    if step < spans.warmup:
-        return _between(LOW, 1.0, step, spans.warmup)
-    begins = total - spans.decay
-    return _between(1.0, LOW, min(step, total) - begins, spans.decay) if step >= begins and spans.decay else 1.0
-
-
-def wsds(step: int, total: int, spans: Spans) -> float:
-    """Warm-up, stable, decay, and stable again at a tenth: pre-training and fine-tuning in one schedule. `0.01 + 0.99 t
-    / w` for t < w; 1 for w <= t < n - s - d; `1 - 0.9 (t - (n - s - d)) / d` for n - s - d <= t < n - s; 0.1 from
-    there."""
-    if step < spans.warmup:
-        return _between(LOW, 1.0, step, spans.warmup)
-    ends = total - spans.tail
-    begins = ends - spans.decay
-    if step < begins:
-        return 1.0
-    return _between(1.0, TAIL, step - begins, spans.decay) if step < ends else TAIL
-
-
-def cosine_rewarm(step: int, total: int, spans: Spans) -> float:
-    """Warm-up from low, then a cosine to low, again in each phase. `0.01 + 0.99 t / w` for t < w, else `0.01 + 0.99 (1
-    + cos(pi (t - w) / (n - w))) / 2`; 0.01 from n on."""
-    if step < spans.warmup:
-        return _between(LOW, 1.0, step, spans.warmup)
-    return LOW + (1.0 - LOW) * _cosine(step, total, spans.warmup)
+    def factor(self, step: int, total: int, spans: Spans) -> float:
+        """Return the factor of the learning rate at a step."""
+        if step < spans.warmup:
+            return _between(self.low, 1.0, step, spans.warmup)
+        return self.falls(step, total, spans)
 
 
 def _between(first: float, last: float, step: int, steps: int) -> float:
     return first + (last - first) * step / steps
 
 
-def _cosine(step: int, total: int, begins: int) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - begins) / max(1, total - begins))))
+def _constant(step: int, total: int, spans: Spans) -> float:  # noqa: ARG001 - as the others
+    return 1.0
+
+
+def _linear(step: int, total: int, spans: Spans) -> float:
+    """Return `(n - t) / (n - w)`, and 0 from n on."""
+    return max(0.0, (total - step) / max(1, total - spans.warmup))
+
+
+def _cosine(low: float, step: int, total: int, spans: Spans) -> float:
+    """Return `low + (1 - low) (1 + cos(pi (t - w) / (n - w))) / 2`, and low from n on (arXiv:1608.03983)."""
+    done = min(1.0, (step - spans.warmup) / max(1, total - spans.warmup))
+    return low + (1.0 - low) * (0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def _stable(last: float, step: int, total: int, spans: Spans) -> float:
+    """Return 1 for t < n - s - d; `1 - (1 - last) (t - (n - s - d)) / d` for t < n - s; last from there."""
+    ends = total - spans.tail
+    begins = ends - spans.decay
+    if step < begins:
+        return 1.0
+    return _between(1.0, last, step - begins, spans.decay) if step < ends else last
 
 
 SCHEDULES: Mapping[str, Schedule] = {
-    "constant": constant_with_warmup,
-    **{one.__name__: one for one in (constant_with_warmup, linear, cosine, wsd, wsds, cosine_rewarm)},
-}
-
-# The parts a schedule has, each with its length where none is given: a fraction of all steps.
-_PARTS: Mapping[str, Mapping[str, float]] = {
-    "constant": {},
-    "constant_with_warmup": {"warmup": 0.0},
-    "linear": {"warmup": 0.0},
-    "cosine": {"warmup": 0.0},
-    "wsd": {"warmup": 0.01, "decay": 0.1},
-    "wsds": {"warmup": 0.01, "decay": 0.1, "tail": 0.5},
-    "cosine_rewarm": {"warmup": 0.01},
+    # The first four are `transformers`' own.
+    "constant": Schedule({}, _constant),
+    "constant_with_warmup": Schedule({"warmup": 0.0}, _constant),
+    "linear": Schedule({"warmup": 0.0}, _linear),
+    "cosine": Schedule({"warmup": 0.0}, partial(_cosine, 0.0)),
+    # Warm-up, stable, decay (arXiv:2404.06395), rise and fall both linear.
+    "wsd": Schedule({"warmup": 0.01, "decay": 0.1}, partial(_stable, LOW), LOW),
+    # The same, and stable again at a tenth: pre-training and fine-tuning in one schedule.
+    "wsds": Schedule({"warmup": 0.01, "decay": 0.1, "tail": 0.5}, partial(_stable, TAIL), LOW),
+    # Warm-up from low, then a cosine to low, again in each phase.
+    "cosine_rewarm": Schedule({"warmup": 0.01}, partial(_cosine, LOW), LOW),
 }
 
 
 def takes(name: str) -> tuple[str, ...]:
     """Return the parts whose length a schedule can be given."""
-    return tuple(_PARTS[name])
+    return tuple(SCHEDULES[name].parts)
 
 
 def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
@@ -125,10 +107,10 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
         near = nearest(name, SCHEDULES)
         how = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(SCHEDULES)}"
         raise ConfigError(f"there is no schedule {name!r}", where="lr_scheduler_type", how=how)
-    parts = _PARTS[name]
+    parts = SCHEDULES[name].parts
     for part, length in lengths.items():
         if length is not None and part not in parts:
-            how = f"leave {part} out, or use {' or '.join(one for one in SCHEDULES if part in _PARTS[one])}"
+            how = f"leave {part} out, or use {' or '.join(one for one in SCHEDULES if part in SCHEDULES[one].parts)}"
             raise ConfigError(f"schedule {name} has no {part}", where=part, how=how)
     given = {part: lengths.get(part) for part in parts}
     steps = {part: _steps(parts[part] if length is None else length, total) for part, length in given.items()}
@@ -147,4 +129,4 @@ def _steps(length: int | float, total: int) -> int:
 
 def factor_of(name: str, total: int, spans: Spans) -> Callable[[int], float]:
     """Return the schedule as a function of the step alone."""
-    return partial(SCHEDULES[name], total=total, spans=spans)
+    return partial(SCHEDULES[name].factor, total=total, spans=spans)
