@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -112,8 +111,6 @@ class LayerReader:
         self._files: dict[Path, _File] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
-        for workers in (self._workers, self._row_workers):  # because a reader may be dropped without being closed
-            weakref.finalize(self, workers.stop).atexit = False
 
     def submit(
         self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"

@@ -199,7 +199,7 @@ def test_layers_whose_buffers_are_in_use_hold_up_no_other(stored: Stored) -> Non
 def test_the_threads_of_a_reader_that_nobody_closed_end_with_it(stored: Stored) -> None:
     reader = LayerReader(threads=2)
     reader.submit(stored.layers[0], buffer_for(stored.layers[0])).wait()
-    threads = list(reader._workers._threads)
+    threads = list(reader._workers._parts._threads)
     assert threads
     del reader
     gc.collect()
