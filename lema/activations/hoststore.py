@@ -193,7 +193,6 @@ class HostPiece:
         self._buffer, self._give = [buffer], give
 
     def fill(self) -> Tensor:
-        """Return where the bytes are to be put."""
         return self.memory()
 
     def filled(self, landed: Callable[[], None]) -> None:
@@ -203,11 +202,9 @@ class HostPiece:
         """The bytes are in host memory."""
 
     def ready(self) -> bool:
-        """They always are."""
         return True
 
     def memory(self) -> Tensor:
-        """Return them."""
         assert self._buffer, "a piece was used that had been dropped"
         return self._buffer[0]
 
@@ -215,6 +212,5 @@ class HostPiece:
         """The bytes stay here."""
 
     def drop(self) -> None:
-        """Give the buffer back."""
         with suppress(IndexError):  # because it was dropped before, perhaps by another thread
             self._give(self._buffer.pop())

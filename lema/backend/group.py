@@ -32,7 +32,6 @@ class Alone:
         """Leave the tensor as it is."""
 
     def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        """Copy the only part there is."""
         whole.copy_(upload.wait())
         upload.release()
         return self
@@ -41,19 +40,15 @@ class Alone:
         """The copy is queued."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the one value there is."""
         return [value]
 
     def everyone(self, value: Any) -> list[Any]:
-        """Return what `exchange` does: each copy is held by one process."""
         return self.exchange(value)
 
     def of_copy(self, value: Any) -> list[Any]:
-        """Return the one value there is."""
         return [value]
 
     def shared_memory(self, nbytes: int) -> Tensor:
-        """Return memory of this process."""
         return anonymous(nbytes)
 
 
@@ -80,21 +75,17 @@ class SingleProcess:
         """Leave the gradients as they are."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of the gradients."""
         from torch.nn.utils import get_total_norm
 
         return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the one tensor there is."""
         return [tensor]
 
     def enter_layers(self, hidden: Tensor) -> Tensor:
-        """Return all of it."""
         return hidden
 
     def leave_layers(self, hidden: Tensor) -> Tensor:
-        """Return what there is."""
         return hidden
 
 

@@ -183,14 +183,12 @@ class SlotUpload:
         return self._slot.memory[: self._nbytes]
 
     def release(self) -> None:
-        """Give the slot back; it is refilled after the compute queued so far."""
         assert not self._released, "a slot was released twice"
         self._released = True
         self._slot.free = self._slots.queues.compute.record()
         self._slots.free.append(self._slot)
 
     def drained(self) -> None:
-        """Block the calling thread until the source was copied."""
         self._filled.wait()
 
 
@@ -221,7 +219,6 @@ class CopyDown:
             self._forgotten.detach()  # from here on the memory may be used again
 
     def landed(self) -> None:
-        """Block the calling thread, which may be any, until the bytes are in host memory."""
         self._landed.wait()
 
 

@@ -157,7 +157,6 @@ class ProcessGroup:
         self.num_processes: int = torch.distributed.get_world_size()
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up over all processes."""
         with others_there():
             torch.distributed.all_reduce(tensor, group=self._devices)
 
@@ -168,15 +167,12 @@ class ProcessGroup:
         return _Work(gather(whole, upload.wait(), group=self._devices, async_op=True), upload)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather from host to host."""
         return gather_objects(value, self.size, self._hosts)
 
     def everyone(self, value: Any) -> list[Any]:
-        """Gather from all hosts."""
         return gather_objects(value, self.num_processes, self._all_hosts)
 
     def of_copy(self, value: Any) -> list[Any]:
-        """Gather from the hosts of one copy."""
         if self._copy_hosts is None:
             return [value]
         return gather_objects(value, torch.distributed.get_world_size(self._copy_hosts), self._copy_hosts)

@@ -46,7 +46,6 @@ class TorchCarrier:
         self._copies = Copies(_Done() if at_once else _Queues(device))
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` of host memory of its own."""
         if not self._pin_memory:
             return anonymous(nbytes)
         memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -61,7 +60,6 @@ class TorchCarrier:
         return Slots(self._copies, memory)
 
     def download(self, source: Tensor, target: Tensor) -> Download:
-        """Start copying to a host buffer, after the compute queued so far."""
         return CopyDown(self._copies, source, target)
 
 

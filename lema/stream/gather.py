@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from torch import Tensor
 from lema.backend import Backend, Gathering, Upload
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.stream.lease import NAN_BYTE
+
+if TYPE_CHECKING:
+    from lema.stream.stream import StreamCounters
 
 __all__ = ["NUM_BUFFERS", "GatheredBuffers"]
 
@@ -47,12 +51,13 @@ class GatheredBuffers:
         parts: Sequence[int],
         backend: Backend,
         take: Callable[[int], Upload],
+        counters: StreamCounters,
         *,
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._parts, self._replicas, self._take = tuple(parts), backend.replicas, take
-        self._trace, self._clock = trace, clock
+        self._counters, self._trace, self._clock = counters, trace, clock
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         nbytes = self._replicas.size * max(self._parts, default=0)
         self._buffers = [
@@ -60,8 +65,6 @@ class GatheredBuffers:
         ]  # the one used longest ago first
         self._ahead: deque[tuple[int, bool]] = deque()  # layers, and whether an order begins there
         self._expected: list[int | None] = self._there()
-        self.bytes_gathered = 0  # that came from other processes
-        self.seconds_blocked = 0.0  # how long leases waited for them
 
     @property
     def announced(self) -> int:
@@ -135,7 +138,7 @@ class GatheredBuffers:
         with self._trace.span("gather", f"layer {layer}", nbytes=whole.numel()):
             buffer.gathering = self._replicas.gather(upload, whole)
         buffer.layer = layer
-        self.bytes_gathered += whole.numel() - self._parts[layer]
+        self._counters.bytes_gathered += whole.numel() - self._parts[layer]
         self._used(buffer)
         return buffer
 
@@ -151,7 +154,7 @@ class GatheredBuffers:
         except BaseException:
             buffer.layer = None
             raise
-        self.seconds_blocked += self._clock() - began
+        self._counters.seconds_blocked_gather += self._clock() - began
 
     def _of(self, layer: int) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer == layer), None)

@@ -46,7 +46,10 @@ def fill(
     if shared:
         nbytes = sum(layers[layer].nbytes for layer in kept)
         memory = backend.host_buffer(nbytes, replicas.shared_memory(nbytes))
-    host = _host_memory(kept, layers, backend, memory)
+    if memory is None:
+        host = {layer: backend.host_buffer(layers[layer].nbytes) for layer in kept}
+    else:  # each a part of it that begins at a page, as layers are pages
+        host = dict(zip(kept, memory.split([layers[layer].nbytes for layer in kept]), strict=True))
     to_read = kept[replicas.local_rank :: replicas.local_size] if shared else kept
     failure = None
     try:
@@ -66,41 +69,22 @@ def fill(
     return uploads, host
 
 
-def _host_memory(
-    kept: Iterable[int], layers: Sequence[LayerBytes], backend: Backend, memory: Tensor | None
-) -> dict[int, Tensor]:
-    """Return each layer's host memory: of its own, or a part of `memory` that begins at a page, as layers are pages."""
-    if memory is None:
-        return {layer: backend.host_buffer(layers[layer].nbytes) for layer in kept}
-    host, begin = dict[int, Tensor](), 0
-    for layer in kept:
-        end = begin + layers[layer].nbytes
-        host[layer], begin = memory[begin:end], end
-    return host
-
-
 def _arrived(
     wanted: Iterable[int], layers: Sequence[LayerBytes], reader: LayerReader, memory: Callable[[int], Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
     """Read layers and yield each with its buffer once it is whole, while the next is being read."""
-    under_way = deque[tuple[int, Tensor, Ticket]]()
+    under_way, left = deque[tuple[int, Tensor, Ticket]](), deque(wanted)
     try:
-        for layer in wanted:
-            if len(under_way) == TOGETHER:
-                yield _first(under_way)
-            buffer = memory(layer)
-            under_way.append((layer, buffer, reader.submit(layers[layer], buffer, name=f"layer {layer}")))
-        while under_way:
-            yield _first(under_way)
+        while left or under_way:
+            while left and len(under_way) < TOGETHER:
+                layer = left.popleft()
+                buffer = memory(layer)
+                under_way.append((layer, buffer, reader.submit(layers[layer], buffer, name=f"layer {layer}")))
+            under_way[0][2].wait()
+            yield under_way.popleft()[:2]  # by no name, because what is read next shall find the memory of this one
     finally:
         for _, _, ticket in under_way:
             ticket.settle()  # after a failure, because no thread may read into a buffer that goes
-
-
-def _first(under_way: deque[tuple[int, Tensor, Ticket]]) -> tuple[int, Tensor]:
-    layer, buffer, ticket = under_way.popleft()
-    ticket.wait()
-    return layer, buffer
 
 
 def _agree(replicas: Replicas, failure: ReadError | NonFiniteError | None) -> None:

@@ -100,7 +100,7 @@ class LayerStream:
         if sharded and replicas.size > 1:
             stored = tuple(rank_share(layer, replicas.rank, replicas.size) for layer in self.layers)
             parts = [part.nbytes for part in stored]
-            self._gathered = GatheredBuffers(parts, backend, self._part, trace=trace, clock=clock)
+            self._gathered = GatheredBuffers(parts, backend, self._part, self._counters, trace=trace, clock=clock)
         self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]
         self._lazy = not has_addresses(backend.device)
         if self._gathered is None and self._lazy:
@@ -133,11 +133,7 @@ class LayerStream:
     @property
     def counters(self) -> StreamCounters:
         """What streaming has cost so far."""
-        total = replace(self._counters, bytes_read=self._reader.bytes_read)
-        if self._gathered is None:
-            return total
-        gathered = self._gathered
-        return replace(total, bytes_gathered=gathered.bytes_gathered, seconds_blocked_gather=gathered.seconds_blocked)
+        return replace(self._counters, bytes_read=self._reader.bytes_read)
 
     @property
     def slot_bytes(self) -> int:

@@ -167,8 +167,8 @@ def test_a_settled_ticket_reads_no_more(stored: Stored) -> None:
     reader = LayerReader(threads=1)
     free = threading.Event()
     first, second = buffer_for(stored.layers[0]), buffer_for(stored.layers[1])
-    under_way = reader.submit(stored.layers[0], first, free.wait)  # occupies the only thread
-    waiting = reader.submit(stored.layers[1], second)
+    under_way = reader.submit(stored.layers[0], first, free.wait)
+    waiting = reader.submit(stored.layers[1], second, lambda: None)  # behind the other's gate
     waiting.settle()
     assert waiting.failed() is None
     free.set()

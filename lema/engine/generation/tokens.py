@@ -56,7 +56,21 @@ def complete(
         settings.stop_strings = list(asked.strings) or None
         asked.rest["tokenizer"] = tokenizer
     criteria = StoppingCriteriaList(given if beams else [*given, ends])
-    tokens = _generate(split, stream, asked, prompts, criteria, keys_values, head)
+    inputs = _padded(prompts, settings.pad_token_id)
+    # Not of any parameter, because those of the layers are on no device between leases.
+    device = next(parameter.device for parameter in split.model.parameters() if not parameter.is_meta)
+    was_training = split.model.training
+    split.model.eval()
+    try:
+        with torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values, head):
+            made: Tensor = cast(Any, split.model).generate(
+                **{name: tensor.to(device) for name, tensor in inputs.items()},
+                **{**asked.rest, "stopping_criteria": criteria},
+                generation_config=settings,
+            )
+    finally:
+        split.model.train(was_training)
+    tokens = made[:, width:]  # padded where a text ended before the others
     if beams:
         return [_until(row, asked.ends) for row in tokens.tolist()]
     return [
@@ -78,34 +92,6 @@ def checked(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         what = "a prompt has no tokens"
         raise DataError(what, where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character")
     return prompts
-
-
-def _generate(
-    split: Split,
-    stream: LayerStream,
-    asked: _Asked,
-    prompts: Sequence[Sequence[int]],
-    criteria: StoppingCriteriaList,
-    keys_values: KeyValues,
-    head: PiecedHead | None,
-) -> Tensor:
-    """Return the new tokens, `[prompts, at most max_new_tokens]`, padded where a text ended before the others."""
-    model = split.model
-    inputs = _padded(prompts, asked.settings.pad_token_id)
-    # Not of any parameter, because those of the layers are on no device between leases.
-    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values, head):
-            tokens: Tensor = cast(Any, model).generate(
-                **{name: tensor.to(device) for name, tensor in inputs.items()},
-                **{**asked.rest, "stopping_criteria": criteria},
-                generation_config=asked.settings,
-            )
-    finally:
-        model.train(was_training)
-    return tokens[:, inputs["input_ids"].shape[1] :]
 
 
 def _until(row: list[int], ends: frozenset[int]) -> Generated:
