@@ -142,11 +142,9 @@ class DiskPiece:
 
 
 class DiskStore:
-    """Room for pieces in a file, which it closes. Any thread may call it.
-
-    Bytes pass through `staging`, a pool of nobody else's, with a limit; one piece that is larger passes all the same.
-    The file may have `limit` bytes; None: as many as the disk has.
-    """
+    """Room for pieces in a file, which it closes. Any thread may call it. Bytes pass through `staging`, a pool of
+    nobody else's, with a limit; one piece that is larger passes all the same. The file may have `limit` bytes; None: as
+    many as the disk has."""
 
     def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
         assert staging.limit is not None, "without a limit, staging would hold all that ever went to the disk"

@@ -38,12 +38,9 @@ STAGING = 256 * 2**20  # bytes of host memory through which things go to the dis
 
 
 class KeptGraphs:
-    """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay.
-
-    Args:
-        directory: where the file of the tier on disk lies; None: where the system keeps temporary files.
-        at_once: hold nothing on the device for a copy's sake, and begin no copy before it is wanted.
-    """
+    """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay. A file is in
+    `directory`; None: where the system keeps temporary files. `at_once`: nothing is held on the device for a copy's
+    sake, and no copy begun before it is wanted."""
 
     def __init__(
         self,
@@ -145,10 +142,7 @@ class StepGraphs:
 
 class BoundaryArena:
     """Where the boundary activations of a model's steps wait: on the device, in host memory or on disk, as `tier` says.
-
-    The file is in `directory`; None: where the system keeps temporary files. `trace` records when boundaries are kept,
-    and waited for.
-    """
+    The file is in `directory`; None: where the system keeps temporary files."""
 
     def __init__(
         self, backend: Carrier, tier: TierName = "device", directory: Path | None = None, trace: NoTrace = NO_TRACE
@@ -170,14 +164,10 @@ class BoundaryArena:
         return 0 if self.tier == "device" else self._away.bytes_out
 
     def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> StepBoundaries:
-        """Return where the boundaries of one step go; the disk may have no room for them, which is a `DiskError`. The
-        memory of the step before is used again, unless that step still waits for its backward.
-
-        Args:
-            hidden: the hidden states before the first layer that keeps any, `[batch, sequence, hidden]` per
-                micro-batch. Those of later layers may look otherwise; then more room is made on the way.
-            layers: which layers keep their inputs.
-        """
+        """Return where the boundaries of one step go, of the `layers` that keep their inputs. `hidden` are the hidden
+        states before the first of these, `[batch, sequence, hidden]` per micro-batch; where those of later layers look
+        otherwise, more room is made on the way. The memory of the step before is used again, unless that step still
+        waits for its backward. `DiskError`: the disk has no room."""
         before = None if self._step is None else self._step()
         if self._kept_in is None or (before is not None and not before.done):
             self._kept_in = make_tier(self.tier, self._backend, self._directory, self._trace)

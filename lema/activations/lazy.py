@@ -21,12 +21,10 @@ __all__ = ["ByValue"]
 
 
 class ByValue:
-    """Moves what a choice says to host memory, as values. To be used as `lema.activations.offload.Offload` is.
-
-    `choice` must not look at a tensor's memory. `sync` runs what was computed so far; it is called where a value leaves
-    and, in the backward, where it is wanted, so that the device never holds more than what is computed in between. One
-    value is brought back ahead of the backward.
-    """
+    """Moves what a choice says to host memory, as values; used as `lema.activations.offload.Offload` is. `choice` must
+    not look at a tensor's memory. `sync` runs what was computed so far; it is called where a value leaves and, in the
+    backward, where it is wanted, so that the device never holds more than what is computed in between. One value is
+    brought back ahead of the backward."""
 
     def __init__(self, choice: Choice, *, sync: Callable[[], None]) -> None:
         self._choice, self._sync = choice, sync

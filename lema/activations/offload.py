@@ -124,13 +124,9 @@ class OffloadedTensor:
 
 
 class Offload:
-    """Moves what a choice says to a store, through the carrier of each device.
-
-    Args:
-        stash: pieces that are held on the device, at most, while they leave; as many are fetched ahead of a backward.
-        fetch: begin copies to the device ahead of a backward; otherwise only reads from a disk.
-        certify: keep what is moved on the device too, and compare every byte that comes back.
-    """
+    """Moves what a choice says to a store, through the carrier of each device. As many as `stash` pieces are held on
+    the device while they leave, and as many are fetched ahead of a backward; without `fetch`, only read from a disk.
+    `certify`: what is moved is kept on the device too, and every byte that comes back is compared."""
 
     def __init__(
         self,

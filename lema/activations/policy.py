@@ -166,14 +166,9 @@ def everything(
     but: Choice | None = None,
     held: Collection[int] = (),
 ) -> Choice:
-    """Return the choice of everything that is worth moving.
-
-    Args:
-        on: the types of device on which tensors are to be moved; asked at every tensor.
-        min_bytes: smaller tensors stay.
-        but: what this choice leaves to be moved, that one may keep all the same.
-        held: storages (`_cdata`) that others hold until the backward; asked at every tensor.
-    """
+    """Return the choice of everything that is worth moving from the types of device `on`; tensors of less than
+    `min_bytes` stay. What is left to be moved, the choice `but` may keep all the same. `held` are storages (`_cdata`)
+    that others hold until the backward. Both sets are asked at every tensor."""
 
     def why_kept(tensor: Tensor) -> Kept | None:
         scope = current()

@@ -43,14 +43,10 @@ Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
 def offloaded_ops(
     offload: Offload | OffloadActivations, ops: Collection[Any] = DEFAULT_ATTENTION_OPS
 ) -> Callable[[], Contexts]:
-    """Return a `context_fn` for checkpoints that are not reentrant. `ConfigError`: one of `ops` is unknown, writes into
-    what it is given or returns a view of it, or is made of other operators, so that it never runs itself.
-
-    Args:
-        offload: what moves the outputs, or the context that does; it need not be open.
-        ops: whose outputs are kept, all others' are recomputed: names as "aten::mm", or what `torch.ops` has under
-            these.
-    """
+    """Return a `context_fn` for checkpoints that are not reentrant. `offload` is what moves the outputs, or the context
+    that does, which need not be open. `ops` are the operators whose outputs are kept: names as "aten::mm", or what
+    `torch.ops` has under these. All others' are recomputed. `ConfigError`: one of `ops` is unknown, writes into what it
+    is given or returns a view of it, or is made of other operators, so that it never runs itself."""
     core = offload if isinstance(offload, Offload) else offload.offload
     if not isinstance(core, Offload):
         raise ConfigError("outputs of operations are moved as storages, and tensors of this device have none")

@@ -38,11 +38,9 @@ class StopRequested(BaseException):
 
 
 class Interrupt:
-    """The question whether a run is to stop, which is asked within `opened` blocks before each layer and micro-batch.
-
-    Either all of a run's `replicas` make an `Interrupt` or none does; `leaving` says which of them leave a pass at
-    once. Where `stop` is None the run is never stopped.
-    """
+    """The question whether a run is to stop, asked within `opened` blocks before each layer and micro-batch. Either all
+    of a run's `replicas` make an `Interrupt` or none does; `leaving` says which of them leave a pass at once. Where
+    `stop` is None the run is never stopped."""
 
     def __init__(self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "alone") -> None:
         self._stop, self._leaving = stop, leaving

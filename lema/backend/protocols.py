@@ -131,14 +131,12 @@ class Upload(Protocol):
 
 
 class DeviceSlots(Protocol):
-    """A ring of equal slots on the device; `upload` takes the next free one.
-
-    The core asks for rings of one slot each, and so chooses which to refill.
-    """
+    """A ring of equal slots on the device. The core asks for rings of one slot each, and so chooses which to refill."""
 
     def upload(self, source: Tensor) -> Upload:
-        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into a slot. It may be dropped meanwhile.
-        Slots are released in any order, and an upload may be released without having been waited for."""
+        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into the next free slot. It may be
+        dropped meanwhile. Slots are released in any order, and an upload may be released without having been waited
+        for."""
 
 
 class Download(Protocol):

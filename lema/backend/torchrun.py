@@ -45,15 +45,11 @@ def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
 
 
 def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENCE) -> Joined:
-    """Join the processes that `torchrun` started, so many of which hold one copy together. Those of one copy have ranks
-    that follow each other, so that they are on one machine where they can be. `BackendUnavailable`: the variables that
-    `torchrun` sets are there in part, or the others cannot be reached. `ConfigError`: the processes cannot be divided
-    into such groups.
-
-    Args:
-        carrier: what `torch.distributed` calls the library that carries tensors between the devices.
-        parts: how many hold one copy; None: all.
-    """
+    """Join the processes that `torchrun` started, of which `parts` hold one copy together; None: all do. Those of one
+    copy have ranks that follow each other, so that they are on one machine where they can be. `carrier` is what
+    `torch.distributed` calls the library that carries tensors between the devices. `BackendUnavailable`: the variables
+    that `torchrun` sets are there in part, or the others cannot be reached. `ConfigError`: the processes cannot be
+    divided into such groups."""
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if "WORLD_SIZE" not in given or given["WORLD_SIZE"] == "1":
         _divide(1, parts)
@@ -127,14 +123,12 @@ def _groups(rank: int, size: int, parts: int, patience: timedelta) -> tuple[Any,
 
 
 class ProcessGroup:
-    """`lema.backend.protocols.Replicas` over `torch.distributed`, for the process that has these ranks.
+    """`lema.backend.protocols.Replicas` over `torch.distributed`, for the process that has these ranks, the first of
+    all if `first` says so, or its rank is 0.
 
-    Args:
-        hosts: a group whose tensors are in host memory.
-        device_group: a group whose tensors are on the devices; None: that of all processes.
-        all_hosts: a group of all processes, with tensors in host memory; None: `hosts` is one.
-        copy_hosts: such a group of the processes that hold one copy together; None: this process holds a copy alone.
-        first: whether this process is the first of all; None: it is if its rank is 0.
+    Of the groups, `hosts` and `all_hosts` (None: `hosts` is of all processes) have tensors in host memory, and so has
+    `copy_hosts`, of the processes that hold one copy together; None: this one holds a copy alone. `device_group` has
+    tensors on the devices; None: that of all processes.
     """
 
     def __init__(

@@ -41,15 +41,10 @@ class Moves:
 
 
 class Watchdog:
-    """Looks on while a `with` block runs, in a thread of its own.
-
-    Args:
-        moves: returns the counters of finished work; called in that thread.
-        awaited: returns, in words, the work that is under way.
-        directory: for the file of stacks; made if need be.
-        end_after: seconds without a move after which the process is ended; None: it never is.
-        end: called with an exit code to end the process; nothing can be cleaned up where a thread does not answer.
-    """
+    """Looks on while a `with` block runs, in a thread of its own, in which it calls `moves` for the counters of
+    finished work. `awaited` returns, in words, the work that is under way. The file of stacks goes to `directory`, made
+    if need be. After so many seconds without a move as `end_after` says the process is ended by `end`, with an exit
+    code, because nothing can be cleaned up where a thread does not answer; None: it never is."""
 
     def __init__(
         self,

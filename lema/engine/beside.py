@@ -36,10 +36,8 @@ Calls: TypeAlias = Sequence[Sequence[LayerCall]]
 
 @contextmanager
 def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have modules compute without their adapters in a `with` block, in which no gradient is formed.
-
-    PEFT's own `disable_adapter` also says of every adapter that it does not train, by which the engine goes.
-    """
+    """Have modules compute without their adapters in a `with` block, in which no gradient is formed. PEFT's own
+    `disable_adapter` also says of every adapter that it does not train, by which the engine goes."""
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     found = [one for module in modules for one in module.modules() if isinstance(one, wrappers)]
     before = [one._disable_adapters for one in found]
@@ -126,12 +124,9 @@ def beside_of_pass(
     calls: Calls,
     first: Lease | None,
 ) -> Beside | None:
-    """Return what goes through the layers beside the rows that train, before the first layer; None: nothing.
-
-    Args:
-        micro_batches: in host memory; `placed` are they on the device, and `calls` those of each layer.
-        first: the first layer's lease, where the prelude needs its weights.
-    """
+    """Return what goes through the layers beside the rows that train, before the first layer; None: nothing. The
+    micro-batches are in host memory, `placed` on the device, `calls` those of each layer. `first` is the first layer's
+    lease, where the prelude needs its weights."""
     objective, split = model.objective, model.split
     if objective is None or not isinstance(loss, RowLoss):
         return None

@@ -29,17 +29,9 @@ Key = bytes
 
 
 class PrefixCache:
-    """Hidden states at the input of one layer, by micro-batch.
-
-    Args:
-        layer: the lowest layer that gradients reach; the layers below it are spared.
-        directory: of the file, which has no name and ends with this object.
-        num_tokens: of all micro-batches that will be kept, padding included.
-
-    Raises:
-        ConfigError: there is no layer to spare.
-        DiskError: no file can be made.
-    """
+    """Hidden states at the input of `layer`, the lowest that gradients reach, by micro-batch; the layers below it are
+    spared. `num_tokens` are those of all micro-batches that will be kept, padding included. The file in `directory` has
+    no name and ends with this object. `ConfigError`: there is no layer to spare. `DiskError`: no file can be made."""
 
     def __init__(
         self, backend: Backend, layer: int, directory: Path, num_tokens: int, trace: NoTrace = NO_TRACE

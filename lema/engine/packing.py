@@ -31,14 +31,9 @@ FLOOR = {True: 0.01, False: 1e-4}  # relative to the logits; whether numbers hav
 
 @torch.no_grad()
 def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: int) -> None:
-    """Make sure that rows come out of a pack as they come out alone; all processes call this alike. `ConfigError`: they
-    do not, so the model does not train on packs.
-
-    Args:
-        model: the model, with the adapters that it has.
-        rows: token ids of some rows of the data, one at least.
-        at_once: packs that a micro-batch may have.
-    """
+    """Make sure that `rows` of the data, token ids of one at least, come out of a pack as they come out alone, with the
+    adapters that the model has; all processes call this alike. A micro-batch may have `at_once` packs. `ConfigError`:
+    they do not, so the model does not train on packs."""
     how = "set packing: false: rows are put together by length, and no padding is computed that need not be"
     if not model.shifts_labels:
         what = "this model is trained on a token's own label, and where a row of a pack begins none is learnt"

@@ -20,13 +20,10 @@ Leaves = dict[str, Tensor]
 
 
 class TrainedWeights:
-    """The weights of decoder layers that train themselves, and the function that takes their gradients.
-
-    Args:
-        names: for each layer that trains, the names of the parameters that do, as a lease has them.
-        done: called with a layer's number and the gradients of its weights by name, on the device, once they are
-            complete for the pass; a weight without a gradient is left out. The callee owns the gradients from then on.
-    """
+    """The weights of decoder layers that train themselves, and the function that takes their gradients. `names` are,
+    for each layer that trains, those of the parameters that do, as a lease has them. `done` is called with a layer's
+    number and the gradients of its weights by name, on the device, once they are complete for the pass; a weight
+    without a gradient is left out. The callee owns the gradients from then on."""
 
     def __init__(self, names: Mapping[int, Collection[str]], done: Callable[[int, Leaves], None]) -> None:
         self._names, self._done = {layer: frozenset(own) for layer, own in names.items() if own}, done

@@ -109,14 +109,9 @@ class DeviceSlot:
 
 
 class LayerRing:
-    """Host buffers and device slots that the layers `passing` through them are leased from.
-
-    Args:
-        host: those of them that stay in host memory, and that memory by layer.
-        num_slots: slots, and host buffers, at most.
-        spans: the bytes of each layer that are uploaded.
-        in_use: returns the layers that may not be overwritten now.
-    """
+    """Host buffers and device slots, `num_slots` of each at most, that the layers `passing` through them are leased
+    from. `host` is the memory of those that stay in host memory, `spans` are the bytes of each layer that are uploaded,
+    and `in_use` returns the layers that may not be overwritten now."""
 
     def __init__(
         self,

@@ -53,7 +53,9 @@ class StreamCounters:
 
 
 class LayerStream:
-    """Leases the layers of one model, prefetching in the order announced.
+    """Leases the layers of one model, prefetching in the order announced. `before_lease` is called before a layer is
+    leased that is not on lease already; what it raises, the lease does. `ReadError`: a layer that is read at the start
+    could not be, here or in another process.
 
     With several processes, all make streams of the same layers with the same arguments; sharded, they also announce,
     lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
@@ -65,12 +67,6 @@ class LayerStream:
             machine share that memory.
         sharded: of several processes, let each have its part of every layer; one layer is then on lease at a time.
         reader: the threads that read; closed with the stream.
-
-    Attributes:
-        before_lease: called before a layer is leased that is not on lease already; what it raises, the lease does.
-
-    Raises:
-        ReadError: a layer that is read at the start could not be, here or in another process.
     """
 
     def __init__(

@@ -25,18 +25,10 @@ class Generated:
 
 
 class Ends(StoppingCriteria):
-    """Sees after each token which texts of a batch have ended, and remembers when and why.
-
-    Args:
-        width: tokens of every prompt, padding among them.
-        ends: tokens that end a text.
-        strings: strings that end a text; they are looked for in new tokens alone.
-        told: called after each token with how many texts got one.
-
-    Attributes:
-        lengths: new tokens of each text.
-        reasons: why each ended.
-    """
+    """Sees after each token which texts of a batch have ended, and remembers the new tokens of each (`lengths`) and why
+    it ended (`reasons`). Prompts are `width` tokens wide, padding among them. A text ends at one of the tokens `ends`
+    or at one of `strings`, which are looked for in new tokens alone. `told` is called after each token with how many
+    texts got one."""
 
     def __init__(
         self,

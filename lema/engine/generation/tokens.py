@@ -39,14 +39,10 @@ def complete(
     told: Callable[[int], object] = lambda _: None,
     head: PiecedHead | None = None,
 ) -> list[Generated]:
-    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `DataError`:
-    there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers` knows, or a text is
-    to stop at an empty string.
-
-    Args:
-        options: of `transformers`' `generate`.
-        told: called after each token with how many texts got one; of beams it is not.
-    """
+    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `options`
+    are those of `transformers`' `generate`; `told` is called after each token with how many texts got one, of beams it
+    is not. `DataError`: there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers`
+    knows, or a text is to stop at an empty string."""
     asked = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
     settings, width = asked.settings, max(map(len, checked(prompts)))
     rows, given = len(prompts) * (settings.num_return_sequences or 1), asked.rest.get("stopping_criteria") or []

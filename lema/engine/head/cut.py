@@ -45,21 +45,17 @@ COPIES = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.a
 
 
 class HeadCut:
-    """The head of a model, as long as it may be cut.
+    """The head of a model, as long as it may be cut. `ConfigError`: it cannot be, as the setting asks for.
 
     Args:
-        model: without adapters, its weights on `meta`.
-        stored: where these are.
+        model: without adapters, its weights on `meta`; `stored` says where these are.
         where: the setting. "auto": it may be cut where a limit of device memory asks for it, if it is large.
         planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
 
     Attributes:
         module: the head; None: it is whole on the device.
         asked: whether the settings ask for it to be cut, whatever there is room for.
-        why: why it is, in words; empty: it need not be, or nobody asked.
-
-    Raises:
-        ConfigError: it cannot be cut, as the setting asks for.
+        why: why it is whole, in words; empty: it need not be, or nobody asked.
     """
 
     def __init__(
@@ -257,11 +253,7 @@ ELSEWHERE = "the model's logits are not what its head returns"
 
 
 class _Follow(TorchDispatchMode):
-    """Follows a product through operations on each of its elements alone.
-
-    Attributes:
-        said: what is done with it besides.
-    """
+    """Follows a product through operations on each of its elements alone; `said` is what is done with it besides."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is

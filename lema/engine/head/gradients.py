@@ -45,7 +45,7 @@ class EmbedHead:
 
     Attributes:
         reach_below: whether gradients go on below the layers.
-        sums: the gradients of the head's parameters, each the sum over the blocks that the loss was formed of so far.
+        sums: of each of the head's parameters the gradient, summed over the blocks that the loss was formed of so far.
     """
 
     def __init__(

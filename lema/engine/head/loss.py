@@ -66,7 +66,8 @@ def blocks(batch: int, sequence: int, chunk_tokens: int) -> Iterator[tuple[slice
 
 
 class LossChunks:
-    """The loss of one step, token-weighted over all its micro-batches.
+    """The loss of one step, token-weighted over all its micro-batches. `DataError`: no token of it is trained, and it
+    is divided by no number of tokens given.
 
     Args:
         head: hidden state `[rows, tokens, hidden]` -> logits `[rows, tokens, vocabulary]`.
@@ -78,12 +79,6 @@ class LossChunks:
         known: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
         dft: weigh each token's loss with its probability (dynamic fine-tuning, arXiv:2508.05629).
         smoothing: the part of each target that is spread over the vocabulary, as `transformers`' `LabelSmoother` does.
-
-    Attributes:
-        at_once: gradients of the head's parameters can be formed with the loss.
-
-    Raises:
-        DataError: no token of the step is trained, and it is divided by no number of tokens given.
     """
 
     at_once = True

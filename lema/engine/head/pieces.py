@@ -44,12 +44,9 @@ class _Reached(Exception):
 
 
 class PiecedHead:
-    """The model's own head, of whose weight there is one piece at a time.
-
-    Args:
-        module: the head, its weight on `meta`.
-        spans: the rows of each piece, `(first, end)`; they are leased after the layers, by the numbers that follow.
-    """
+    """The model's own head, of whose weight there is one piece at a time. The rows of each piece are in `spans`,
+    `(first, end)`; they are leased after the layers, by the numbers that follow. `module` is the head, its weight on
+    `meta`."""
 
     def __init__(self, split: Split, backend: Backend, module: nn.Linear, spans: Sequence[tuple[int, int]]) -> None:
         self.backend = backend
@@ -167,11 +164,8 @@ def piece_passes(
     poll: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Take every micro-batch's last output of the layers through the pieces, and back where it is differentiated.
-    `poll` is called before each micro-batch in each piece; what it raises ends the passes.
-
-    Returns:
-        Each micro-batch's share of the loss, fp32, and the gradients of `hidden`, of `chunks.scale` times the loss.
-    """
+    Return each one's share of the loss, fp32, and the gradients of `hidden`, of `chunks.scale` times the loss. `poll`
+    is called before each micro-batch in each piece; what it raises ends the passes."""
     began = head.backend.rng_state()
     blocks = [
         _Block(index, (rows, columns), head.inputs(state[rows, columns]), targets.reshape(-1), differentiate)

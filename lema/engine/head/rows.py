@@ -48,19 +48,9 @@ def mismatched_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 class RowLoss:
     """The loss of one pass as an objective makes it of its rows; `head`, `chunk_tokens` and `scale` as of `LossChunks`.
-
-    Args:
-        batches: the micro-batches, in host memory.
-        targets: of each, what `row_targets` returns, on the device.
-
-    Attributes:
-        targets: as given.
-        at_once: gradients of the head's parameters are not formed with the log-probabilities.
-        measured: what the objective has measured, once it is settled.
-
-    Raises:
-        DataError: no token of the pass is trained, or a batch lacks what the objective needs.
-    """
+    `batches` are the micro-batches, in host memory, and `targets` what `row_targets` returns of each, on the device.
+    `measured` is what the objective has measured, once it is settled. `DataError`: no token of the pass is trained, or
+    a batch lacks what the objective needs."""
 
     at_once = False
 
@@ -142,12 +132,8 @@ class RowLoss:
         differentiate: bool = True,
     ) -> Tensor:
         """Return this process's share of the loss of the pass, an fp32 scalar; its gradients are formed as well.
-
-        Args:
-            logps: of each micro-batch.
-            reference: likewise, of the model without adapters.
-            mismatched: of each micro-batch's mismatched rows, by the model and by the reference; none: not asked for.
-        """
+        `logps` are of each micro-batch, `reference` likewise, of the model without adapters, and `mismatched` of each
+        micro-batch's mismatched rows, by the model and by the reference; none: not asked for."""
         given = [one.detach().requires_grad_(differentiate) for one in logps]
         with torch.set_grad_enabled(differentiate):
             whole, total = _side_by_side(given), torch.zeros((), device=logps[0].device)
