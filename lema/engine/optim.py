@@ -32,18 +32,14 @@ def make_optimizer(
     names: Iterable[str] | None = None,
 ) -> Optimizer:
     """Return the optimizer that `optim` names, with the config's settings; by default it is AdamW (Loshchilov and
-    Hutter, https://arxiv.org/abs/1711.05101).
-
-    On a device that has it, AdamW's update is one kernel, which reads there whether gradients overflowed. In host
-    memory it is the plain one, whose bits do not depend on the processor.
+    Hutter, https://arxiv.org/abs/1711.05101). On a device that has it, AdamW's update is one kernel, which reads there
+    whether gradients overflowed. In host memory it is the plain one, whose bits do not depend on the processor.
+    `ConfigError`: a parameter is in float16, or there is no such optimizer here.
 
     Args:
-        model: in which they have names, by which biases and norms are known: as in `transformers.Trainer` their weights
-            do not decay. None: all decay.
+        model: in which they have names, by which biases and norms are known: as in `transformers.Trainer` their
+            weights do not decay. None: all decay.
         names: of the parameters, in their order, where they stand for those of the model; None: they are its own.
-
-    Raises:
-        ConfigError: a parameter is in float16, or there is no such optimizer here.
     """
     trained = list(parameters)
     _check_precision(trained)
@@ -138,11 +134,8 @@ def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse an optimizer that would train nothing, or cannot.
-
-    Raises:
-        ConfigError: none of `parameters` is in it, or one of them is in float16.
-    """
+    """Refuse an optimizer that would train nothing, or cannot. `ConfigError`: none of `parameters` is in it, or one of
+    them is in float16."""
     _check_precision(parameters)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in parameters):
@@ -161,9 +154,7 @@ def _check_precision(parameters: Sequence[nn.Parameter]) -> None:
 
 def training_bytes(model: nn.Module, layers_name: str) -> int:
     """Return the device memory that what trains takes: value, gradient and two moments of each parameter, in its type.
-
-    A gradient is formed before it is added to what is there. Outside the layers one can be as large as embeddings.
-    """
+    A gradient is formed before it is added to what is there. Outside the layers one can be as large as embeddings."""
     trained = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.requires_grad}
     outside = [nbytes for name, nbytes in trained.items() if not name.startswith(f"{layers_name}.")]
     return 4 * sum(trained.values()) + max(outside, default=0)
@@ -171,10 +162,7 @@ def training_bytes(model: nn.Module, layers_name: str) -> int:
 
 def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step: int = 0) -> LRScheduler:
     """Return the schedule the config names, over `num_steps` optimizer steps, of which `step` have been taken.
-
-    Raises:
-        ConfigError: the schedule needs settings that the config does not have, or its parts are longer than the run.
-    """
+    `ConfigError`: the schedule needs settings that the config does not have, or its parts are longer than the run."""
     name = config.lr_scheduler_type
     if name not in {one.value for one in SchedulerType}:
         try:
@@ -201,13 +189,10 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step
 def follow(
     optimizer: Optimizer, factor: Callable[[int], float], learning_rate: float | None = None, step: int = 0
 ) -> LambdaLR:
-    """Have an optimizer follow a schedule, of which `step` steps have been taken.
-
-    A parameter group remembers the first learning rate it was ever scheduled with, and torch's schedules go by it. An
-    optimizer that is carried into a phase would keep that of the phase before; so it is forgotten here.
-
-    `factor`, of the step counted from 0, is of `learning_rate`; None: of what each group has.
-    """
+    """Have an optimizer follow a schedule, of which `step` steps have been taken. A parameter group remembers the first
+    learning rate it was ever scheduled with, and torch's schedules go by it. An optimizer that is carried into a phase
+    would keep that of the phase before; so it is forgotten here. `factor`, of the step counted from 0, is of
+    `learning_rate`; None: of what each group has."""
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)
     if learning_rate is not None:

@@ -185,9 +185,7 @@ class LayerStack:
 
     def run(self, calls: Sequence[StackCall]) -> list[Tensor]:
         """Take the micro-batches of several calls through the layers at once; return the last layer's output of each.
-
-        The calls were made with the same adapters, and all with a graph or all without.
-        """
+        The calls were made with the same adapters, and all with a graph or all without."""
         streamed, split = self.streamed, self.streamed.split
         top = split.num_layers - 1
         preludes = [prelude for call in calls for prelude in call.preludes]
@@ -281,11 +279,8 @@ class LayerStack:
 
 
 def _rows(name: str, cut: slice, size: int, value: Any) -> Any:
-    """Return the rows of a micro-batch of what is a tensor with `size` rows.
-
-    Raises:
-        ConfigError: it has neither one row nor one for each.
-    """
+    """Return the rows of a micro-batch of what is a tensor with `size` rows. `ConfigError`: it has neither one row nor
+    one for each."""
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] == 1:
         return value
     if name == "position_ids" and value.dim() == 3:  # several kinds of positions for each token

@@ -123,11 +123,8 @@ class StreamedModel:
         return replace(self.stream.counters, bytes_offloaded=left)
 
     def train_weights(self, trained: TrainedWeights) -> None:
-        """Let weights of the layers train themselves, from the next step on.
-
-        Raises:
-            ConfigError: layers are compiled: those gradients are not handed over.
-        """
+        """Let weights of the layers train themselves, from the next step on. `ConfigError`: layers are compiled: those
+        gradients are not handed over."""
         if self.split.compiled is not None:
             raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
         self.engine.trained = trained
@@ -182,10 +179,8 @@ class StreamedModel:
         return next(trained, self.split.num_layers - 1)
 
     def announce_step(self, micro_batches: MicroBatches | None = None) -> None:
-        """Announce the leases of one training step, so that its first layers are read before it starts.
-
-        With `prefix`, the step's micro-batches say which layers it leaves out.
-        """
+        """Announce the leases of one training step, so that its first layers are read before it starts. With `prefix`,
+        the step's micro-batches say which layers it leaves out."""
         order = training_order(len(self.stream.layers), self.lowest_trained)
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(order[first:])
@@ -202,10 +197,9 @@ class StreamedModel:
         scale: float | Tensor = 1.0,
         logits: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it.
-
-        With an `objective` it is that one's loss: the mean over the batches of the step, which the micro-batches say of
-        their rows (`lema.data.preference`), and in each of them over its examples.
+        """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it. With an
+        `objective` it is that one's loss: the mean over the batches of the step, which the micro-batches say of their
+        rows (`lema.data.preference`), and in each of them over its examples.
 
         Args:
             micro_batches: each with `input_ids` and `labels`, int64 `[batch, sequence]`, and `attention_mask` where
@@ -269,10 +263,7 @@ class StreamedModel:
 
     def accompany(self, *, training: bool = True) -> None:
         """Take part in a step, or an evaluation, of which this process has no rows, for the processes that have some.
-
-        Raises:
-            ConfigError: the others may visit layers in an order that this process cannot know yet.
-        """
+        `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
         layers, self.measured = len(self.stream.layers), {}
         if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
             what = "this process has no rows in the first step, and does not know how far down gradients go"
@@ -284,10 +275,8 @@ class StreamedModel:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None = None) -> tuple[Tensor, int]:
-        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are.
-
-        With an `objective`: its loss of the batch, and the number of examples that it is the mean of.
-        """
+        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are. With an `objective`:
+        its loss of the batch, and the number of examples that it is the mean of."""
         run = partial(self._evaluate, logits)
         return self.retry.run_pass(run, micro_batches, made=logits, purpose="evaluation")
 
@@ -308,10 +297,8 @@ class StreamedModel:
         return torch.stack(values).sum(), chunks.trained_tokens
 
     def hidden_states(self, micro_batches: MicroBatches, wait: Wait = None) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph.
-
-        Between layers they `wait` on this device; None: on the model's.
-        """
+        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph. Between
+        layers they `wait` on this device; None: on the model's."""
         return self._forward(self.inputs.place(list(map(self.padding.of, self.retry.cut(micro_batches)))), wait=wait)
 
     def _forward(
@@ -321,10 +308,8 @@ class StreamedModel:
         joined: list[Beside] | None = None,
         wait: Wait = None,
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the hidden states before the first layer and after each.
-
-        `join` returns the rows that go beside these, which are added to `joined`.
-        """
+        """Yield the hidden states before the first layer and after each. `join` returns the rows that go beside these,
+        which are added to `joined`."""
         self.stream.cancel()
         self.stream.announce(forward_order(len(self.stream.layers)))
         with self._first_lease(micro_batches) as first:

@@ -100,10 +100,7 @@ def objective_of(config: LemaConfig) -> Objective | None:
 
 def pursue(model: StreamedModel, config: LemaConfig) -> None:
     """Give a model the objective of the settings; one of examples trains without dropout, as TRL's trainers do.
-
-    Raises:
-        ConfigError: it needs more of a batch than one of several processes has.
-    """
+    `ConfigError`: it needs more of a batch than one of several processes has."""
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
     model.smoothing = config.label_smoothing_factor
     if model.objective is not None and model.objective.mismatched and model.backend.replicas.size > 1:
@@ -228,16 +225,11 @@ def grpo(
     importance_sampling_level: str = "token",
     max_completion_length: int | None = None,
 ) -> Objective:
-    """Return GRPO's objective (arXiv:2402.03300) by the settings of TRL's `GRPOConfig`, for rows with `advantages`.
-
-    The ratio to the probabilities at which completions were made is clipped where rows have `old_logps`; without
-    them it is 1. With `beta` the model is kept at its reference, which is itself without adapters. `loss_type` says
-    what the loss of tokens is divided by: "grpo", each row's tokens and then the rows; "bnpo" and "dapo", all tokens
-    of the batch; "dr_grpo", rows times `max_completion_length`.
-
-    Raises:
-        ConfigError: there is no such loss.
-    """
+    """Return GRPO's objective (arXiv:2402.03300) by the settings of TRL's `GRPOConfig`, for rows with `advantages`. The
+    ratio to the probabilities at which completions were made is clipped where rows have `old_logps`; without them it is
+    1. With `beta` the model is kept at its reference, which is itself without adapters. `loss_type` says what the loss
+    of tokens is divided by: "grpo", each row's tokens and then the rows; "bnpo" and "dapo", all tokens of the batch;
+    "dr_grpo", rows times `max_completion_length`. `ConfigError`: there is no such loss."""
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type not in ("grpo", "bnpo", "dapo", "dr_grpo") or importance_sampling_level not in ("token", "sequence"):
         raise ConfigError(f"{loss_type!r} over {importance_sampling_level!r} is no loss of GRPO that there is here")
