@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from lema.data.preference import EXAMPLE, Of
-from lema.engine.head.loss import IGNORED, blocks, targets_of
+from lema.engine.head.loss import IGNORED, LossChunks, blocks, targets_of
 from lema.engine.head.objectives import Measured, Objective, Scored, merged
 from lema.errors import DataError
 from lema.model.capture import leaves
@@ -67,17 +67,15 @@ class RowLoss:
         self._head, self._objective, self._batches = head, objective, batches
         self.targets: Sequence[Tensor] = targets
         self._chunk_tokens, self.scale = chunk_tokens, scale
-        self._known = [row_targets(batch, objective).cpu().numpy() for batch in batches]
-        if not any((one != IGNORED).any() for one in self._known):
-            what = "no token of this step is trained: every label is -100"
-            how = "check the labels, or max_length if truncation cut the trained part off"
-            raise DataError(what, how=how)
+        known = [row_targets(batch, objective) for batch in batches]
+        self._blocks = LossChunks(head, targets, chunk_tokens, known=known).blocks_to_form
+        self._known = [one.cpu().numpy() for one in known]
         wanted = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(wanted in batch for batch in batches):
             how = "read the data with the run's objective, or give what `lema.data.preference` says of rows"
             raise DataError(f"a batch does not say of its rows what the objective needs: {wanted}", how=how)
-        known = [batch[EXAMPLE].cpu() for batch in batches if EXAMPLE in batch]
-        self._about = torch.cat(known).numpy() if len(known) == len(batches) else self._one_batch()
+        said = [batch[EXAMPLE].cpu() for batch in batches if EXAMPLE in batch]
+        self._about = torch.cat(said).numpy() if len(said) == len(batches) else self._one_batch()
         self._coefficients: list[Tensor] = []
         self.measured: Measured = {}
 
@@ -114,7 +112,7 @@ class RowLoss:
         """Return micro-batch `index`'s log-probabilities, and the gradient of each by its place in `hidden`."""
         logps = torch.zeros(self.targets[index].shape, dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden)
-        for rows, columns, target in self._blocks_to_form(index):
+        for rows, columns, target in self._blocks(index):
             leaf = hidden[rows, columns].detach().requires_grad_()
             with torch.enable_grad():
                 found = self._logps(leaf, target)
@@ -155,18 +153,11 @@ class RowLoss:
 
     def values(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
         """Yield what, differentiated by the parameters of the head, gives the gradients of `scale` times the loss."""
-        for rows, columns, target in self._blocks_to_form(index):
+        for rows, columns, target in self._blocks(index):
             with torch.enable_grad():
                 logps = self._logps(hidden[rows, columns].detach(), target)
                 value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
             yield value
-
-    def _blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
-        targets = self.targets[index]
-        for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
-            if (self._known[index][rows, columns] != IGNORED).any():
-                yield rows, columns, targets[rows, columns]
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self._head(hidden)
