@@ -200,11 +200,9 @@ class DiskStore:
         """Raise what failed since the last time."""
         self._look()
         if self._closed:
-            raise DiskError(
-                "the file of activations was closed: what waited there is lost",
-                where=self._file.where,
-                how="close it after the backward",
-            )
+            what = "the file of activations was closed: what waited there is lost"
+            how = "close it after the backward"
+            raise DiskError(what, where=self._file.where, how=how)
         failed, self._failed = self._failed, None
         if failed is not None and not failed[0].dropped:  # else nobody wants to know any more
             self._num_told += 1
@@ -289,22 +287,18 @@ class DiskStore:
 
         def compare() -> None:
             if zlib.crc32(memory[: piece.nbytes]) != piece.checksum:
-                raise ReadError(
-                    f"{piece.nbytes:,} bytes of activations were read otherwise than they were written",
-                    where=self._file.where,
-                    how="check that disk and its cables, or set offload_dir to a directory on another disk",
-                )
+                what = f"{piece.nbytes:,} bytes of activations were read otherwise than they were written"
+                how = "check that disk and its cables, or set offload_dir to a directory on another disk"
+                raise ReadError(what, where=self._file.where, how=how)
 
         self._begin(_Transfer(piece, "read", self._file.read(memory, piece.start, before, compare)))
 
     def _grow(self, end: int) -> None:
         """Let the file have `end` bytes at least."""
         if self._limit is not None and end > self._limit:
-            raise DiskError(
-                f"{end:,} bytes are needed for activations on the disk, and {self._limit:,} are allowed",
-                where=self._file.where,
-                how="raise disk_space, or make batches smaller or shorter",
-            )
+            what = f"{end:,} bytes are needed for activations on the disk, and {self._limit:,} are allowed"
+            how = "raise disk_space, or make batches smaller or shorter"
+            raise DiskError(what, where=self._file.where, how=how)
         self._file.reserve(end)
 
     def _extent(self, size: int) -> int:

@@ -142,11 +142,9 @@ class ActivationOffloadingMixin(Below):
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
             options = getattr(self.args, name, None)
             if isinstance(options, Mapping) and options.get("offload"):
-                raise ConfigError(
-                    "two ways to offload are asked for: activation_offloading, and that of the checkpoints",
-                    where=f"{name}: offload",
-                    how='leave that out; activation_offloading="hidden_states" moves the same tensors',
-                )
+                what = "two ways to offload are asked for: activation_offloading, and that of the checkpoints"
+                how = 'leave that out; activation_offloading="hidden_states" moves the same tensors'
+                raise ConfigError(what, where=f"{name}: offload", how=how)
 
 
 @contextmanager

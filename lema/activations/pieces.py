@@ -113,11 +113,9 @@ class Piece:
     def compare(self) -> None:
         """Compare what came back with what left, where that was kept; a byte that differs is a `LemaError`."""
         if self._original is not None and not torch.equal(self.memory(), self._original):
-            raise LemaError(
-                f"{self.nbytes:,} bytes of activations came back otherwise than they left",
-                where=str(self.device),
-                how="gradients would be wrong: this is a defect, of the device's copies or of LEMA; please report it",
-            )
+            what = f"{self.nbytes:,} bytes of activations came back otherwise than they left"
+            how = "gradients would be wrong: this is a defect, of the device's copies or of LEMA; please report it"
+            raise LemaError(what, where=str(self.device), how=how)
 
     def gone(self) -> None:
         """Nobody wants the bytes any more."""

@@ -119,11 +119,9 @@ class _Keeping(TorchDispatchMode):
         for key in storages_of(tensor):
             if key in self._kept:
                 op = self._kept[key][1]
-                raise ConfigError(
-                    f"the output of {op} is kept for the backward, and {func} writes into it",
-                    where="offloaded_ops",
-                    how=f"leave {op} out of the operators, or write to a copy",
-                )
+                what = f"the output of {op} is kept for the backward, and {func} writes into it"
+                how = f"leave {op} out of the operators, or write to a copy"
+                raise ConfigError(what, where="offloaded_ops", how=how)
 
 
 class _BringingBack(TorchDispatchMode):
@@ -202,11 +200,9 @@ def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
     all_overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
     refused = [(overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None]
     if len(refused) == len(all_overloads):
-        raise ConfigError(
-            f"the output of {refused[0][0]} cannot be kept: {refused[0][1]}",
-            where="offloaded_ops",
-            how="choose operators that return tensors of their own",
-        )
+        what = f"the output of {refused[0][0]} cannot be kept: {refused[0][1]}"
+        how = "choose operators that return tensors of their own"
+        raise ConfigError(what, where="offloaded_ops", how=how)
     yield from set(all_overloads) - {overload for overload, _ in refused}
 
 

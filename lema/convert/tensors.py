@@ -19,8 +19,8 @@ from lema.storage.index import PREPARED_MARK, check_inside
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
-from lema.stream.lease import expand_into, weights_in
-from lema.stream.placement import DTYPES, place
+from lema.stream.lease import expand_into
+from lema.stream.placement import DTYPES, place, views
 from lema.stream.reader import LayerReader
 
 __all__ = ["bytes_of", "cast_pieces", "read_tensor", "stored_name", "write_cast", "write_config"]
@@ -46,7 +46,7 @@ def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
     expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8) if placed.expansions else None
     if expanded is not None:
         expand_into(expanded, buffer, placed)
-    return weights_in(buffer, placed, expanded)[record.name]
+    return views(buffer, placed, expanded)[record.name]
 
 
 def records_of(record: Stored) -> Iterable[TensorRecord]:

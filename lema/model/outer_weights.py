@@ -18,8 +18,8 @@ from lema.backend.registry import has_addresses
 from lema.model.skeleton import find_towers, is_in
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges
-from lema.stream.lease import expand_into, weights_in
-from lema.stream.placement import LayerBytes, place
+from lema.stream.lease import expand_into
+from lema.stream.placement import LayerBytes, place, views
 from lema.stream.reader import LayerReader, StoredRows
 
 __all__ = ["StoredTensors", "draw_head", "layer_bytes", "load_outside", "place_outside"]
@@ -74,7 +74,7 @@ class StoredTensors:
         buffer = self._buffer(placed)
         if not placed.expansions and not has_addresses(self.backend.device):
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
-            return {name: one.to(self.backend.device) for name, one in weights_in(buffer, placed, None).items()}
+            return {name: one.to(self.backend.device) for name, one in views(buffer, placed).items()}
         on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
         found = _weights(on_device, placed)
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
@@ -93,7 +93,7 @@ def _weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
     if placed.expansions:
         expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=memory.device)
         expand_into(expanded, memory, placed)
-    return weights_in(memory, placed, expanded)
+    return views(memory, placed, expanded)
 
 
 def load_outside(

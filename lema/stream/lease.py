@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lema.backend import Backend
 from lema.storage.quantized import formats
-from lema.stream.placement import LayerBytes, view, views
+from lema.stream.placement import LayerBytes, view
 
-__all__ = ["NAN_BYTE", "ExpandedBuffers", "Lease", "WeightReference", "expand_into", "weights_in"]
+__all__ = ["NAN_BYTE", "ExpandedBuffers", "Lease", "WeightReference", "expand_into"]
 
 NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
 
@@ -69,13 +69,6 @@ class Lease:
         nbytes = extent * reference.dtype.itemsize
         flat = memory[reference.offset : reference.offset + nbytes].view(reference.dtype)
         return flat.as_strided(reference.shape, reference.stride, flat.storage_offset())
-
-
-def weights_in(slot: Tensor, layer: LayerBytes, expanded: Tensor | None) -> dict[str, Tensor]:
-    """Return the layer's weights: views of the slot, and of `expanded` for those that `expand_into` put there."""
-    if expanded is None:
-        return views(slot, layer)
-    return views(slot, layer) | {e.placed.name: view(expanded, e.placed) for e in layer.expansions}
 
 
 def expand_into(expanded: Tensor, slot: Tensor, layer: LayerBytes) -> None:

@@ -235,9 +235,11 @@ def moved(layer: LayerBytes, by: int) -> LayerBytes:
     )
 
 
-def views(slot: Tensor, layer: LayerBytes) -> dict[str, Tensor]:
-    """Return the layer's tensors, but for quantised ones, as views of `slot`, uint8 `[at least layer.nbytes]`."""
-    return {tensor.name: view(slot, tensor) for tensor in layer.tensors}
+def views(slot: Tensor, layer: LayerBytes, expanded: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the layer's tensors as views of `slot`, uint8 `[at least layer.nbytes]`; quantised ones are views of
+    `expanded`, where they were expanded into it."""
+    placed = {tensor.name: view(slot, tensor) for tensor in layer.tensors}
+    return placed if expanded is None else placed | {e.placed.name: view(expanded, e.placed) for e in layer.expansions}
 
 
 def view(buffer: Tensor, placed: Placed) -> Tensor:
@@ -292,11 +294,9 @@ def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
     for cast in layer.casts:
         record, placed = cast.record, cast.placed
         if cast.move is not None:
-            raise ConfigError(
-                f"{record.name} is rearranged when it is read, and cannot be cut into parts of processes",
-                where="shard_weights",
-                how="convert once with `lema prepare MODEL OUT` and use OUT, or set shard_weights to false",
-            )
+            what = f"{record.name} is rearranged when it is read, and cannot be cut into parts of processes"
+            how = "convert once with `lema prepare MODEL OUT` and use OUT, or set shard_weights to false"
+            raise ConfigError(what, where="shard_weights", how=how)
         first, last = max(placed.offset, begin), min(placed.offset + placed.nbytes, end)
         if first >= last:
             continue

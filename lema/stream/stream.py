@@ -23,8 +23,8 @@ from lema.backend import Backend, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.stream.gather import GatheredBuffers
-from lema.stream.lease import ExpandedBuffers, Lease, expand_into, weights_in
-from lema.stream.placement import LayerBytes, extent, moved, rank_share
+from lema.stream.lease import ExpandedBuffers, Lease, expand_into
+from lema.stream.placement import LayerBytes, extent, moved, rank_share, views
 from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing
@@ -200,7 +200,7 @@ class LayerStream:
                 with self.trace.span("expand", f"layer {layer}", nbytes=stored.expanded_bytes):
                     expand_into(expanded, slot, stored)
                 self._counters.seconds_expanding += self._clock() - began
-            self._held[layer] = Lease(layer, slot, weights_in(slot, stored, expanded), expanded)
+            self._held[layer] = Lease(layer, slot, views(slot, stored, expanded), expanded)
             yield self._held[layer]
         finally:
             if (ended := self._held.pop(layer, None)) is not None and not ended.has_address:
@@ -235,7 +235,7 @@ class LayerStream:
     def stored(self, layer: int) -> dict[str, Tensor]:
         """Return the weights of a layer that is kept in host memory, as views of that memory, by parameter name."""
         assert layer in self.host_cached and not self.layers[layer].expansions, "a layer is not in memory as it is used"
-        return weights_in(self._host[layer], self.layers[layer], None)
+        return views(self._host[layer], self.layers[layer])
 
     @contextmanager
     def rewritten(self, layer: int) -> Iterator[None]:
