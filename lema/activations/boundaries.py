@@ -103,7 +103,7 @@ class _OnDevice:
             state = placed(self._pool.take(like.nbytes, to_come), like).copy_(state)
         self._states[key] = state
 
-    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
+    def turn(self) -> None:
         """Everything is where it is needed."""
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
@@ -146,13 +146,13 @@ class _Fetch:
 
 
 class _Away:
-    """Boundaries that leave the device, each as a piece in a store, and come back in the order that `turn` is told.
+    """Boundaries that leave the device, each as a piece in a store, and come back in an order that is known.
     Copies are queued behind the compute that makes the state, and those back behind them, a few ahead of the boundary
     that is in use; nobody waits for one."""
 
     def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
         self._backend, self._room = backend, room
-        self._pieces: dict[Key, WaitingPiece] = {}
+        self._kept: list[_Fetch] = []  # before the turn
         self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
         self._to_fetch: deque[_Fetch] = deque()
         self._fetches: deque[_Fetch] = deque()  # under way
@@ -172,20 +172,23 @@ class _Away:
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         """Keep a copy of `state`, which nobody writes into any more: it may be copied later, and is held until then.
         Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them."""
-        piece = self._pieces[key] = self._room.place(like.nbytes, to_come)
+        piece = self._room.place(like.nbytes, to_come)
+        self._kept.append(_Fetch(key, like, piece))
         if len(self._leaving) == NUM_BUFFERS:  # not at once, because compute need not wait for a copy then
             self._leaving.popleft().release()
         self._leaving.append(self._backend.download(state, placed(piece.fill(), like)))
         piece.filled(self._leaving[-1].landed)
 
-    def turn(self, order: Sequence[tuple[Key, Tensor]]) -> None:
-        """Begin to fetch, in the order in which boundaries will be asked for."""
+    def turn(self) -> None:
+        """Begin to fetch, in the order in which boundaries will be asked for: the top layer's first, each layer's in
+        the order of the micro-batches."""
         self._let_go()
-        largest = max((like.nbytes for _, like in order), default=0)
+        order, self._kept = sorted(self._kept, key=lambda one: (-one.key[0], one.key[1])), []
+        largest = max((one.like.nbytes for one in order), default=0)
         if largest > self._slot_bytes:
             self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
             self._slot_bytes = largest
-        self._to_fetch.extend(_Fetch(key, like, self._pieces.pop(key)) for key, like in order)
+        self._to_fetch.extend(order)
         self._pump()
 
     def fetched(self, key: Key) -> Generator[Tensor, None, None]:
@@ -214,8 +217,8 @@ class _Away:
         while fetches := self._to_fetch or self._fetches:
             self._give_back(fetches.popleft())
         self._let_go()
-        while self._pieces:
-            self._pieces.popitem()[1].drop()
+        while self._kept:
+            self._kept.pop().piece.drop()
 
     def _let_go(self) -> None:
         while self._leaving:

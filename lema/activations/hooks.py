@@ -152,17 +152,13 @@ def has_storage(tensor: Tensor) -> bool:
     return address != 0 or tensor.numel() == 0 or tensor.is_meta
 
 
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.scopes: list[Scope] = []
-
-
-_open = _Open()
+_open = threading.local()  # its `scopes` are those of the contexts that are open in a thread, the innermost last
 
 
 def current() -> Scope | None:
     """Return the scope of the innermost context that is open in this thread; None: none is."""
-    return _open.scopes[-1] if _open.scopes else None
+    scopes = getattr(_open, "scopes", None)
+    return scopes[-1] if scopes else None
 
 
 def in_forward() -> Scope | None:
@@ -173,11 +169,12 @@ def in_forward() -> Scope | None:
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Let `scope` be the current one in a `with` block."""
-    _open.scopes.append(scope)
+    scopes = _open.__dict__.setdefault("scopes", [])
+    scopes.append(scope)
     try:
         yield
     finally:
-        _open.scopes.pop()
+        scopes.pop()
 
 
 # Where models have their heads, in the order in which they are looked for. A head that is no module calls one of its

@@ -190,7 +190,6 @@ class StepBoundaries:
     ) -> None:
         self._tier, self._trace, self._counters = tier, trace, counters
         self._to_come = self._to_fetch = len(layers) * len(hidden)
-        self._likes: dict[Key, Tensor] = {}
         tier.begin([_like(state) for state in hidden] * len(layers))
 
     @property
@@ -208,11 +207,9 @@ class StepBoundaries:
         assert self._to_come >= 0, "more boundaries came than the step was begun with"
         with self._trace.span("boundaries", f"keep layer {layer}"):
             self._tier.keep((layer, index), given, like, self._to_come)
-        self._likes[layer, index] = like
         self._counters.bytes_out += like.nbytes
         if self._to_come == 0:
-            self._tier.turn(sorted(self._likes.items(), key=lambda item: (-item[0][0], item[0][1])))
-            self._likes.clear()
+            self._tier.turn()
         return given
 
     @contextmanager

@@ -22,6 +22,7 @@ from lema.activations.protocols import Choice, Kept
 __all__ = ["WeightStorages", "WeightView", "everything", "storages_of"]
 
 CAST = "ToCopyBackward0"  # what autograd calls it
+WEIGHTS = (nn.Parameter, nn.Buffer)
 
 
 class WeightView:
@@ -95,7 +96,7 @@ class WeightStorages:
     def holds(self, tensor: Tensor, scope: Scope | None = None) -> bool:
         """Return whether `tensor` is a weight, or shares its memory with one. What the modules of `scope` that are
         being run compute with may have been put there for the moment."""
-        if is_weight_view(tensor):
+        if isinstance(tensor, WEIGHTS) or isinstance(tensor._base, WEIGHTS):
             return True
         for key in storages_of(tensor):
             known = self._storages.get(key)
@@ -124,13 +125,6 @@ class WeightStorages:
         if key not in learnt:
             learnt[key] = any(torch.equal(one.detach().to(whole.dtype), whole.detach()) for one in likes)
         return learnt[key]
-
-
-def is_weight_view(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a parameter, a buffer, or a view of one."""
-    if isinstance(tensor, (nn.Parameter, nn.Buffer)):
-        return True
-    return isinstance(tensor._base, (nn.Parameter, nn.Buffer))
 
 
 def storages_of(tensor: Tensor) -> list[int]:

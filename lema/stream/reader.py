@@ -129,7 +129,7 @@ class LayerReader:
             parts.append(partial(self._read, name, runs, memory, looks))
         for cast in layer.casts:
             look = None
-            if self.guard is not None and self.guard.new_cast(cast):
+            if self.guard is not None and self.guard.new(cast.record.file, cast.record.offset, cast.move):
                 look = partial(self.guard.look_at_cast, cast)
             parts.append(partial(self._cast, name, cast, buffer, look))
         ticket = Ticket(parts, before)

@@ -33,19 +33,12 @@ class HostBuffer:
     layer: int | None = None
     ticket: Ticket | None = None  # None: the layer is whole
     leased: bool = False  # since it was read
-    _uploads: dict[int, Upload] = field(default_factory=dict)
-
-    def uploaded(self, slot: int, upload: Upload) -> None:
-        """Remember that `upload`, into slot number `slot`, may read from this buffer until it is drained."""
-        self._uploads[slot] = upload  # what was copied there before was copied before this
-
-    def forget(self, slot: int) -> None:
-        """Let go of a slot that is given up, to which nothing is being copied."""
-        self._uploads.pop(slot, None)
+    # The last upload from here into each slot, by its `id`: it may read from this buffer until it is drained.
+    uploads: dict[int, Upload] = field(default_factory=dict)
 
     def drain(self) -> Callable[[], None] | None:
         """Return what blocks until the buffer may be overwritten; None: it may."""
-        uploads = tuple(self._uploads.values())
+        uploads = tuple(self.uploads.values())
 
         def drained() -> None:
             for upload in uploads:
@@ -63,7 +56,7 @@ class HostBuffer:
         if self.ticket is not None:
             self.ticket.wait()
             self.ticket = None
-            self._uploads.clear()  # the reads have waited for them
+            self.uploads.clear()  # the reads have waited for them
 
     def empty(self) -> None:
         """Give up the layer, and wait until no read touches the buffer."""
@@ -190,21 +183,6 @@ class LayerRing:
         self._order.begin()
         return _Taken(self, place)
 
-    def wait(self, place: DeviceSlot) -> Tensor:
-        """Return a slot with its layer, once the device has taken its bytes."""
-        began = self._clock()
-        with self._trace.span("stall: upload", f"layer {place.layer}"):
-            slot = place.lease()
-        self._counters.seconds_blocked_upload += self._clock() - began
-        return slot
-
-    def release(self, place: DeviceSlot) -> None:
-        """Let a slot be refilled once the compute queued so far has finished; refill what can be."""
-        place.release()
-        # Of empty slots the first is refilled: the one that was computed with longest ago.
-        self.slots.sort(key=lambda other: other is place)
-        self.pump()
-
     def cancel(self) -> None:
         """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
         self._order.clear()
@@ -227,7 +205,7 @@ class LayerRing:
             if place is not None:
                 self.buffers.pop(place).empty()
         for buffer in self.buffers:
-            buffer.forget(id(slot))
+            buffer.uploads.pop(id(slot), None)
         slot.empty()
         return True
 
@@ -325,7 +303,7 @@ class LayerRing:
         with self._trace.span("upload", f"layer {layer}", nbytes=nbytes):
             upload = place.fill(layer, source[span])
         if buffer is not None:
-            buffer.uploaded(id(place), upload)
+            buffer.uploads[id(place)] = upload
         self._counters.bytes_uploaded += nbytes
         return place
 
@@ -340,10 +318,17 @@ class _Taken:
         self._ring, self._place = ring, place
 
     def wait(self) -> Tensor:
-        return self._ring.wait(self._place)
+        ring, began = self._ring, self._ring._clock()
+        with ring._trace.span("stall: upload", f"layer {self._place.layer}"):
+            slot = self._place.lease()
+        ring._counters.seconds_blocked_upload += ring._clock() - began
+        return slot
 
     def release(self) -> None:
-        self._ring.release(self._place)
+        self._place.release()
+        # Of empty slots the first is refilled: the one that was computed with longest ago.
+        self._ring.slots.sort(key=lambda other: other is self._place)
+        self._ring.pump()
 
     def drained(self) -> None:
         if self._place.upload is not None:

@@ -164,7 +164,12 @@ class LayerStream:
         self._ring.raise_failures()  # of any layer, because training should stop now and not when its turn comes
         self._counters.leases += 1
         if self._gathered is not None:
-            with self._together(self._gathered, layer) as whole, self._open(layer, whole) as lease:
+            assert not self._held, "more than one layer is on lease at once"
+            if not self._gathered.begin(layer):  # an order other than the one announced starts afresh
+                self.cancel()
+                self.announce([layer])
+                self._gathered.begin(layer)
+            with self._gathered.lease(layer) as whole, self._open(layer, whole) as lease:
                 yield lease
         elif layer in self.residents and not self._lazy:
             with self._open(layer, self._resident[layer]) as lease:
@@ -207,17 +212,6 @@ class LayerStream:
                 ended.weights.clear()  # because a lazy device would make a copy of each view that is still there
             if expanded is not None:
                 self._expanded.give_back(expanded)
-
-    @contextmanager
-    def _together(self, gathered: GatheredBuffers, layer: int) -> Iterator[Tensor]:
-        """Hold a layer that is put together from its parts; an order other than the one announced starts afresh."""
-        assert not self._held, "more than one layer is on lease at once"
-        if not gathered.begin(layer):
-            self.cancel()
-            self.announce([layer])
-            gathered.begin(layer)
-        with gathered.lease(layer) as whole:
-            yield whole
 
     def _part(self, layer: int) -> Upload:
         """Return a layer, or this process's part of it, on the device or on its way there."""

@@ -62,12 +62,12 @@ class BaseGuard:
         for name, record in _stored(records):
             found.setdefault(record.file, []).append((record.offset, name, record))
         self._tensors = {file: sorted(tensors, key=lambda one: one[0]) for file, tensors in found.items()}
-        self._seen: set[tuple[Path, int, int]] = set()
-        self._casts: set[tuple[Path, int, Move | None]] = set()
+        self._seen: set[tuple[Path, int, int | Move | None]] = set()
 
-    def new(self, file: Path, offset: int, nbytes: int) -> bool:
-        """Whether these bytes of a file have not been looked at."""
-        return (file, offset, nbytes) not in self._seen
+    def new(self, file: Path, offset: int, part: int | Move | None) -> bool:
+        """Whether bytes of a file have not been looked at: so many from an offset on, or what is read aside of a tensor
+        there, with its move."""
+        return (file, offset, part) not in self._seen
 
     def look(self, memory: Tensor, file: Path, offset: int) -> None:
         """Look at bytes of a file, uint8, as they were read from `offset` on. `NonFiniteError`: an element of a weight
@@ -93,15 +93,7 @@ class BaseGuard:
             tensors = self._tensors[record.file]
             _, name, whole = tensors[bisect.bisect_right(tensors, record.offset, key=lambda one: one[0]) - 1]
             raise refusal(name, whole, None, None if DTYPES[record.dtype] == dtype else dtype)
-        self._casts.add(_cast_key(cast))
-
-    def new_cast(self, cast: Cast) -> bool:
-        """Whether a tensor that is read aside has not been looked at."""
-        return _cast_key(cast) not in self._casts
-
-
-def _cast_key(cast: Cast) -> tuple[Path, int, Move | None]:
-    return cast.record.file, cast.record.offset, cast.move
+        self._seen.add((record.file, record.offset, cast.move))
 
 
 def refusal(
