@@ -18,11 +18,5 @@ if TYPE_CHECKING:
 __all__ = ["ActivationOffloadingMixin", "NoOpManager", "OffloadActivations", "get_lora_act_offloading_ctx_manager"]
 
 __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "ActivationOffloadingMixin": "mixin",
-        "NoOpManager": "context",
-        "OffloadActivations": "context",
-        "get_lora_act_offloading_ctx_manager": "context",
-    },
+    __name__, {**dict.fromkeys(__all__, "context"), "ActivationOffloadingMixin": "mixin"}
 )

@@ -1,10 +1,8 @@
 """Where boundary activations wait between the forward and the backward: on the device, in host memory, or on disk.
 
 A tier keeps its memory from step to step. It grows when a step needs more and never shrinks: batches of a run differ in
-length, and what the longest needed will be needed again.
-
-In host memory and on disk boundaries are pieces in a store, as everything else is that waits off the device. What is
-theirs is the order, which is known beforehand: so a few slots on the device serve all that come back.
+length, and what the longest needed will be needed again. Off the device boundaries are pieces in a store, whose order
+is known beforehand: so a few slots on the device serve all that come back.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import re
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,10 +109,9 @@ class Scope:
     excluded: int = 0  # excluded modules, and regions opted out of, that are being run, one in the other
     # The output head has been entered: what is saved from here to the model's next forward is the loss's.
     past_head: bool = False
-    # Storages of the inputs of decoder layers that are being run, `_cdata` to how often.
-    layer_inputs: dict[int, int] = field(default_factory=dict)
-    # Likewise these inputs themselves, by `id`: on some devices a tensor has no storage.
-    layer_values: dict[int, int] = field(default_factory=dict)
+    # The inputs of decoder layers that are being run, and how often: by `id`, because on some devices a tensor has no
+    # storage, and by the `_cdata` of the storage where there is one.
+    layer_inputs: Counter[tuple[str, int]] = field(default_factory=Counter)
     # The modules with weights that are being run, the innermost last, each with how many tensors have been saved in
     # it so far.
     modules: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
@@ -120,27 +120,22 @@ class Scope:
         """Be at the beginning again, whatever ended the last forward."""
         self.excluded, self.past_head = 0, False
         self.layer_inputs.clear()
-        self.layer_values.clear()
         self.modules.clear()
 
     def mark(self, state: Any) -> None:
         """Let `state` be a layer's input until `unmark`."""
         if isinstance(state, Tensor):
-            for marked, key in self._places(state):
-                marked[key] = marked.get(key, 0) + 1
+            self.layer_inputs.update(_marks(state))
 
     def unmark(self, state: Any) -> None:
         """Let `state` be nothing special again; one that was never marked, or forgotten by `reset`, is none already."""
         if isinstance(state, Tensor):
-            for marked, key in self._places(state):
-                left = marked.pop(key, 1) - 1
-                if left > 0:
-                    marked[key] = left
+            self.layer_inputs -= Counter(_marks(state))
 
-    def _places(self, state: Tensor) -> Iterator[tuple[dict[int, int], int]]:
-        yield self.layer_values, id(state)
-        if has_storage(state):
-            yield self.layer_inputs, state.untyped_storage()._cdata
+
+def _marks(state: Tensor) -> list[tuple[str, int]]:
+    storage = [("storage", state.untyped_storage()._cdata)] if has_storage(state) else []
+    return [("value", id(state)), *storage]
 
 
 def has_storage(tensor: Tensor) -> bool:

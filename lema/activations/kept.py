@@ -1,12 +1,9 @@
 """What a streamed step keeps from its forward to its backward: graphs of layers, and the layers' inputs.
 
-`StepBoundaries` keeps each micro-batch's input to each layer (its boundary activation, `[batch, sequence, hidden]`).
-They lie in memory, or in a file, that serves every step (`BoundaryArena`), because tensors kept one by one would lie in
-the heap between the short-lived tensors of their layers and leave holes that grow with the model's depth.
-
-`StepGraphs` keeps the graphs of layers that are not recomputed, with their saved tensors in host memory or on disk.
-Each micro-batch's graph through each layer is one order of pieces. The backward takes the graphs in turn, the top
-layer's first, and while one is differentiated the copies for the next one begin.
+The inputs (boundary activations) lie in memory, or in a file, that serves every step, because tensors kept one by one
+would lie in the heap between the short-lived tensors of their layers and leave holes that grow with the model's depth.
+Of layers that are not recomputed the saved tensors of each micro-batch's graph are one order of pieces. The backward
+takes the graphs in turn, and while one is differentiated the copies for the next one begin.
 """
 
 from __future__ import annotations

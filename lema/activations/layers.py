@@ -59,7 +59,7 @@ class LayerInputs:
 def only_layer_inputs(tensor: Tensor) -> Kept | None:
     """The choice of what shares its memory with the input of a decoder layer that is being run, and nothing else."""
     scope = current()
-    marked = scope is not None and tensor.untyped_storage()._cdata in scope.layer_inputs
+    marked = scope is not None and ("storage", tensor.untyped_storage()._cdata) in scope.layer_inputs
     return None if marked else Kept.UNCHOSEN
 
 
@@ -70,7 +70,7 @@ def only_layer_values(tensor: Tensor) -> Kept | None:
     scope = current()
     if scope is not None and scope.excluded:
         return Kept.EXCLUDED
-    return None if scope is not None and id(tensor) in scope.layer_values else Kept.UNCHOSEN
+    return None if scope is not None and ("value", id(tensor)) in scope.layer_inputs else Kept.UNCHOSEN
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

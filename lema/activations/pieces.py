@@ -1,8 +1,8 @@
 """A piece: bytes of one storage that left the device, and every tensor that autograd saved in them.
 
-Storages are moved, not tensors: bytes that several saved tensors share are copied once, and each tensor comes back with
-the strides and the offset it had. A storage is known by its address, by a weak reference that keeps the address from
-being used again, and by its version: a storage that was written into since is another piece.
+Bytes that several saved tensors share are copied once, and each tensor comes back with the strides and the offset it
+had. A storage is known by its address, by a weak reference that keeps the address from being used again, and by its
+version: a storage that was written into since is another piece.
 
 All device memory here belongs to the queue that computes. A source is let go when compute has been made to wait for its
 copy; what comes back lies in memory of its own, and compute waits until that is filled. So whoever else holds a view of

@@ -1,13 +1,10 @@
 """How a tensor lies over the ranks of a tensor-parallel group, as data, with functions that cut and join it.
 
-`shard` cuts a tensor up and `consolidate` puts it together again. A layout says which rows of one axis each rank holds,
-and in which order. No process group is needed to follow it. Weights are those of a linear module, `[output, input]`, or
-of an embedding, `[vocabulary, hidden]`.
-
-With fewer key and value heads than ranks, these heads are replicated `kv_multiplier` times. In the layout `tile` the
-ranks hold K0, K1, ..., K0, K1, ...; in `interleave` neighbours hold the same. Query heads are permuted such that every
-rank has those that belong to the keys and values it holds, and so are the columns of the projection that follows
-attention.
+A layout says which rows of one axis each rank holds, and in which order. Weights are those of a linear module,
+`[output, input]`, or of an embedding, `[vocabulary, hidden]`. With fewer key and value heads than ranks, these heads
+are replicated `kv_multiplier` times. In the layout `tile` the ranks hold K0, K1, ..., K0, K1, ...; in `interleave`
+neighbours hold the same. Query heads, and the columns of the projection that follows attention, are permuted such that
+every rank has those that belong to the keys and values it holds.
 """
 
 from __future__ import annotations

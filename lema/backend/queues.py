@@ -1,12 +1,10 @@
 """Copies between host memory and a device that works through queues, each after the operations it depends on.
 
-`Queues`, `Queue` and `Event` are all that such a device must offer. Nothing here knows torch's streams, so the order
-can be proven on a machine without such a device, with queues that take any course which these protocols allow. `Copies`
-is called from one thread at a time: the training thread, or autograd's on its behalf.
-
-Each of the device's `Slots` is guarded by two events, filled and free: the queue of uploads overwrites it after it is
-free, compute reads it after it is filled. No thread waits except one that asks for a source to be drained. `CopyDown`
-is the way back: a tensor copied to host memory behind the compute that makes it.
+Nothing here knows torch's streams, so the order can be proven on a machine without such a device, with queues that take
+any course which these protocols allow. `Copies` is called from one thread at a time: the training thread, or autograd's
+on its behalf. Each of the device's `Slots` is guarded by two events, filled and free: the queue of uploads overwrites
+it after it is free, compute reads it after it is filled. No thread waits except one that asks for a source to be
+drained.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A watchdog for a run in which nothing moves any more: it writes the stacks of all threads.
 
 A disk that does not answer, or a process that waits for another which has gone, would otherwise hang without a word. A
-thread looks every few seconds at the counters of finished work (layers leased, bytes read and copied). When no number
-has changed for ten times as long as a layer takes, the work under way and the stacks go to standard error and into a
-file, once, until something moves again. A step does nothing for it.
+thread looks every few seconds at the counters of finished work. When no number has changed for ten times as long as a
+layer takes, the work under way and the stacks go to standard error and into a file, once, until something moves again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Retries after the device's memory ran out: attempts, each with less to hold at once.
 
 The forward of one micro-batch through one layer depends on its input and the generator alone, so it is attempted again
-on the spot, with one slot for weights fewer. A pass adds to gradients as it goes, so it is begun again from its start,
-with fewer slots or with micro-batches of half the rows. Every micro-batch's loss is weighted by the trained tokens of
-the whole step, so smaller micro-batches give the mathematics of larger ones. What a run gave up it does not take back,
-and it says in a warning what that was.
-
-    loss = retry.run_pass(forward_and_backward, micro_batches, parameters=adapters)
+on the spot, with one slot for weights fewer. A pass adds to gradients as it goes, so it is begun again, with fewer
+slots or with micro-batches of half the rows; each one's loss is weighted by the trained tokens of the whole step, so
+that changes no mathematics. What a run gave up it does not take back, and it says so in a warning.
 """
 
 from __future__ import annotations

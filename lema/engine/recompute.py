@@ -1,13 +1,11 @@
 """A graph without its tensors: what a layer's backward needs is dropped in the forward, and computed again when needed.
 
-The graph is built once, in the forward. In the backward, its first look at a dropped tensor runs the layer again, only
-as far as the last tensor that was dropped, and without a matrix product that none of them needs
-(`lema.engine.skip_matmuls`). This is the non-reentrant checkpoint of `torch.utils.checkpoint` (Chen et al. 2016,
-https://arxiv.org/abs/1604.06174), with one promise more: weights are packed as references, and found in the lease under
-which the backward runs.
-
-A compiled layer is run again as a whole, and that run is differentiated, because which of its graphs a compiler takes
-for a shape can change from one run to the next, and each saves tensors of its own.
+In the backward the graph's first look at a dropped tensor runs the layer again, only as far as the last tensor that was
+dropped, and without a matrix product that none of them needs (`lema.engine.skip_matmuls`). This is the non-reentrant
+checkpoint of `torch.utils.checkpoint` (Chen et al. 2016, https://arxiv.org/abs/1604.06174), with one promise more:
+weights are packed as references, and found in the lease under which the backward runs. A compiled layer is run again as
+a whole, and that run is differentiated, because which of its graphs a compiler takes for a shape can change from one
+run to the next, and each saves tensors of its own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The matrix product that the recomputation of a layer skips: the frozen one of the adapted linear called last.
 
 A LoRA linear returns `base(x) + B(A(dropout(x))) * scaling`, and PEFT computes `base(x)` first. The backward needs
-tensors that the adapter's path saves, and never the values of `base(x)`, because those are only added. Recomputation
-stops at the last tensor that the layer's forward saved. If that was saved by an adapted linear, the recomputation ends
-within it, in its adapter's path, and the product before that path would be computed to be thrown away. NaN stands for
-it, so that a value that was read after all could not pass unseen. A dropout of what that linear returned changes none
-of this, because what it saves is its mask.
-
-The forward of each micro-batch notes which linear that is, because layers with experts go different ways.
+tensors that the adapter's path saves, and never the values of `base(x)`, because those are only added. If the last
+tensor that the layer's forward saved was saved in that path, the recomputation ends there, and the product before it
+would be computed to be thrown away. NaN stands for it, so that a value that was read after all could not pass unseen. A
+dropout of what that linear returned changes none of this, because what it saves is its mask. The forward of each
+micro-batch notes which linear that is, because layers with experts go different ways.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Layers gathered on the device from the shards that the processes hold: one on lease, the next one under way.
 
-Every process gathers the same layers in the same order, or all would wait for ever. So the choice of what is gathered,
-and when, follows from the leases and the announced orders, and never from how far a read or a copy has come: at the
-beginning of a lease the next layer's gathering is begun, and runs behind the computation. A layer that was on lease or
-gathered last is still there, and is not gathered again; that is so at each turn of a training pass. Between two
-announced orders nothing is under way, because there processes send each other gradients, and one may have announced the
-next order earlier than another.
+Every process gathers the same layers in the same order, or all would wait for ever. So what is gathered, and when,
+follows from the leases and the announced orders, never from how far a read or a copy has come. A layer that was on
+lease or gathered last is still there, as at each turn of a training pass. Between two announced orders nothing is under
+way, because there processes send each other gradients, and one may have announced the next order earlier than another.
 """
 
 from __future__ import annotations

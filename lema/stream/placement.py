@@ -1,14 +1,11 @@
 """The placement of a layer's tensors: where each lies in its file, and in the slot it is read into.
 
-Bytes of a layer that follow each other in one file are one *run*. A run keeps its offset modulo a page, so that one
-read of whole pages, past the page cache, puts every tensor where it belongs, and the tensors are views of the slot. A
-tensor whose bytes cannot be used in place (another dtype than the model's, an offset that its dtype cannot be viewed
-at) is read into another buffer and cast into its place. Of a tensor that is assembled from several, each piece that
-keeps its order is a run of its own, and the others are read aside and moved. A quantised parameter has its stored
-tensors in the slot, and a place in a second buffer, which it is expanded into.
-
-With `shard_weights` a layer is cut into equal parts, one for each process, which that process reads, keeps and uploads.
-The parts of all processes, one after the other, are the layer's slot, with some padding at the end.
+Bytes of a layer that follow each other in one file are one *run*, which keeps its offset modulo a page, so that one
+read of whole pages puts every tensor where it belongs. A tensor whose bytes cannot be used in place (another dtype than
+the model's, an offset that its dtype cannot be viewed at) is read aside and cast, and so is a piece of an assembled
+tensor that does not keep its order. A quantised parameter has its stored tensors in the slot, and a place in a second
+buffer, which it is expanded into. With `shard_weights` a layer is cut into equal parts, one for each process; all of
+them, one after the other, are the slot, with some padding at the end.
 """
 
 from __future__ import annotations

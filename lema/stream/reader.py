@@ -118,20 +118,8 @@ class LayerReader:
         """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned. `before` is called in a
         reader thread ahead of the first byte; it blocks until the buffer may be overwritten. `name` is what a trace
         calls the reads."""
-        memory = as_bytes(buffer)
-        parts: list[Callable[[], None]] = []
-        for runs in _requests(layer):
-            looks = []
-            for run in runs:
-                if self.guard is not None and self.guard.new(run.file, run.offset, run.nbytes):
-                    read = buffer[run.slot_offset : run.slot_offset + run.nbytes]
-                    looks.append(partial(self.guard.look, read, run.file, run.offset))
-            parts.append(partial(self._read, name, runs, memory, looks))
-        for cast in layer.casts:
-            look = None
-            if self.guard is not None and self.guard.new(cast.record.file, cast.record.offset, cast.move):
-                look = partial(self.guard.look_at_cast, cast)
-            parts.append(partial(self._cast, name, cast, buffer, look))
+        parts: list[Callable[[], None]] = [partial(self._read, name, runs, buffer) for runs in _requests(layer)]
+        parts += [partial(self._cast, name, cast, buffer) for cast in layer.casts]
         ticket = Ticket(parts, before)
         self._workers.submit(ticket)
         return ticket
@@ -156,16 +144,15 @@ class LayerReader:
                 with _failing(run.file, run.offset, run.nbytes):
                     read_all(self._file(run.file).descriptor, [view], run.offset, run.nbytes)
 
-    def _read(
-        self, name: str, runs: Sequence[ByteRun], memory: memoryview, looks: Sequence[Callable[[], None]]
-    ) -> None:
+    def _read(self, name: str, runs: Sequence[ByteRun], buffer: Tensor) -> None:
         nbytes = sum(run.nbytes for run in runs)
         with self._reading(name, nbytes), _failing(runs[0].file, runs[0].offset, nbytes):
-            self._file(runs[0].file).read(memory, runs)
-        for look in looks:  # in the thread that read, because it mostly waits for the disk and training goes on
-            look()
+            self._file(runs[0].file).read(as_bytes(buffer), runs)
+        if self.guard is not None:  # in the thread that read, because it mostly waits for the disk and training goes on
+            for run in runs:
+                self.guard.look(buffer[run.slot_offset : run.slot_offset + run.nbytes], run.file, run.offset)
 
-    def _cast(self, name: str, cast: Cast, buffer: Tensor, look: Callable[[Tensor], None] | None) -> None:
+    def _cast(self, name: str, cast: Cast, buffer: Tensor) -> None:
         placed, (ranges, move) = cast.placed, cast.ranges()
         place = buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype)
         stored = DTYPES[cast.record.dtype]
@@ -185,8 +172,8 @@ class LayerReader:
             target = place.copy_(aside.view(stored))
         else:
             target = move_elements(aside.view(stored), move, place)
-        if look is not None:
-            look(target)
+        if self.guard is not None:
+            self.guard.look_at_cast(cast, target)
 
     @contextmanager
     def _reading(self, name: str, nbytes: int) -> Iterator[None]:

@@ -1,12 +1,10 @@
 """The order in which layers are visited, and how many fetches it costs: pure Python, no tensors, no threads.
 
 A training pass goes up through the layers and down again. The top layer is where it turns: one visit does both its
-forward and its backward, so it is leased once. Nothing below the lowest layer that trains is visited on the way down.
-
-Places (device slots, host buffers) hold the layer on lease and the distinct layers that come next; a layer that is
-wanted last gives way to one that is wanted sooner. Near a turn the next layers are those visited last, so they are
-fetched only once for both directions: with `k` places and `n` layers that pass through them, a step of the whole model
-fetches `2 (n - k)`. `Order` holds the announced leases, and `place_to_refill` chooses the place for the next one.
+forward and its backward, so it is leased once. Places (device slots, host buffers) hold the layer on lease and the
+distinct layers that come next; a layer that is wanted last gives way to one that is wanted sooner. Near a turn the next
+layers are those visited last: with `k` places and `n` layers that pass through them, a step of the whole model fetches
+`2 (n - k)`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The stream of layers on lease: prefetched in the announced order, held while they compute, then given back.
 
 A lease is a promise: its weights are views into one device slot, and the slot is refilled only after every computation
-queued under the lease has finished. Until it is refilled a slot keeps its layer, and a lease of that layer costs
-nothing: that is how a training pass turns without reading the last layers again. Resident layers are uploaded once;
-layers cached in host memory are read once. Quantised weights stay quantised in every buffer and slot, and are expanded
-when a lease begins.
-
-With `shard_weights` each of several processes reads, keeps and uploads one part of every layer, and a lease begins by
-gathering the parts of all on the device.
+queued under the lease has finished. Until then it keeps its layer, and a lease of that layer costs nothing: that is how
+a training pass turns without reading the last layers again. Quantised weights stay quantised in every buffer and slot,
+and are expanded when a lease begins. With `shard_weights` a lease begins by gathering the parts of all processes.
 """
 
 from __future__ import annotations

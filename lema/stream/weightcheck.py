@@ -1,8 +1,7 @@
 """A check of the frozen weights where they first come into memory: a model with NaN or infinity in them is refused.
 
-So a damaged file, or one saved by a training that had gone wrong, is told from a training that goes wrong now. The
-check looks at bits, in the thread that has just read them: of the numbers without their signs, infinity and NaN are the
-largest. No whole copy is made, nothing is rounded, and what is read again is not checked again.
+The check looks at bits, in the thread that has just read them: of the numbers without their signs, infinity and NaN are
+the largest. No whole copy is made, nothing is rounded, and what is read again is not checked again.
 """
 
 from __future__ import annotations
@@ -64,14 +63,11 @@ class BaseGuard:
         self._tensors = {file: sorted(tensors, key=lambda one: one[0]) for file, tensors in found.items()}
         self._seen: set[tuple[Path, int, int | Move | None]] = set()
 
-    def new(self, file: Path, offset: int, part: int | Move | None) -> bool:
-        """Whether bytes of a file have not been looked at: so many from an offset on, or what is read aside of a tensor
-        there, with its move."""
-        return (file, offset, part) not in self._seen
-
     def look(self, memory: Tensor, file: Path, offset: int) -> None:
         """Look at bytes of a file, uint8, as they were read from `offset` on. `NonFiniteError`: an element of a weight
-        is NaN or infinite; names the weight, the element and the file."""
+        is NaN or infinite; names the weight, the element and the file. What was looked at is not looked at again."""
+        if (file, offset, memory.numel()) in self._seen:
+            return
         end, tensors = offset + memory.numel(), self._tensors.get(file, [])
         first = max(0, bisect.bisect_right(tensors, offset, key=lambda one: one[0]) - 1)
         for begin, name, record in tensors[first:]:
@@ -89,6 +85,8 @@ class BaseGuard:
         """Look at a tensor, or a piece of one, that was read aside and cast into `target`. `NonFiniteError`: it is not
         finite as it is stored, or too large for the type it was cast to."""
         record, dtype = cast.record, cast.placed.dtype
+        if (record.file, record.offset, cast.move) in self._seen:
+            return
         if first_non_finite(target.contiguous().reshape(-1).view(torch.uint8), dtype) is not None:
             tensors = self._tensors[record.file]
             _, name, whole = tensors[bisect.bisect_right(tensors, record.offset, key=lambda one: one[0]) - 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -43,14 +42,15 @@ def complete(
     are those of `transformers`' `generate`; `told` is called after each token with how many texts got one, of beams it
     is not. `DataError`: there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers`
     knows, or a text is to stop at an empty string."""
-    asked = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
-    settings, width = asked.settings, max(map(len, checked(prompts)))
-    rows, given = len(prompts) * (settings.num_return_sequences or 1), asked.rest.get("stopping_criteria") or []
-    ends = Ends(width, rows, asked.ends, asked.strings, tokenizer, told)
+    settings, rest, strings = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
+    last, width = settings.eos_token_id, max(map(len, checked(prompts)))
+    ending = frozenset([] if last is None else [last] if isinstance(last, int) else last)
+    rows, given = len(prompts) * (settings.num_return_sequences or 1), rest.pop("stopping_criteria", None) or []
+    ends = Ends(width, rows, ending, strings, tokenizer, told)
     if beams := (settings.num_beams or 1) > 1:
         # Left to `transformers`, because a beam's place in the batch is another after each token.
-        settings.stop_strings = list(asked.strings) or None
-        asked.rest["tokenizer"] = tokenizer
+        settings.stop_strings = strings or None
+        rest["tokenizer"] = tokenizer
     criteria = StoppingCriteriaList(given if beams else [*given, ends])
     inputs = _padded(prompts, settings.pad_token_id)
     # Not of any parameter, because those of the layers are on no device between leases.
@@ -61,14 +61,15 @@ def complete(
         with torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values, head):
             made: Tensor = cast(Any, split.model).generate(
                 **{name: tensor.to(device) for name, tensor in inputs.items()},
-                **{**asked.rest, "stopping_criteria": criteria},
+                **rest,
+                stopping_criteria=criteria,
                 generation_config=settings,
             )
     finally:
         split.model.train(was_training)
     tokens = made[:, width:]  # padded where a text ended before the others
     if beams:
-        return [_until(row, asked.ends) for row in tokens.tolist()]
+        return [_until(row, ending) for row in tokens.tolist()]
     return [
         Generated(tuple(row[:length]), reason)
         for row, length, reason in zip(tokens.tolist(), ends.lengths, ends.reasons, strict=True)
@@ -96,29 +97,15 @@ def _until(row: list[int], ends: frozenset[int]) -> Generated:
     return Generated(tuple(row[:length]), "stop") if length else Generated(tuple(row), "length")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a call asks for, as `transformers` takes it."""
-
-    settings: GenerationConfig
-    rest: dict[str, Any]  # options that are no settings
-    strings: tuple[str, ...]  # that texts stop at
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a text."""
-        found = self.settings.eos_token_id
-        return frozenset([] if found is None else [found] if isinstance(found, int) else found)
-
-
 def _asked(
     directory: Path,
     default: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
     options: Mapping[str, Any],
-) -> _Asked:
-    """Return the model's own settings with those that this call asks for, and the options that are no settings."""
+) -> tuple[GenerationConfig, dict[str, Any], list[str]]:
+    """Return the model's own settings with those that this call asks for, the options that are no settings, and the
+    strings that texts stop at."""
     settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
     wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
     if not wanted["do_sample"]:
@@ -137,7 +124,7 @@ def _asked(
     if "" in strings:
         raise ConfigError("every text has an empty string", where="stop_strings", how="name one that ends a text")
     settings.stop_strings = None  # because `transformers` would look for them in prompts, too
-    return _Asked(settings, dict(rest), tuple(strings))
+    return settings, dict(rest), list(strings)
 
 
 def _padded(prompts: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:

@@ -1,13 +1,10 @@
 """Gradients of weights outside the layers, in the embeddings before them and in the norm and head after them.
 
-Gradients are added to `.grad` in the backward, one micro-batch after the other, as gradient accumulation on the whole
-model adds them. The graph before the layers is kept from the forward: for embeddings it holds little more than the
-tokens. The head's gradients are as large as the head, so they are not kept for every micro-batch: they are summed as
-they are formed with the loss. Where a sum would round otherwise than additions to what is in `.grad` already, the
-head's graph is formed again in the backward, block by block.
-
-A parameter that both use (tied embeddings) gets the sum of its two gradients in one addition, as the whole model's
-graph gives it, so the head then waits until the gradients have come down through the layers.
+They are added to `.grad` in the backward, one micro-batch after the other, as gradient accumulation on the whole model
+adds them. The head's are as large as the head, so they are summed as they are formed with the loss; where a sum would
+round otherwise than additions to what is in `.grad` already, the head's graph is formed again in the backward, block by
+block. A parameter that both ends use (tied embeddings) gets the sum of its two gradients in one addition, so the head
+then waits until the gradients have come down through the layers.
 """
 
 from __future__ import annotations

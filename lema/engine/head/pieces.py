@@ -2,12 +2,10 @@
 
 Each piece is leased as a layer is, and every micro-batch goes through it before the next piece. A first pass over the
 pieces finds, of each token, the largest logit, the sum of the exponentials and the target's logit, as online softmax
-does (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A second pass, back from the last piece, forms
-each piece's part of softmax less target, and with it a part of the gradient of what the product is given. So the head
-moves twice in a step, less the last piece. Logits exist for one chunk of tokens and one piece.
-
-What comes before the product and after it is the model's own code. Loss and gradients are those of the whole head but
-for rounding, because sums over the vocabulary are added in another order.
+does (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A second, back from the last piece, forms each
+piece's part of softmax less target, and with it a part of the gradient of what the product is given. What comes before
+the product and after it is the model's own code. Loss and gradients are those of the whole head but for rounding,
+because sums over the vocabulary are added in another order.
 """
 
 from __future__ import annotations
