@@ -159,7 +159,6 @@ class _Away:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of memory held, of whatever kind."""
         return self._room.memory_bytes
 
     def begin(self, likes: Sequence[Tensor]) -> None:

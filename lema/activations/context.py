@@ -199,7 +199,6 @@ def get_lora_act_offloading_ctx_manager(
 
 
 def _check(mode: Mode, stash: int, model: nn.Module | None, *, by_value: bool) -> None:
-    """Raise ConfigError where a setting is wrong."""
     if mode not in MODES:
         known = ", ".join(map(repr, MODES))
         raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {known}")

@@ -294,7 +294,6 @@ class DiskStore:
         self._begin(_Transfer(piece, "read", self._file.read(memory, piece.start, before, compare)))
 
     def _grow(self, end: int) -> None:
-        """Let the file have `end` bytes at least."""
         if self._limit is not None and end > self._limit:
             what = f"{end:,} bytes are needed for activations on the disk, and {self._limit:,} are allowed"
             how = "raise disk_space, or make batches smaller or shorter"

@@ -127,7 +127,6 @@ class HostPool:
                 self._held -= size
 
     def _again(self, size: int) -> Tensor | None:
-        """Return a free buffer of exactly this size."""
         if size not in self._free:
             return None
         same = self._free[size]
@@ -138,7 +137,6 @@ class HostPool:
         return buffer
 
     def _new(self, size: int) -> Tensor | None:
-        """Return a new buffer, if there is room for one beside those that there are."""
         if self._free and self._held + size > max(self._most_wanted, self._wanted + size):
             return None
         if self.limit is not None and self._held + size > self.limit:

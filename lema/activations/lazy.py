@@ -98,8 +98,6 @@ class ByValue:
 
 
 class _Value:
-    """A tensor in host memory."""
-
     def __init__(self, source: Tensor) -> None:
         self.device, self.nbytes = source.device, source.numel() * source.element_size()
         self.host = source.to("cpu")

@@ -96,18 +96,15 @@ class OffloadedTensor:
         check_version(piece.version_copied, piece.version, self._shape, self._dtype)
         if (source := piece.source) is not None:
             offload.counters.early += 1
-            tensor = self._view(source, self._first)
+            tensor = view(source, self._first, self._shape, self._stride, self._dtype)
         else:
             offload.bring(piece)
             memory = piece.memory()
-            tensor = self._view(memory, int(memory.storage_offset()) + self._first - piece.start)
+            first = int(memory.storage_offset()) + self._first - piece.start
+            tensor = view(memory, first, self._shape, self._stride, self._dtype)
             self._ask()
         offload.fetch_ahead(self._order, self._place)
         return tensor
-
-    def _view(self, within: Tensor, first: int) -> Tensor:
-        storage, device = within.untyped_storage(), within.device
-        return view(storage, device, first, dtype=self._dtype, shape=self._shape, stride=self._stride)
 
     def _ask(self) -> None:
         """Be asked for, this time that the piece is here; the last to be asked for lets it go."""
@@ -252,7 +249,6 @@ class Offload:
                     piece.forget()
 
     def _drop(self, piece: Piece) -> None:
-        """Give back the room of a piece that nobody wants any more."""
         others = self._pieces[piece.key]
         others.remove(piece)
         if not others:

@@ -12,7 +12,7 @@ either reads and frees it in the order of compute.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema.activations.diskstore import WaitingPiece
@@ -44,7 +44,7 @@ class Piece:
         self._upload: Upload | None = None
         self._waited = False
         self.source: Tensor | None = tensor.detach()
-        self._download: Download = carrier.download(view(storage, tensor.device, start, nbytes), place.fill())
+        self._download: Download = carrier.download(self._bytes(tensor), place.fill())
         place.filled(self._download.landed)
         counters.copies_out += 1
         counters.bytes_out += nbytes
@@ -107,8 +107,7 @@ class Piece:
     def certify(self) -> None:
         """Keep the bytes on the device as well, to be compared with what comes back."""
         assert self.source is not None, "a piece was to be certified that has left"
-        storage = self.source.untyped_storage()
-        self._original = view(storage, self.device, self.start, self.nbytes).clone()
+        self._original = self._bytes(self.source).clone()
 
     def compare(self) -> None:
         """Compare what came back with what left, where that was kept; a byte that differs is a `LemaError`."""
@@ -116,6 +115,9 @@ class Piece:
             what = f"{self.nbytes:,} bytes of activations came back otherwise than they left"
             how = "gradients would be wrong: this is a defect, of the device's copies or of LEMA; please report it"
             raise LemaError(what, where=str(self.device), how=how)
+
+    def _bytes(self, source: Tensor) -> Tensor:
+        return view(source, self.start, (self.nbytes,), (1,), torch.uint8)
 
     def gone(self) -> None:
         """Nobody wants the bytes any more."""
@@ -137,17 +139,8 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     return start, end - start
 
 
-def view(
-    storage: UntypedStorage,
-    device: torch.device,
-    first: int,
-    nbytes: int = 0,
-    *,
-    dtype: torch.dtype = torch.uint8,
-    shape: tuple[int, ...] | None = None,
-    stride: tuple[int, ...] = (1,),
-) -> Tensor:
-    """Return a tensor at byte `first` of a storage: of a dtype, shape and strides, or its next `nbytes` bytes."""
-    empty = torch.empty(0, dtype=dtype, device=device)
+def view(within: Tensor, first: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor at byte `first` of the storage that another lies in."""
+    empty = torch.empty(0, dtype=dtype, device=within.device)
     with torch.no_grad():
-        return empty.set_(storage, first // dtype.itemsize, (nbytes,) if shape is None else shape, stride)
+        return empty.set_(within.untyped_storage(), first // dtype.itemsize, shape, stride)

@@ -69,8 +69,6 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of an operator that was chosen."""
-
     op: Any  # the operator
     out: Any  # what it returned, with `_Waiting` for tensors
     drawn: dict[torch.device, tuple[Tensor, Tensor]]  # where it drew, the generator's state before and after

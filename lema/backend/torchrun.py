@@ -211,8 +211,6 @@ def others_there() -> Iterator[None]:
 
 
 class _Work:
-    """A gathering under way."""
-
     def __init__(self, work: Any, upload: Upload) -> None:
         self._work, self._upload = work, upload
 

@@ -170,7 +170,6 @@ class OomRetry:
         self._note(error, "rows", rows, self._rows[purpose])
 
     def _shrink(self, error: RuntimeError, count: int) -> bool:
-        """Give up as many as `count` slots; return whether there was one."""
         before = self._stream.num_slots
         gone = sum(1 for _ in range(count) if self._alone and self._stream.shrink())
         if gone:

@@ -266,7 +266,6 @@ class _TopVisit:
     _leaves: Leaves = field(default_factory=dict)  # for the weights that train
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
-        """Return the loss of all micro-batches."""
         engine, embed_head = self._engine, self._embed_head
         top, retry = engine.split.num_layers - 1, engine.retry
         place = f"in the forward of layer {top}"

@@ -270,7 +270,6 @@ class LayerRing:
         return place_to_refill([place.layer for place in places], self._order, number, self._in_use())
 
     def _buffer_of(self, layer: int) -> HostBuffer | None:
-        """Return the buffer that holds `layer`, or is being filled with it."""
         return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
 
     def _read(self, layer: int, buffer: HostBuffer) -> None:
@@ -284,7 +283,6 @@ class LayerRing:
         self._counters.layers_read += 1
 
     def _arrive(self, buffer: HostBuffer) -> None:
-        """Wait for a layer's last byte."""
         if buffer.ticket is None or buffer.ticket.done():
             buffer.arrive()  # raises what a read raised
             return

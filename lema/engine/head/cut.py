@@ -262,13 +262,11 @@ class _Follow(TorchDispatchMode):
         self.said: list[str] = []
 
     def begin(self, product: Tensor) -> Tensor:
-        """Follow this product."""
         self._begun += 1
         self._made.append(product)
         return product
 
     def is_made_of(self, logits: Any) -> bool:
-        """Whether these are the product, as it was followed to here."""
         return self._begun == 1 and any(one is logits for one in self._made) and logits.shape == self._made[0].shape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

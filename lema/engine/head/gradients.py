@@ -154,8 +154,6 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
 
 
 class _Apart(torch.autograd.Function):
-    """A function with a backward of its own, as autograd sees it."""
-
     @staticmethod
     def forward(ctx: Any, forward: Forward[Any], backward: Backward, anchor: Tensor, *given: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
         ctx.own_backward = backward

@@ -149,7 +149,7 @@ class LossChunks:
             return torch.zeros((), device=hidden.device), leaf
         target = self._targets[index][rows, columns]
         logits = self._head(leaf)
-        self.place(index, logits.detach(), rows, columns)
+        self.place(index, logits.detach(), (rows, columns))
         return self._value(logits, target), leaf
 
     def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -169,21 +169,14 @@ class LossChunks:
         options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": self._smoothing}
         return cross_entropy(flat, target.reshape(-1), reduction="sum", **options) / self.num_tokens
 
-    def place(
-        self,
-        index: int,
-        block: Tensor,
-        rows: slice,
-        columns: slice,
-        words: slice = slice(None),
-        size: int | None = None,
-    ) -> None:
-        """Put logits where the caller asked for them: those of a block and, of a vocabulary of `size`, of `words`."""
+    def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> None:
+        """Put logits where the caller asked for them: those of a block (rows, columns) and, of a vocabulary of `size`,
+        of some words."""
         if self._logits is None:
             return
         if len(self._logits) == index:
             self._logits.append(block.new_empty((*self._targets[index].shape, size or block.shape[-1])))
-        self._logits[index][rows, columns, words] = block
+        self._logits[index][at] = block
 
     def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
         batch, sequence = self._targets[index].shape

@@ -177,7 +177,7 @@ def piece_passes(
         for block in blocks if up else ():
             poll()
             logits = head.logits(block.given, weight, span)
-            chunks.place(block.index, logits, *block.place, slice(*span), head.spans[-1][1])
+            chunks.place(block.index, logits, (*block.place, slice(*span)), head.spans[-1][1])
             block.see(logits, span[0])
             del logits  # because the next block's would be made beside them
         for block in blocks if down else ():
