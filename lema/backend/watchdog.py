@@ -17,11 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-__all__ = ["Moves", "Watchdog", "write_stacks"]
+__all__ = ["Watchdog", "write_stacks"]
 
 FACTOR = 10  # times as long as a layer takes
 AT_LEAST = 45.0  # seconds: a slow disk is not reported each time
@@ -31,23 +30,16 @@ REMEMBERED = 65  # layers whose times count
 EXIT = 1
 
 
-@dataclass(frozen=True)
-class Moves:
-    """What has been done so far."""
-
-    layers: int  # visits of layers
-    others: tuple[Any, ...] = ()  # whatever else changes while something moves
-
-
 class Watchdog:
     """Looks on while a `with` block runs, in a thread of its own, in which it calls `moves` for the counters of
-    finished work. `awaited` returns, in words, the work that is under way. The file of stacks goes to `directory`, made
-    if need be. After so many seconds without a move as `end_after` says the process is ended by `end`, with an exit
-    code, because nothing can be cleaned up where a thread does not answer; None: it never is."""
+    finished work: first the visits of layers, then whatever else changes while something moves. `awaited` returns, in
+    words, the work that is under way. The file of stacks goes to `directory`, made if need be. After so many seconds
+    without a move as `end_after` says the process is ended by `end`, with an exit code, because nothing can be cleaned
+    up where a thread does not answer; None: it never is."""
 
     def __init__(
         self,
-        moves: Callable[[], Moves],
+        moves: Callable[[], tuple[Any, ...]],
         awaited: Callable[[], str],
         directory: Path,
         *,
@@ -89,7 +81,7 @@ class Watchdog:
             self._moved, self._layer = self._moved + gone, self._layer + gone
         self._looked = now
         if seen != self._seen:
-            if count := seen.layers - self._seen.layers:
+            if count := seen[0] - self._seen[0]:
                 self._seconds.append((now - self._layer) / count)
                 self._layer = now
             self._seen, self._moved, self._told = seen, now, False

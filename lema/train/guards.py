@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.backend import Replicas
-from lema.backend.watchdog import Moves, Watchdog
+from lema.backend.watchdog import Watchdog
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
@@ -226,11 +226,11 @@ def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
             model.watchdog = None
 
 
-def moves(model: StreamedModel) -> Moves:
-    """Return what has been done in passes through a model so far."""
+def moves(model: StreamedModel) -> tuple[Any, ...]:
+    """Return what has been done in passes through a model so far, visits of layers first."""
     now = model.counters
     nbytes = now.bytes_read, now.bytes_uploaded, now.bytes_gathered, now.bytes_offloaded
-    return Moves(now.leases, (*nbytes, model.retry.place))
+    return now.leases, *nbytes, model.retry.place
 
 
 def awaited(model: StreamedModel) -> str:

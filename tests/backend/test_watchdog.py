@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from smallrun import adapter_of, batch, opened, run_fit, same, settings, token_rows, write_model
 
-from lema.backend.watchdog import AT_FIRST, AT_LEAST, EXIT, INTERVAL, Moves, Watchdog, write_stacks
+from lema.backend.watchdog import AT_FIRST, AT_LEAST, EXIT, INTERVAL, Watchdog, write_stacks
 from lema.stream import reader
 from lema.train import LemaTrainer
 from lema.train.guards import awaited, moves, watched
@@ -23,7 +23,7 @@ class Fake:
         self.ended: list[int] = []
         self.directory = directory
         self.dog = Watchdog(
-            lambda: Moves(self.layers, (self.bytes,)),
+            lambda: (self.layers, self.bytes),
             lambda: "in the forward of layer 3",
             directory,
             clock=lambda: self.now,

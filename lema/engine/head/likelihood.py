@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,14 +40,14 @@ def likelihoods(
     if model.head is not None:
         what = "likelihoods are of whole logits, and the head's weight is streamed in pieces"
         raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
-    return model.retry.run_pass(partial(_of_pass, model, on_host), micro_batches, purpose="evaluation")
 
+    def run(parts: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:
+        known = [model.padding.of(batch)["labels"] for batch in parts]
+        *_, hidden = model.hidden_states(parts, torch.device("cpu") if on_host else model.backend.device)
+        with model.retry.at("in the head"):
+            return [one for state, of in zip(hidden, known, strict=True) for one in _of_rows(model, state, of)]
 
-def _of_pass(model: StreamedModel, on_host: bool, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:
-    known = [model.padding.of(batch)["labels"] for batch in micro_batches]
-    *_, hidden = model.hidden_states(micro_batches, torch.device("cpu") if on_host else model.backend.device)
-    with model.retry.at("in the head"):
-        return [one for state, of in zip(hidden, known, strict=True) for one in _of_rows(model, state, of)]
+    return model.retry.run_pass(run, micro_batches, purpose="evaluation")
 
 
 def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likelihood]:
