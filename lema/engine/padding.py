@@ -30,10 +30,14 @@ class Padding:
     positions: int | None = None  # the longest row that the model takes; None: any
 
     def of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is. A batch
-        that needs no padding gets a mask as well, so that one shape is one graph; none is made where the positions say
-        which rows were packed into one, since a mask would hide that. `DataError`: rows become longer than the model's
-        positions."""
+        """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is.
+
+        A batch that needs no padding gets a mask as well, so that one shape is one graph; none is made where the
+        positions say which rows were packed into one, since a mask would hide that.
+
+        Raises:
+            DataError: rows become longer than the model's positions.
+        """
         if self.multiple == 1:
             return batch
         length = batch["input_ids"].shape[1]
