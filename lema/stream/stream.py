@@ -121,21 +121,13 @@ class LayerStream:
             trace=trace,
             clock=clock,
         )
+        self.slot_bytes = self._ring.slot_bytes  # of one slot: the largest streamed layer; sharded, its part
+        self.sharded = self._gathered is not None  # whether this process has but a part of every layer
 
     @property
     def counters(self) -> StreamCounters:
         """What streaming has cost so far."""
         return replace(self._counters, bytes_read=self._reader.bytes_read)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot: the largest streamed layer; sharded, its part."""
-        return self._ring.slot_bytes
-
-    @property
-    def sharded(self) -> bool:
-        """Whether this process has but a part of every layer."""
-        return self._gathered is not None
 
     def announce(self, order: Iterable[int]) -> None:
         """Say which layers will be leased next, after those announced before; reading starts at once. The further ahead
