@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
     checkpoint = checkpoint_of("llama")
     with opened(checkpoint) as (model, training):
         begun = [threading.Event() for _ in range(NUM_LAYERS)]
-        trained, step, order = model.adapter.engine.trained, training._step_layer, []
-        begin = trained.begin
+        engine, step, order = model.adapter.engine, training._step_layer, []
+        leased = engine.leased
 
-        def note(layer: int, leaves: Weights) -> None:
-            if layer < NUM_LAYERS - 1:  # the top begins in the forward
+        def note(layer: int, way: Any) -> Any:
+            if way == "backward":
                 begun[layer].set()
-            begin(layer, leaves)
+            return leased(layer, way)
 
         def wait(layer: int, gradients: Weights) -> None:
             assert threading.current_thread() is not threading.main_thread()
@@ -43,7 +44,7 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
             order.append(layer)
             step(layer, gradients)
 
-        trained.begin, training._step_layer = note, wait
+        engine.leased, training._step_layer = note, wait
         training.accumulate(micro_batches(2))
         assert order == list(reversed(range(NUM_LAYERS)))
         found = {name: master.detach().clone() for name, master in training.masters.items()}
