@@ -29,7 +29,7 @@ def mixture_of(
 ) -> Mixture:
     """Return the rows of a phase, `held_out` those to validate on; `ConfigError` where the data sets do not fit it."""
     options: dict[str, Any] = {"stage": index, "held_out": held_out}
-    options |= {"fade": plan.fade(index), "starts": plan.starts(index)}
+    options |= {"fade": plan.fade(index), "starts": plan.starts()[index]}
     return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 

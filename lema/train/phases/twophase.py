@@ -21,8 +21,7 @@ from lema.data.sampling import check_rates
 from lema.engine.schedules import SCHEDULES, takes
 from lema.errors import ConfigError
 from lema.train.phases.phase import LENGTHS, Mixture, Phase
-from lema.train.phases.plan import PhasePlan
-from lema.train.phases.steps import steps_of
+from lema.train.phases.plan import PhasePlan, steps_of
 
 __all__ = ["LoRAConfig", "LoRATrainerConfig"]
 
