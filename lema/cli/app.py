@@ -14,9 +14,8 @@ from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, settings_of
 from lema.cli.data import data
-from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
-from lema.cli.generate import generate
+from lema.cli.inference import evaluate, generate
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 

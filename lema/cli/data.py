@@ -104,7 +104,6 @@ def _tokenizer(files: Any) -> "PreTrainedTokenizerBase | None":
 
 
 def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
-    """Yield what a table says, as (section, words)."""
     yield "data", counts
     if about["held_back"]:
         yield "data", f"{about['held_back']:,} of them are held back to evaluate on"

@@ -164,11 +164,7 @@ class TokenProgress:
 
 
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":
-    """A `transformers.TrainerCallback` that draws what the training loop reports. Imports transformers.
-
-    Only the first process of a group draws. Whoever gives a display can close it when training fails, before the error
-    is printed.
-    """
+    """Return a callback of `transformers` that draws what the training loop reports, in the first process."""
     from transformers import TrainerCallback
 
     shown = display or ProgressDisplay()

@@ -37,10 +37,8 @@ def as_batch(
     """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`.
 
     The model's `text_config` tells the vocabulary, and with the tokenizer in its `files` what padding looks like.
-
-    Raises:
-        DataError: a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a token is
-            outside the vocabulary, or rows look padded and nothing says where.
+    Raises `DataError` where a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a
+    token is outside the vocabulary, or rows look padded and nothing says where.
     """
     vocab_size = getattr(text_config, "vocab_size", None)
     if isinstance(inputs, Tensor):
@@ -140,11 +138,8 @@ def packed(
 ) -> Any:
     """Return rows joined into packs, where the config asks for that; `say` is told how many there are.
 
-    The model is asked whether it can be trained on them, unless it is `checked` already.
-
-    Raises:
-        ConfigError: the model does not keep the rows of a pack apart.
-        DataError: a row does not fit.
+    The model is asked whether it can be trained on them, unless it is `checked` already. Raises `ConfigError` where it
+    does not keep the rows of a pack apart, `DataError` where a row does not fit.
     """
     if rows is None or not config.packing:
         return rows

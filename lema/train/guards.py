@@ -81,21 +81,7 @@ def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, 
 
 
 def _lowest(replicas: Replicas, index: int | None) -> int | None:
-    """Return the lowest index that a process of this copy has found; None: none has."""
     return min((one for one in replicas.of_copy(index) if one is not None), default=None)
-
-
-def non_finite_gradient(where: str, place: str | None) -> NonFiniteError:
-    """Return the error of a norm that is not finite; `place` is where gradients began not to be, None: nowhere."""
-    if place is None:
-        what = "the gradients are finite, their norm is not; the optimizer was not stepped"
-        return NonFiniteError(what, where=where, how="lower learning_rate")
-    what, where = (
-        "a gradient is not finite; the optimizer was not stepped",
-        f"{where}; first non-finite gradient: {place}",
-    )
-    how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
-    return NonFiniteError(what, where=where, how=how)
 
 
 def non_finite_norm(name: str, norm: float, where: str, *, stepped: bool) -> NonFiniteError:
@@ -132,9 +118,7 @@ def _handing_down(split: Split, layer: int) -> str:
 
 
 def where_began(split: Split, name: str, handed_down: int | None) -> str:
-    """Return where a pass's gradients begin not to be finite: at the weight `name`, or in the layer that `handed_down`
-    some.
-    """
+    """Return where gradients begin not to be finite: at the weight `name`, or in the layer that `handed_down` some."""
     layer = next(number for number, one, _ in _downwards(split) if one == name)
     return name if handed_down is None or handed_down <= layer else _handing_down(split, handed_down)
 
@@ -189,10 +173,8 @@ class Passes:
     def non_finite_gradient(
         self, place: str, again: Callable[[Pass], None], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
-        """Return the error of gradients that are not finite; the passes are run `again` to find where. All processes
-        call this.
-
-        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called.
+        """Return the error of gradients that are not finite, and drop them; the passes are run `again` to find where.
+        All processes call this; the generator is then where it was.
         """
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None
@@ -206,9 +188,12 @@ class Passes:
                 began = began or found
         backend.set_rng_state(after)
         told = backend.replicas.exchange(began)
-        if began is None and any(told):
-            began = "in another process"
-        return non_finite_gradient(place, began)
+        if began is None and not any(told):
+            what = "the gradients are finite, their norm is not; the optimizer was not stepped"
+            return NonFiniteError(what, where=place, how="lower learning_rate")
+        where = f"{place}; first non-finite gradient: {began or 'in another process'}"
+        how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
+        return NonFiniteError("a gradient is not finite; the optimizer was not stepped", where=where, how=how)
 
 
 @contextmanager

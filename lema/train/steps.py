@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,9 +96,8 @@ class Steps(Protocol):
 
 
 def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedModel) -> tuple[int, int]:
-    """Return how many tokens all processes train, and how many are not padding; each gives its share of the rows.
-
-    With an objective of examples the first is 1, because the loss of a pass is a mean already.
+    """Return how many tokens all processes train (with an objective of examples 1, because the loss of a pass is a mean
+    already), and how many are not padding; each gives its share of the rows.
     """
     shifted = model.objective is not None or model.shifts_labels
     here = trained_tokens(micro_batches, shifted=shifted), attended_tokens(micro_batches)
@@ -117,18 +117,16 @@ def measured_here(model: StreamedModel) -> dict[str, tuple[float, float]]:
 
 def read_measured(model: StreamedModel) -> dict[str, tuple[float, float]]:
     """Return what the objective has measured in the last pass, in all processes together, each of which calls this."""
+    return {} if model.objective is None else added(*model.backend.replicas.exchange(measured_here(model)))
+
+
+def added(*found: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return the sums, by name, of sums and numbers of things."""
     whole: dict[str, tuple[float, float]] = {}
-    if model.objective is not None:
-        for told in model.backend.replicas.exchange(measured_here(model)):
-            add_measured(told, whole)
+    for name, (total, count) in chain(*(one.items() for one in found)):
+        before = whole.get(name, (0.0, 0.0))
+        whole[name] = before[0] + total, before[1] + count
     return whole
-
-
-def add_measured(found: Mapping[str, tuple[float, float]], into: dict[str, tuple[float, float]]) -> None:
-    """Add sums and numbers of things, by name, to others."""
-    for name, (total, count) in found.items():
-        before = into.get(name, (0.0, 0.0))
-        into[name] = before[0] + total, before[1] + count
 
 
 def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,35 +41,25 @@ class Update:
         micro-batches. `logits` receives each one's; `announce` is called before the backward, to say what comes after
         this pass.
         """
-        run = partial(self._pass, num_tokens=num_tokens, logits=logits, announce=announce)
-        return self._model.retry.run_pass(run, micro_batches, parameters=parameters, made=logits)
 
-    def _pass(
-        self,
-        micro_batches: Sequence[Mapping[str, Tensor]],
-        *,
-        num_tokens: int,
-        logits: list[Tensor] | None,
-        announce: Callable[[], object],
-    ) -> Tensor:
-        """Run one attempt at a pass; its tensors go when it fails, before the next."""
-        # The scale stays on the device. It is asked for also where nothing trains, because the scaler begins with it.
-        one = torch.ones((), device=self._backend.device)
-        scale = self.scaler.scale(one) if self.scaler.is_enabled() else 1.0
-        if not micro_batches and num_tokens:  # the other processes have some
-            self._model.accompany()
-            loss = torch.zeros((), device=self._backend.device)
-        else:
-            loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
-        announce()
-        if loss.requires_grad:
-            self.scaler.scale(loss).backward()
-        return loss.detach()
+        def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:  # whose tensors go when it fails
+            # The scale stays on the device. It is asked for also where nothing trains: the scaler begins with it.
+            one = torch.ones((), device=self._backend.device)
+            scale = self.scaler.scale(one) if self.scaler.is_enabled() else 1.0
+            if not micro_batches and num_tokens:  # the other processes have some
+                self._model.accompany()
+                loss = torch.zeros((), device=self._backend.device)
+            else:
+                loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+            announce()
+            if loss.requires_grad:
+                self.scaler.scale(loss).backward()
+            return loss.detach()
+
+        return self._model.retry.run_pass(attempt, micro_batches, parameters=parameters, made=logits)
 
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
-        """Make the gradients those of the whole step in all processes, times `factor`; return their norm, on the
-        device.
-        """
+        """Sum the gradients over all processes, and multiply by `factor`; return their norm, on the device."""
         sum_gradients(self._backend.replicas, parameters)
         self.scaler.unscale_(optimizer)
         self._unscaled = True
@@ -82,9 +71,7 @@ class Update:
         return self._backend.parallel.norm(touched)
 
     def fails(self, length: float) -> bool:
-        """Whether the norm of the gradients is none, and not for their having been scaled: then the scaler skips the
-        step.
-        """
+        """Whether the norm of the gradients is not finite, and not for their scale, where the scaler skips the step."""
         return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
 
     def drop(self) -> None:
@@ -101,9 +88,8 @@ class Update:
         length: float,
         on_event: Callable[[str], None],
     ) -> bool:
-        """Clip the gradients and step the optimizer; return whether it stepped. `on_event` is called around the step.
-
-        `norm` is on the device and, as `length`, on the host, where it is not one that `fails`.
+        """Clip the gradients and step the optimizer, with `on_event` around that; return whether it stepped. `norm` is
+        on the device and, as `length`, on the host, where it is not one that `fails`.
         """
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]

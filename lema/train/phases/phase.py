@@ -115,9 +115,7 @@ class FadeConfig(Settings):
 
 
 class Phase(AdapterSettings):
-    """What trains, on how many tokens of what, and how fast: a run's settings of adapters, those in `OVERRIDES`, and
-    these.
-    """
+    """What trains, on how many tokens of what, and how fast: settings of adapters, those in `OVERRIDES`, and these."""
 
     model_config = ConfigDict(frozen=True)
 

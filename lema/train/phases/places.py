@@ -66,9 +66,7 @@ class Places:
         return self.has_model(index) and (self._has_ended(index) or not self.carries_moments(index + 1))
 
     def has_model(self, index: int) -> bool:
-        """Whether the model that a phase leaves is there, as it was written unless it is linked to; `AdapterError` if
-        damaged.
-        """
+        """Whether the model that a phase leaves is there; `AdapterError` if it is not as it was written."""
         model, name = self.model_of(index), self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
             what = f"the model that phase {name} was said to have left is gone"
@@ -136,14 +134,9 @@ class Places:
         _write(self.directory / LATEST, note)
 
     def note_best(self, index: int, best: Mapping[str, Any] | None) -> None:
-        """Note which checkpoint of a phase is `best` (`step`, `eval_loss`, `only`), and forget the one before; or
-        `DiskError`.
-        """
-        if best is None:
-            return
-        name = f"checkpoint-{best['step']}"
-        before = self.best(index)
-        if before is not None and before["checkpoint"] == name:
+        """Note which checkpoint of a phase is `best` (`step`, `eval_loss`, `only`), and delete the one before."""
+        name, before = f"checkpoint-{(best or {}).get('step')}", self.best(index)
+        if best is None or (before is not None and before["checkpoint"] == name):
             return
         _write(self.place(index) / BEST, {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}})
         if before is not None and before["only"] and (old := self.place(index) / str(before["checkpoint"])).is_dir():

@@ -39,8 +39,7 @@ class GlobalBatch:
 
 
 def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
-    """Divide a global batch of `rows` exactly: the largest micro-batch, of at most `per_device`, that leaves nothing
-    over.
+    """Divide a global batch of `rows` exactly, into the largest micro-batches of at most `per_device` that do so.
 
     Raises `ConfigError` where a number is below 1, or the rows cannot be divided; names the nearest that can.
     """
@@ -129,7 +128,6 @@ class PhasePlan(Settings):
         yield from self._lengths()
 
     def _lengths(self) -> Iterator[Problem]:
-        """Yield what does not fit into the steps that a phase has."""
         for place, phase in enumerate(self.phases):
             path = f"phases[{place}]"
             try:
@@ -197,8 +195,7 @@ class PhasePlan(Settings):
         """Return the fade that a phase begins with; None: its mixture holds from its first sample on."""
         if (fade := self.phases[index].fade) is None:
             return None
-        samples = fade.samples(self.batch_size, self.max_length)
-        return Fade(tuple(self.phases[index - 1].mixture), samples, fade.shape)
+        return Fade(tuple(self.phases[index - 1].mixture), fade.samples(self.batch_size, self.max_length), fade.shape)
 
     def starts(self) -> list[dict[str, Start]]:
         """Return where each phase begins with each of its data sets, as `lema.data.mixture.Mixture` takes it."""
@@ -223,9 +220,8 @@ class PhasePlan(Settings):
         return (*_division(self, num_processes), *phases)
 
     def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
-        """Return what decides the numbers of the first so many phases: plain JSON types, every default worked out.
-
-        Not in it are names, the micro-batch size, what the last phase saves, and tokens that are less than a step.
+        """Return what decides the numbers of the first so many phases, as JSON types: not names, the micro-batch size,
+        what the last phase saves, and tokens that are less than a step.
         """
         phases = [_numbers(self, index, starts) for index, starts in enumerate(self.starts())][:num_phases]
         same = {"seed": self.seed, "batch_size": self.batch_size, "max_length": self.max_length}
@@ -233,10 +229,7 @@ class PhasePlan(Settings):
         return plain
 
     def fingerprint(self, num_phases: int | None = None) -> str:
-        """Return the SHA-256 of `numbers`, in hexadecimal: two plans with the same one train the same, bit for bit.
-
-        A checkpoint of phase k needs only the first k phases to be the same; phases may be added after them.
-        """
+        """Return the SHA-256 of `numbers`, in hexadecimal: two plans with the same one train the same, bit for bit."""
         text = json.dumps(self.numbers(num_phases), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 

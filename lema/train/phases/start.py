@@ -38,9 +38,8 @@ class Start:
 
 
 def find_start(path: str | Path, places: Places) -> Start:
-    """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin.
-
-    Raises `ConfigError` where it is neither, of another plan, or on a model that is gone; else `AdapterError`.
+    """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin; else
+    `ConfigError`, of another plan and a model that is gone, too, or `AdapterError`.
     """
     given = Path(path).absolute()
     if (given / STATE).is_file():
@@ -68,16 +67,15 @@ def begin_at(start: Start, places: Places) -> None:
 
 
 def _from_model(model: Path, places: Places) -> Start:
-    phases = places.plan.phases
-    index = next((number for number, phase in enumerate(phases) if phase.trains == "lora"), None)
+    index = next((number for number, phase in enumerate(places.plan.phases) if phase.trains == "lora"), None)
+    if index:
+        return Start(index, None, {index - 1: model})
+    what = "this is a model, and the plan's first phase is the one to begin with it"
+    how = "set model_name_or_path to it instead"
     if index is None:
         what = "this is a model, and no phase of the plan trains adapters on one"
         how = "name a checkpoint to go on from, or set model_name_or_path to the model"
-        raise ConfigError(what, where=str(model), how=how)
-    if index == 0:
-        what = "this is a model, and the plan's first phase is the one to begin with it"
-        raise ConfigError(what, where=str(model), how="set model_name_or_path to it instead")
-    return Start(index, None, {index - 1: model})
+    raise ConfigError(what, where=str(model), how=how)
 
 
 def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
@@ -98,22 +96,17 @@ def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
         raise AdapterError(what, where=str(checkpoint / STATE), how="name another checkpoint")
     models = {}
     if under := places.based(index):
-        models[under - 1] = _model_below(checkpoint, about.get("base"), str(names[under - 1]))
+        tried = [checkpoint.parent.parent / str(names[under - 1]) / MODEL]
+        tried += [] if about.get("base") is None else [Path(about["base"])]
+        if (model := next((one for one in tried if (one / "config.json").is_file()), None)) is None:
+            what = f"the model that phase {names[under - 1]} left, on which this checkpoint stands, is not there"
+            raise ConfigError(what, where=" or ".join(map(str, tried)), how="copy it to the first of these places")
+        models[under - 1] = model.absolute()
     beside = checkpoint.parent / MODEL
     ended = about["step"] == plan.steps(index).steps
     if ended and places.leaves_model(index) and not places.carries_moments(index + 1) and beside.is_dir():
         models[index] = beside.absolute()
     return Start(index, checkpoint, models)
-
-
-def _model_below(checkpoint: Path, recorded: str | None, phase: str) -> Path:
-    tried = [checkpoint.parent.parent / phase / MODEL, *([] if recorded is None else [Path(recorded)])]
-    for model in tried:
-        if (model / "config.json").is_file():
-            return model.absolute()
-    what = f"the model that phase {phase} left, on which this checkpoint stands, is not there"
-    how = "copy it to the first of these places"
-    raise ConfigError(what, where=" or ".join(str(model) for model in tried), how=how)
 
 
 def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
@@ -138,7 +131,6 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
 
 def find_point(places: Places, say: Say) -> Start | None:
     """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
-
     Raises `AdapterError` where nothing is sound that it could go on with; `ConfigError` where the plan is another.
     """
     faults: list[str] = []
@@ -175,10 +167,9 @@ def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
         if index == 0 or not _is_sound(places.end_of(index - 1)):
             return  # nothing says what was trained
         index, checkpoint = index - 1, places.end_of(index - 1)
-    about = read_state(checkpoint)["extra"]
+    about, how = read_state(checkpoint)["extra"], "begin a new run in another output_dir"
     if "plan" not in about:
-        what = "this checkpoint is of no run of phases"
-        raise AdapterError(what, where=str(checkpoint), how="begin a new run in another output_dir")
+        raise AdapterError("this checkpoint is of no run of phases", where=str(checkpoint), how=how)
     places.plan.check_same(about["plan"], str(checkpoint), index + 1)
 
 
@@ -189,7 +180,6 @@ def _is_sound(checkpoint: Path) -> bool:
 
 
 def _stands(places: Places, index: int) -> bool:
-    """Whether all is there and sound that a phase begins with."""
     if places.begins_anew(index) and not places.has_model(index - 1):
         return False
     needs_end = places.carries_moments(index) or not places.begins_anew(index)
