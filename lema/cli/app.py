@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -180,23 +179,10 @@ def plan(
         raise typer.Exit(MemoryLimitError.exit_code)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "train": train,
-    "plan": plan,
-    "data": data,
-    "eval": evaluate,
-    "prepare": filecommands.prepare,
-    "generate": generate,
-    "merge": filecommands.merge,
-    "consolidate": filecommands.consolidate,
-    "shard": filecommands.shard,
-    "models": tellcommands.models,
-    "backends": tellcommands.backends,
-    "doctor": tellcommands.doctor,
-}
-for name, command in COMMANDS.items():
-    app.command(name=name, cls=Verb)(command)
+FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
+VERBS = demo, train, plan, data, evaluate, *FILES, tellcommands.models, tellcommands.backends, tellcommands.doctor
+for verb in VERBS:
+    app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
 config_app.command(cls=Verb)(tellcommands.show)
 config_app.command()(tellcommands.schema)
 config_app.command(name="import")(tellcommands.import_file)

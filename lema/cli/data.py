@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,7 +46,10 @@ def data(
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
     found: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
-    about = described(found, rows, _tokenizer(files) if rows else None)
+    tokenizer = None
+    with suppress(LemaError):  # a model has none where its rows are token ids
+        tokenizer = files.tokenizer if rows else None
+    about = described(found, rows, tokenizer)
     about["held_back"] = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
     if as_json:
         typer.echo(json.dumps(about, indent=1))
@@ -92,15 +96,6 @@ def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerB
         "skipped": list(rows.skipped(SHOWN)),
         "first": shown,
     }
-
-
-def _tokenizer(files: Any) -> "PreTrainedTokenizerBase | None":
-    """The model's tokenizer; None: it has none, as it needs none for rows of token ids."""
-    try:
-        found: PreTrainedTokenizerBase = files.tokenizer
-    except LemaError:
-        return None
-    return found
 
 
 def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:

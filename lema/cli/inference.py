@@ -35,7 +35,7 @@ BatchSize = Annotated[int | None, typer.Option(min=1, help="Prompts at once; by 
 DoSample = Annotated[
     bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
 ]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.", show_default=False)]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")]
 MinP = Annotated[
     float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
@@ -154,30 +154,34 @@ class _Made:
         began, before = time.monotonic(), model.memory.counters
         seed = model.config.seed if seed is None else seed
         with contextlib.closing(TokenProgress(len(ids), len(self.kept))) as display:
-            told, done = display.made if first else lambda _: None, self.kept.keys()
+            told, done = display if first else lambda _: None, self.kept.keys()
             batches = completions(model, ids, new, size, options, keys_values=kv, seed=seed, done=done, told=told)
-            tokens = self._written(batches, display.ended, first=first)
+            tokens = self._written(batches, display, first=first)
         seconds, after = time.monotonic() - began, model.memory.counters
         if first and not self.bare:
             read, rate = human_bytes(after.bytes_read - before.bytes_read), tokens / max(seconds, 1e-9)
             typer.echo(f"{tokens:,} tokens, {human_count(rate)}/s; {read} of weights read", err=True)
 
-    def _written(self, batches: Iterable[list["Completion"]], ended: Callable[[int], None], *, first: bool) -> int:
+    def _written(self, batches: Iterable[list["Completion"]], show: Callable[[int, int], None], *, first: bool) -> int:
         """Write each batch as it ends, whole, and all in the order of the prompts at last; return the tokens made."""
+        from lema.data.chat.prompts import written
+
         tokens = 0
         if first:
             self._rewrite()  # so that it ends with a whole line
         for batch in batches:
-            results = [self._result(one) for one in batch]
-            self.kept.update((one["index"], one) for one in results)
-            tokens += sum(len(one.tokens) for one in batch)
-            lines = "".join(map(_line, results))
+            for one in batch:
+                counts = {"prompt_tokens": one.prompt_tokens, "completion_tokens": len(one.tokens)}
+                result = {"index": one.index, "completion": one.text, "finish_reason": one.finish}
+                self.kept[one.index] = {**written(self.rows[one.index]), **result, **counts}
+                tokens += len(one.tokens)
+            lines = "".join(_line(self.kept[one.index]) for one in batch)
             if first and self.output is not None:
                 with self.output.open("a", encoding="utf-8") as file:
                     file.write(lines)
             elif first and not self.bare:
                 typer.echo(lines, nl=False)
-            ended(len(batch))
+            show(0, len(batch))
         if first:
             self._rewrite()
         if first and self.bare:
@@ -190,13 +194,6 @@ class _Made:
 
         if self.output is not None:
             replace_file(self.output, "".join(_line(self.kept[index]) for index in sorted(self.kept)).encode())
-
-    def _result(self, one: "Completion") -> dict[str, Any]:
-        from lema.data.chat.prompts import written
-
-        counts = {"prompt_tokens": one.prompt_tokens, "completion_tokens": len(one.tokens)}
-        result = {"index": one.index, "completion": one.text, "finish_reason": one.finish}
-        return {**written(self.rows[one.index]), **result, **counts}
 
 
 def _line(result: dict[str, Any]) -> str:

@@ -17,8 +17,7 @@ __all__ = ["backends", "doctor", "import_file", "models", "schema", "show"]
 
 def models(
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.", show_default=False),
+        list[str] | None, typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/models.md.")] = False,
@@ -76,9 +75,7 @@ def show(config: ConfigFile, settings: Settings = None) -> None:
     _print_yaml(config_of(config, settings).to_dict())
 
 
-def import_file(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.", show_default=False)],
-) -> None:
+def import_file(file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.")]) -> None:
     """Print a file of axolotl or TRL as settings of lema; comments say what was not carried over, and why."""
     from lema.config import LemaConfig
     from lema.config.foreign import imported

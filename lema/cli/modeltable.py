@@ -97,8 +97,5 @@ def _check(name: str, known: Sequence[str]) -> None:
     """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its turn comes."""
     if name not in known and "/" not in name and not Path(name).expanduser().exists():
         near = nearest(name, known)
-        raise ConfigError(
-            f"{name!r} is neither a type of model nor a directory",
-            where="lema models",
-            how=f"did you mean {' or '.join(near)}?" if near else "`lema models` lists the types",
-        )
+        how = f"did you mean {' or '.join(near)}?" if near else "`lema models` lists the types"
+        raise ConfigError(f"{name!r} is neither a type of model nor a directory", where="lema models", how=how)

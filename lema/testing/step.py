@@ -49,7 +49,11 @@ def steps_of_both(
         whole = _whole_model(published, dropout, backend.device)
         streamed_adapter, whole_adapter = _adapter(model.lora_manager), _adapter(whole)
         assert streamed_adapter.keys() == whole_adapter.keys()
-        _set_both(streamed_adapter, whole_adapter)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():  # because B is zero at first, which leaves A without a gradient
+            for name, parameter in streamed_adapter.items():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+                whole_adapter[name].copy_(parameter)
         batches = _batches(whole.config.vocab_size, num_batches)
         state = backend.rng_state()
         expected = _whole_loss(whole, batches, backend.device)
@@ -79,16 +83,6 @@ def _whole_model(published: Path, dropout: float, device: torch.device) -> PeftM
 
 def _adapter(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _set_both(left: Mapping[str, nn.Parameter], right: Mapping[str, nn.Parameter]) -> None:
-    """Give two adapters the same values; B is zero at first, which leaves A without a gradient."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in left.items():
-            values = torch.randn(parameter.shape, generator=generator) / 10
-            parameter.copy_(values)
-            right[name].copy_(values)
 
 
 def _batches(vocabulary: int, count: int) -> list[dict[str, Tensor]]:

@@ -42,16 +42,13 @@ def as_batch(
     """
     vocab_size = getattr(text_config, "vocab_size", None)
     if isinstance(inputs, Tensor):
-        given: dict[str, Any] = {"input_ids": inputs}
+        batch: dict[str, Any] = {"input_ids": inputs}
     elif isinstance(inputs, Mapping) and "input_ids" in inputs:
-        given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
+        batch = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
     else:
         raise DataError("a batch is a tensor of token ids, or a mapping with input_ids", where="train_step")
-    batch = {**given}
-    if labels is not None:
-        batch["labels"] = labels
-    if attention_mask is not None:
-        batch["attention_mask"] = attention_mask
+    beside = {"labels": labels, "attention_mask": attention_mask}
+    batch |= {name: one for name, one in beside.items() if one is not None}
     if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
     if "labels" not in batch:

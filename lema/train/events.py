@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import EarlyStoppingCallback, SchedulerType, TrainerState, TrainingArguments
@@ -115,7 +115,7 @@ class Position:
 
 
 class RunEvents:
-    """Metrics and callbacks of one run, in a `with` block; of several processes the first writes and reports.
+    """Metrics and callbacks of one run, until `close`; of several processes the first writes and reports.
     `num_steps` and `num_epochs` are of the whole run. `told` is called with each line of metrics. `control` is what
     callbacks have asked for, `state` what they know of the run.
     """
@@ -148,14 +148,11 @@ class RunEvents:
             # Last, because a stop that comes while another callback works must not find this evaluation counted.
             self._callbacks.append(EarlyStoppingCallback(patience, config.early_stopping_threshold))
         self._handler: CallbackHandler | None = None
-        self._metrics: MetricsLog | None = None
         self._steps: Steps | None = None
+        self._metrics = MetricsLog(self._directory / METRICS_NAME) if replicas.first else None
 
-    def __enter__(self) -> Self:
-        self._metrics = MetricsLog(self._directory / METRICS_NAME) if self._replicas.first else None
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Close the file of metrics."""
         if self._metrics is not None:
             self._metrics.close()
 

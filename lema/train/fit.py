@@ -144,7 +144,7 @@ class PlainRun:
         events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)
         events.state.log_history = self._past.get("log_history", [])
         events.state.stateful_callbacks = self._past.get("stateful_callbacks", {})
-        with events, self._prefix_kept():
+        with closing(events), self._prefix_kept():
             loop = RunLoop(self, events, at_layer=stop)
             loop.run()
             if summary := events.summary():
@@ -155,10 +155,7 @@ class PlainRun:
         return summary | loop.last_eval | (best if summary else {})
 
     def leave(self, result: Mapping[str, Any], base: str, files: ModelFiles | None) -> None:
-        """Leave the adapter in `output_dir`, the best where that is asked for, with card and tokenizer; upload them.
-
-        `base` is the fingerprint of the model below it.
-        """
+        """Leave the adapter, or the best, with card and tokenizer, and upload them; `base` is its fingerprint."""
         config, backend, alone = self._config, self.steps.model.backend, partial(first_alone, self._replicas)
         adapter = cast(PeftModel, self.steps.module)
         if config.load_best_model_at_end and self.best is not None:

@@ -146,9 +146,8 @@ def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
 def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas) -> None:
     """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of at most `limit`."""
     if replicas.first:
-        warnings.warn(
-            f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})", stacklevel=4
-        )
+        what = f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})"
+        warnings.warn(what, stacklevel=4)
 
 
 def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:

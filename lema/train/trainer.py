@@ -45,7 +45,7 @@ from lema.train.checkpoint.format import (
 from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, restore_own, states_of_all
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
-from lema.train.guards import Pass, Passes, watched, worst
+from lema.train.guards import Passes, watched, worst
 from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, read_measured, warn_dropped
 from lema.train.update import Update, read_numbers
 
@@ -56,9 +56,8 @@ class LemaTrainer:
     """Trains the adapters of a streamed model, `LemaModel.adapter`, whose weights `gbi` knows.
 
     `lora_manager` is PEFT's model, with the adapters; without it the trainer can only evaluate. `optimizer` is over
-    their parameters; None: AdamW as the config says, made at the first step. `memory_manager` is the model's stream of
-    layers. `callbacks` are `transformers`', which `fit` calls; of `files` the tokenizer reads data that are no token
-    ids yet.
+    their parameters; None: AdamW as the config says. `memory_manager` is the model's stream of layers. `callbacks` are
+    `transformers`', which `fit` calls; of `files` the tokenizer reads data that are no token ids yet.
     """
 
     def __init__(
@@ -173,7 +172,8 @@ class LemaTrainer:
     ) -> NonFiniteError | None:
         """End a step with the gradients' `norm`, `length` on the host; return why it is dropped, None: it is taken."""
         if self.update.fails(length):
-            self._refuse(lambda: self._passes.non_finite_gradient(place, self._again, self._drop_gradients))
+            again = partial(self.update.accumulate, self._parameters())
+            self._refuse(lambda: self._passes.non_finite_gradient(place, again, self._drop_gradients))
         if (dropped := self._fault) is not None:
             self.update.drop()
             self._end_step()
@@ -256,10 +256,9 @@ class LemaTrainer:
     ) -> None:
         """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read; one of that name is replaced.
 
-        It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
-        which call this, the first writes; directories are on a disk that all of them see. `extra` is further JSON
-        state, for the caller's own use; `writers` add further files. Errors are as `write_checkpoint`'s, in every
-        process.
+        Batches of a step that has not been taken yet are not in it. Of several processes, all of which call this, the
+        first writes; directories are on a disk that all of them see. `extra` is further JSON state, for the caller's
+        own use, and `writers` add further files. Errors are as `write_checkpoint`'s, in every process.
         """
         about = {
             "global_step": self.global_step,
@@ -360,9 +359,6 @@ class LemaTrainer:
             if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):
                 raise found
             self._fault = found
-
-    def _again(self, one: Pass) -> None:
-        self.update.accumulate(self._parameters(), one.micro_batches, one.divisor)
 
     def _forget(self) -> None:
         self._begin_anew()

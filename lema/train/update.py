@@ -23,9 +23,8 @@ class Update:
     def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
         self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
         self._unscaled = False  # since the scaler was last updated
-        self.scaler = torch.amp.GradScaler(
-            self._backend.device.type, enabled=main_dtype(model.split.model) == torch.float16
-        )
+        half = main_dtype(model.split.model) == torch.float16
+        self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
 
     def accumulate(
         self,
@@ -38,8 +37,7 @@ class Update:
         """Add the gradients of one pass through the layers, divided by `num_tokens`; return its loss, on the device.
 
         Where the device's memory runs out, room is made and the pass begins again. Only other processes may have
-        micro-batches. `logits` receives each one's; `announce` is called before the backward, to say what comes after
-        this pass.
+        micro-batches. `logits` receives each one's; `announce` says, before the backward, what comes after this pass.
         """
 
         def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:  # whose tensors go when it fails

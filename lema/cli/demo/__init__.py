@@ -34,9 +34,8 @@ _OWN = {
 def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console | None" = None) -> "Outcome":
     """Fine-tune a small model on bundled text, on the CPU, without network, and show what happens.
 
-    Everything is written to `directory`; a second run replaces the files of the first. The text is `almanac.txt` in
-    this package, written for this project and under its licence; `train.yaml` beside it says how many steps there are.
-    Raises `ConfigError` as `claim`; `LemaError` where the loss did not fall, or PEFT has other numbers.
+    Everything is written to `directory`, in place of an earlier run's; `train.yaml` beside this says how many steps
+    there are. Raises `ConfigError` as `claim`; `LemaError` where the loss did not fall, or PEFT has other numbers.
     """
     claim(directory)  # before the imports below, which take seconds
     from lema.cli.demo.run import run

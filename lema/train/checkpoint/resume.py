@@ -136,8 +136,7 @@ def check_same_run(
     """Refuse to go on with what another run began; return the settings that may have changed, and have.
 
     `adapter` is what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is
-    compared with what the checkpoint's `extra` has under `data`, as far as that goes. The `ConfigError` names each
-    thing that differs, with what it was and is. Settings that cannot be read are an `AdapterError`.
+    compared with what the `extra` there has under `data`. The `ConfigError` names what differs, then and now.
     """
     then, now = settings_then(checkpoint), config.to_dict()
     refused = changed_settings(then, now, Change.REFUSED)

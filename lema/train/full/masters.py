@@ -68,7 +68,9 @@ class Masters:
         self._check(order)
         if model.backend.replicas.local_size > 1:  # they share what streams, and nobody writes there
             model.stream.make_private(self.by_layer)
-        self.weights = {name: self._weight(name) for name in order}
+        stored = {layer: model.stream.stored(layer) for layer in self.by_layer}
+        self.weights = {name: model.split.model.get_parameter(name).detach() for name in self.outside}
+        self.weights |= {name: stored[layer][own] for name, (layer, own) in self._own.items()}
         self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}
         self._outside_bytes = self._bytes(self.outside)
         self.host_bytes = sum(self.weights[name].nbytes for name in self._own)
@@ -113,12 +115,6 @@ class Masters:
         """Let the file go; its space is given back when no tensor lies in it any more."""
         if self._file is not None:
             self._file.close()
-
-    def _weight(self, name: str) -> Tensor:
-        if name in self._own:
-            layer, own = self._own[name]
-            return self._model.stream.stored(layer)[own]
-        return self._model.split.model.get_parameter(name).detach()
 
     def _master(self, name: str) -> nn.Parameter:
         weight, inside = self.weights[name], name in self._own

@@ -36,7 +36,7 @@ from lema.train.checkpoint.format import Writer
 from lema.train.checkpoint.resume import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
 from lema.train.full.masters import BackgroundStep, GradientOffload, Masters, step_part
-from lema.train.guards import HiddenGradients, Passes, non_finite_norm, where_began
+from lema.train.guards import HiddenGradients, Passes, where_began
 from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, warn_dropped
 
 __all__ = ["FullTraining"]
@@ -217,7 +217,10 @@ class FullTraining:
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
             where = f"{self._place}, {place}; {begun or 'no weight was stepped'}"
-            raise self._faulty(non_finite_norm(name, float(norm), where, stepped=begun is not None), name)
+            how = "lower learning_rate, or look at the rows of this step"
+            after = f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
+            what = f"the norm of the gradient of {name} is {float(norm)}"
+            raise self._faulty(NonFiniteError(what, where=where, how=after if begun else how), name)
         self._norms[name] = norm
 
     @property

@@ -129,10 +129,8 @@ class _Answers:
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Return how likely each continuation is after its context, which is cut at its beginning if it is too long."""
-        rows: list[Scored] = []
-        for _key, context, continuation in requests:
-            rows.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
-        done = 0
+        most, done = self.max_length + 1, 0
+        rows: list[Scored] = [((context + answer)[-most:], len(answer)) for _key, context, answer in requests]
 
         def scored(count: int) -> None:
             nonlocal done

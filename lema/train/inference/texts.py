@@ -145,18 +145,8 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
-        made = complete(
-            model.split,
-            model.memory,
-            model.directory,
-            model.tokenizer,
-            ids,
-            max_new_tokens,
-            options,
-            keys_values=keys_values,
-            told=told,
-            head=model.head_in_pieces(),
-        )
+        given = model.split, model.memory, model.directory, model.tokenizer, ids, max_new_tokens, options
+        made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
         yield [
             Completion(
                 rows[place // several] * several + place % several,
@@ -182,11 +172,9 @@ def _same_generators(model: LemaModel) -> None:
     if parallel.size == 1:
         return
     if model.config.sequence_parallel:
-        raise ConfigError(
-            f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one",
-            where="sequence_parallel",
-            how="generate with --set sequence_parallel=false: the adapter and the numbers are the same",
-        )
+        what = f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one"
+        how = "generate with --set sequence_parallel=false: the adapter and the numbers are the same"
+        raise ConfigError(what, where="sequence_parallel", how=how)
     state = backend.rng_state()  # the same for all: each draws every token
     backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
 

@@ -68,8 +68,7 @@ class LoRATrainState:
 
 
 class LoRATrainer:
-    """Trains all parameters of a model for some stages, then adapters of it for others: a config's, or any plan's
-    phases.
+    """Trains all parameters of a model for some stages, then adapters of it for others; or any plan of phases.
 
     Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
     bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
@@ -77,12 +76,10 @@ class LoRATrainer:
     wrong, `DataError` where files cannot be read.
 
     Args:
-        model: the model, the device, `output_dir`, and what no stage has of its own; gradients are clipped to 1, unless
-        it
-            says otherwise.
+        model: the model, the device, `output_dir`, and what no stage has of its own; gradients are clipped to 1 unless
+            it says otherwise.
         datasets: by name, rows of tokens, or the files to read them from (a directory of packed tokens for PMD).
-        eval_data: rows or files of the same data sets to validate on, and of the config's `evaluations`; None: no
-            validation.
+        eval_data: rows or files of these to validate on, and of the config's `evaluations`; None: no validation.
         eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
         callbacks, on_step, stop: as in `lema.train.phases.run.run_phases`.
     """
@@ -130,9 +127,8 @@ class LoRATrainer:
         """Train through all stages, from where the run is; return the directory that the last one ends with.
 
         With `until` at `lora` it ends at the boundary, before the first stage of adapters. `resume`: go on where an
-        earlier run in `output_dir` stopped; after `restore_from_path`, and after an earlier call of this trainer's, it
-        does in any case. Raises as `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the
-        boundary.
+        earlier run in `output_dir` stopped, as is done in any case after `restore_from_path` and another call. Raises
+        as `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary.
         """
         plan = self.plan
         if until == "lora":
@@ -151,10 +147,7 @@ class LoRATrainer:
 
     @property
     def state(self) -> LoRATrainState:
-        """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
-
-        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing would train.
-        """
+        """Where the run is: where it was restored, or would go on, at its newest checkpoint that is sound."""
         if self._here is not None:
             return self._here
         point = find_point(self._places, lambda _: None)

@@ -103,9 +103,9 @@ def phase_report(
     """Report on a run of phases before it starts. No weights are read but to time them.
 
     The rows of `sources`, if given, are looked at before the first phase begins. It is planned for a `machine`; None:
-    for this one, with its `backend`, if that is opened already; to `measure` it takes seconds for each kind of phase,
-    and otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the
-    phase that does not fit, or `ConfigError` of a phase or data sets.
+    for this one, with its `backend`, if that is open; to `measure` it takes seconds for each kind of phase, and
+    otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the phase
+    that does not fit, or `ConfigError` of a phase or data sets.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
     for index in range(len(plan.phases)) if sources is not None else ():

@@ -143,7 +143,7 @@ class Phases:
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
         """Run every phase that has not ended, from `begin` on; return the checkpoint the last one ends with."""
         places, last = self.places, len(self.plan.phases) - 1
-        with self._events(callbacks, told) as events:
+        with closing(self._events(callbacks, told)) as events:
             try:
                 self._train_all(events, begin)
             except Stopped:
@@ -255,29 +255,17 @@ def train_phases(
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         show_report(phase_report(config, plan, sources, processes=backend.replicas.size, **shared), shown)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
-            end = run_phases(
-                config,
-                plan,
-                sources,
-                held_out=held_out,
-                eval_rows=file.eval_rows,
-                resume=resume,
-                start=start,
-                on_step=lambda row: _tell(row, say),
-                at_layer=stop.why,
-                callbacks=callbacks if first else (),
-                trace=trace,
-                say=say,
-                opened=files,
-                **shared,
-            )
+            rows: dict[str, Any] = {"held_out": held_out, "eval_rows": file.eval_rows, "opened": files}
+            asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
+            told: dict[str, Any] = {"on_step": partial(_tell, say), "callbacks": callbacks if first else (), "say": say}
+            end = run_phases(config, plan, sources, **rows, **asked, **told, trace=trace, **shared)
         say(f"the last phase ended in {end}")
         for name, numbers in evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code).items():
             say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
     return end
 
 
-def _tell(row: dict[str, Any], say: Callable[[str], None]) -> None:
+def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
     """Say what happened at a boundary; the steps between are the callbacks' to show."""
     match row.get("event"):
         case "phase_begin":

@@ -69,11 +69,10 @@ def _fineweb() -> list[Sampling]:
 
 
 class LoRATrainerConfig(Settings):
-    """Stages of full-parameter training, then stages of adapters. Each list of stages has one entry per stage.
+    """Stages of full-parameter training, if any, then stages of adapters. Each list of stages has one entry per stage.
 
-    `pre_lora_dataset` and `post_lora_dataset` are taken for `pre_lora_datasets` and `post_lora_datasets`. With no stage
-    before, training begins with adapters. What a trainer is configured with here holds for the whole run, and the
-    settings of `LemaConfig` for all that has no name here. A `SettingsError` holds every problem.
+    `pre_lora_dataset` and `post_lora_dataset` are taken for `pre_lora_datasets` and `post_lora_datasets`. What is given
+    here holds for the whole run, and the settings of `LemaConfig` for all that has no name here.
     """
 
     model_config = ConfigDict(frozen=True)
