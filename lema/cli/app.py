@@ -12,7 +12,6 @@ import typer
 from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, settings_of
-from lema.cli.data import data
 from lema.cli.exitcodes import run
 from lema.cli.inference import evaluate, generate
 from lema.config.printing import hush
@@ -180,7 +179,8 @@ def plan(
 
 
 FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
-VERBS = demo, train, plan, data, evaluate, *FILES, tellcommands.models, tellcommands.backends, tellcommands.doctor
+TOLD = tellcommands.models, tellcommands.backends, tellcommands.doctor
+VERBS = demo, train, plan, tellcommands.data, evaluate, *FILES, *TOLD
 for verb in VERBS:
     app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
 config_app.command(cls=Verb)(tellcommands.show)

@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -78,14 +78,8 @@ def merge(
             raise ConfigError("an adapter names its base itself", where="--base", how=how)
         from lema.convert import merge_adapter
 
-        merge_adapter(
-            adapter,
-            out,
-            max_shard_size=size,
-            rounding=rounding,  # type: ignore[arg-type] # checked there
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-        )
+        drawn: dict[str, Any] = {"rounding": rounding, "seed": seed}  # checked there
+        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, **drawn)
     typer.echo(f"wrote {out}")
 
 

@@ -46,8 +46,17 @@ from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, restore_
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Passes, watched, worst
-from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, read_measured, warn_dropped
-from lema.train.update import Update, read_numbers
+from lema.train.steps import (
+    StepResult,
+    Update,
+    check_room_for,
+    count_tokens,
+    may_drop,
+    no_event,
+    read_measured,
+    read_numbers,
+    warn_dropped,
+)
 
 __all__ = ["LemaTrainer"]
 

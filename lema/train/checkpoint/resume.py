@@ -82,12 +82,10 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
         else:
             return directory
     listed = "".join(f"\n  - {fault}" for fault in faults)
-    raise AdapterError(
-        f"no checkpoint is sound:{listed}",
-        where=str(found[-1].parent) if found else "",
-        how="copy one back from where it is whole, or begin a new run in another output_dir"
-        + ("" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"),
-    )
+    how = "copy one back from where it is whole, or begin a new run in another output_dir"
+    how += "" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"
+    where = str(found[-1].parent) if found else ""
+    raise AdapterError(f"no checkpoint is sound:{listed}", where=where, how=how)
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:

@@ -24,11 +24,10 @@ from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
 from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
 from lema.train.phases.phase import Phase
-from lema.train.phases.places import Places
+from lema.train.phases.places import Places, find_point, find_start
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.run import run_phases
 from lema.train.phases.stage import chosen_by, of_kind
-from lema.train.phases.start import find_point, find_start
 from lema.train.phases.twophase import LoRATrainerConfig
 
 __all__ = ["LoRATrainState", "LoRATrainer", "trainable_in", "transition_to_lora"]

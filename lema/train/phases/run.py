@@ -37,11 +37,10 @@ from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
-from lema.train.phases.places import Places
+from lema.train.phases.places import Places, Start, begin_at, find_start, go_on
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report
 from lema.train.phases.stage import PhaseRun, copy_adapter, mixture_of, settings_of_phase, trainer_of
-from lema.train.phases.start import Start, begin_at, find_start, go_on
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
