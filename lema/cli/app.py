@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -13,10 +12,8 @@ import typer
 from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, settings_of
-from lema.cli.data import data
-from lema.cli.evaluate import evaluate
 from lema.cli.exitcodes import run
-from lema.cli.generate import generate
+from lema.cli.inference import evaluate, generate
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 
@@ -181,23 +178,11 @@ def plan(
         raise typer.Exit(MemoryLimitError.exit_code)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "train": train,
-    "plan": plan,
-    "data": data,
-    "eval": evaluate,
-    "prepare": filecommands.prepare,
-    "generate": generate,
-    "merge": filecommands.merge,
-    "consolidate": filecommands.consolidate,
-    "shard": filecommands.shard,
-    "models": tellcommands.models,
-    "backends": tellcommands.backends,
-    "doctor": tellcommands.doctor,
-}
-for name, command in COMMANDS.items():
-    app.command(name=name, cls=Verb)(command)
+FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
+TOLD = tellcommands.models, tellcommands.backends, tellcommands.doctor
+VERBS = demo, train, plan, tellcommands.data, evaluate, *FILES, *TOLD
+for verb in VERBS:
+    app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
 config_app.command(cls=Verb)(tellcommands.show)
 config_app.command()(tellcommands.schema)
 config_app.command(name="import")(tellcommands.import_file)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ConfigFile", "Revision", "Settings", "Source", "Trust", "Verb", "config_of", "model_of", "settings_of"]
 
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
 
 Source = Annotated[
     Path, typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file, or directory of a saved adapter.")
@@ -34,9 +34,7 @@ Trust = Annotated[
     ),
 ]
 
-Revision = Annotated[
-    str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.", show_default=False)
-]
+Revision = Annotated[str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.")]
 
 
 class Verb(TyperCommand):

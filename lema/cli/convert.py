@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,14 +13,13 @@ __all__ = ["consolidate", "merge", "prepare", "shard"]
 
 
 def prepare(
-    model: Annotated[str, typer.Argument(help="Model directory or hub id.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="A directory, or one .safetensors file.", show_default=False)],
+    model: Annotated[str, typer.Argument(help="Model directory or hub id.")],
+    out: Annotated[Path, typer.Argument(help="A directory, or one .safetensors file.")],
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
     ] = None,
     quantize: Annotated[
-        str | None,
-        typer.Option(metavar="int8|fp8|nf4", help="Store the layers' linear weights quantised.", show_default=False),
+        str | None, typer.Option(metavar="int8|fp8|nf4", help="Store the layers' linear weights quantised.")
     ] = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
@@ -52,16 +51,14 @@ def prepare(
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter, or of a delta.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Directory for the merged model.", show_default=False)],
+    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter, or of a delta.")],
+    out: Annotated[Path, typer.Argument(help="Directory for the merged model.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
     rounding: Annotated[
         str, typer.Option(metavar="nearest|stochastic", help="Of an adapter's sums; stochastic keeps small changes.")
     ] = "nearest",
     seed: Annotated[int, typer.Option(min=0, help="Of stochastic rounding.")] = 0,
-    base: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where a delta's base is now.", show_default=False)
-    ] = None,
+    base: Annotated[str | None, typer.Option(metavar="DIR", help="Where a delta's base is now.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Write the model with an adapter merged into its weights, or with a delta's tensors, in the hub's format."""
@@ -81,34 +78,21 @@ def merge(
             raise ConfigError("an adapter names its base itself", where="--base", how=how)
         from lema.convert import merge_adapter
 
-        merge_adapter(
-            adapter,
-            out,
-            max_shard_size=size,
-            rounding=rounding,  # type: ignore[arg-type] # checked there
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-        )
+        drawn: dict[str, Any] = {"rounding": rounding, "seed": seed}  # checked there
+        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, **drawn)
     typer.echo(f"wrote {out}")
 
 
 def consolidate(
-    shards: Annotated[
-        Path, typer.Argument(metavar="IN", help="Directory of a sharded adapter, or above it.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="Directory for the adapter in PEFT's format.", show_default=False)],
+    shards: Annotated[Path, typer.Argument(metavar="IN", help="Directory of a sharded adapter, or above it.")],
+    out: Annotated[Path, typer.Argument(help="Directory for the adapter in PEFT's format.")],
     kv_layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="tile|interleave", help="How replicas of keys lie, if the shards do not say.", show_default=False
-        ),
+        str | None, typer.Option(metavar="tile|interleave", help="How replicas of keys lie, if the shards do not say.")
     ] = None,
     take_first: Annotated[
         bool, typer.Option("--take-first", help="Where replicas differ, take the first rank's; it is told where.")
     ] = False,
-    model: Annotated[
-        str | None, typer.Option(help="The base model it must fit, if not the one it names.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="The base model it must fit, if not the one it names.")] = None,
 ) -> None:
     """Put the shards of an adapter together, as files that PEFT loads."""
     from lema.lora.consolidate import consolidate_adapter
@@ -121,11 +105,9 @@ def consolidate(
 
 
 def shard(
-    adapter: Annotated[
-        Path, typer.Argument(metavar="IN", help="Directory of an adapter in PEFT's format.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="Directory for the shards.", show_default=False)],
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of the tensor-parallel group.", show_default=False)],
+    adapter: Annotated[Path, typer.Argument(metavar="IN", help="Directory of an adapter in PEFT's format.")],
+    out: Annotated[Path, typer.Argument(help="Directory for the shards.")],
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of the tensor-parallel group.")],
     kv_layout: Annotated[
         str, typer.Option(metavar="tile|interleave", help="How keys lie that are replicated for want of heads.")
     ] = "tile",

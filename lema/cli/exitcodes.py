@@ -14,10 +14,7 @@ _DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
-    """Run a command line; every error ends as one message on standard error and the exit code returned.
-
-    `--debug`, anywhere among the arguments, lets the traceback through.
-    """
+    """Run a command line; return its exit code. An error is one message on standard error; `--debug`: a traceback."""
     debug = "--debug" in arguments
     try:
         typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema")

@@ -140,7 +140,7 @@ class ByteProgress:
 
 
 class TokenProgress:
-    """Shows how many of `total` texts are done and how fast tokens come, on a terminal only; `close` it."""
+    """Shows how many of `total` texts are done and how fast tokens come, on a terminal; call it, and `close` it."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self._bar = _Bar(Console(stderr=True), time.monotonic, transient=True)
@@ -148,27 +148,15 @@ class TokenProgress:
         self._total, self._done, self._tokens = total, done, 0
         self._bar.start()
 
-    def made(self, tokens: int) -> None:
-        """So many tokens have been made, one of each text that goes on."""
-        self._tokens += tokens
-        self._tell()
-
-    def ended(self, texts: int) -> None:
-        """So many texts are done."""
-        self._done += texts
-        self._tell()
-
-    def _tell(self) -> None:
+    def __call__(self, tokens: int, texts: int = 0) -> None:
+        """So many tokens have been made, one of each text that goes on; so many more texts are done."""
+        self._tokens, self._done = self._tokens + tokens, self._done + texts
         done, left = f"{self._done}/{self._total} texts", f"{human_count(self._tokens / self._bar.seconds())} tok/s"
         self._bar.tell(completed=self._done, total=max(1, self._total), done=done, left=left)
 
 
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":
-    """A `transformers.TrainerCallback` that draws what the training loop reports. Imports transformers.
-
-    Only the first process of a group draws. Whoever gives a display can close it when training fails, before the error
-    is printed.
-    """
+    """Return a callback of `transformers` that draws what the training loop reports, in the first process."""
     from transformers import TrainerCallback
 
     shown = display or ProgressDisplay()

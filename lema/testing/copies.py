@@ -235,8 +235,7 @@ class CopyPromises:
     def _late(self, backend: Backend, values: Tensor) -> Tensor:
         """Queue work, and behind it what makes a tensor of these values and strides on the device."""
         made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=backend.device)
-        on_device = values.to(backend.device)
-        return torch.mul(on_device, self._late_one(backend).to(values.dtype), out=made)
+        return torch.mul(values.to(backend.device), self._late_one(backend).to(values.dtype), out=made)
 
     def _late_one(self, backend: Backend) -> Tensor:
         ones = torch.ones(512, 512, device=backend.device)

@@ -37,23 +37,18 @@ def as_batch(
     """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`.
 
     The model's `text_config` tells the vocabulary, and with the tokenizer in its `files` what padding looks like.
-
-    Raises:
-        DataError: a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a token is
-            outside the vocabulary, or rows look padded and nothing says where.
+    Raises `DataError` where a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a
+    token is outside the vocabulary, or rows look padded and nothing says where.
     """
     vocab_size = getattr(text_config, "vocab_size", None)
     if isinstance(inputs, Tensor):
-        given: dict[str, Any] = {"input_ids": inputs}
+        batch: dict[str, Any] = {"input_ids": inputs}
     elif isinstance(inputs, Mapping) and "input_ids" in inputs:
-        given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
+        batch = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
     else:
         raise DataError("a batch is a tensor of token ids, or a mapping with input_ids", where="train_step")
-    batch = {**given}
-    if labels is not None:
-        batch["labels"] = labels
-    if attention_mask is not None:
-        batch["attention_mask"] = attention_mask
+    beside = {"labels": labels, "attention_mask": attention_mask}
+    batch |= {name: one for name, one in beside.items() if one is not None}
     if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
     if "labels" not in batch:
@@ -140,11 +135,8 @@ def packed(
 ) -> Any:
     """Return rows joined into packs, where the config asks for that; `say` is told how many there are.
 
-    The model is asked whether it can be trained on them, unless it is `checked` already.
-
-    Raises:
-        ConfigError: the model does not keep the rows of a pack apart.
-        DataError: a row does not fit.
+    The model is asked whether it can be trained on them, unless it is `checked` already. Raises `ConfigError` where it
+    does not keep the rows of a pack apart, `DataError` where a row does not fit.
     """
     if rows is None or not config.packing:
         return rows

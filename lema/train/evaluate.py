@@ -16,7 +16,7 @@ from lema.data.mixture import Mixture
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.train.guards import non_finite_loss, worst
-from lema.train.steps import add_measured, means, measured_here
+from lema.train.steps import added, means, measured_here
 
 __all__ = ["evaluate", "passes_of_mixture", "passes_of_rows"]
 
@@ -49,17 +49,15 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
                 if not math.isfinite(loss):
                     raise non_finite_loss(model, micro_batches, loss, where)
                 total, tokens = total + loss * count, tokens + count
-                add_measured(measured_here(model), measured)
+                measured = added(measured, measured_here(model))
     finally:
         module.train(was_training)
     sums = replicas.exchange((total, tokens, measured))
     total, tokens = sum(one[0] for one in sums), sum(one[1] for one in sums)
     loss = total / tokens
     if model.objective is not None:
-        whole: dict[str, tuple[float, float]] = {}
-        for _, _, found in sums:
-            add_measured(found, whole)
-        return {"eval_loss": loss, **means(whole, "eval_"), "eval_examples": tokens}
+        whole = means(added(*(found for _, _, found in sums)), "eval_")
+        return {"eval_loss": loss, **whole, "eval_examples": tokens}
     return {"eval_loss": loss, "eval_perplexity": math.exp(loss) if loss < 700 else math.inf, "eval_tokens": tokens}
 
 
@@ -76,9 +74,8 @@ def passes_of_rows(dataset: Any, config: LemaConfig, replicas: Replicas) -> Iter
 def passes_of_mixture(
     mixture: Mixture, rows: int, replicas: Replicas, *, at_once: int, micro_batch_size: int | None
 ) -> list[EvalPass]:
-    """Return this process's share of so many `rows` that a mixture holds out; all processes call this.
-
-    A pass over the layers has `at_once` of them, over all processes: memory is that of a step of so many rows.
+    """Return this process's share of so many `rows` that a mixture holds out; all processes call this. A pass over the
+    layers has `at_once` of them, over all processes: memory is that of a step of so many rows.
     """
     together = micro_batch_size or -(-at_once // replicas.size)
     batch = mixture.validation(rows, replicas.rank, replicas.size, together)

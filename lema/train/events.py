@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import EarlyStoppingCallback, SchedulerType, TrainerState, TrainingArguments
@@ -29,7 +29,7 @@ from lema.config import LemaConfig
 from lema.errors import ConfigError, DiskError
 from lema.train.checkpoint.format import TRAINER_STATE
 from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, MetricsLog, Window, plot_loss, since
-from lema.train.steps import StepResult, Steps, add_measured, means
+from lema.train.steps import StepResult, Steps, added, means
 
 __all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments", "with_bar"]
 
@@ -79,9 +79,8 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
 
 
 def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
-    """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, unless one does so.
-
-    It is shown where somebody looks at it: on a terminal, and in a notebook.
+    """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, on a terminal or in a
+    notebook, unless one of them does.
     """
     known = any(isinstance(one, ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
     looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
@@ -116,10 +115,9 @@ class Position:
 
 
 class RunEvents:
-    """Metrics and callbacks of one run; use it in a `with` block. Of several processes the first writes and reports.
-
-    `num_steps` and `num_epochs` are of the whole run, None where it counts none. `told` is called with each line of
-    metrics. `control` is what callbacks have asked for, `state` what they know of the run.
+    """Metrics and callbacks of one run, until `close`; of several processes the first writes and reports.
+    `num_steps` and `num_epochs` are of the whole run. `told` is called with each line of metrics. `control` is what
+    callbacks have asked for, `state` what they know of the run.
     """
 
     def __init__(
@@ -150,14 +148,11 @@ class RunEvents:
             # Last, because a stop that comes while another callback works must not find this evaluation counted.
             self._callbacks.append(EarlyStoppingCallback(patience, config.early_stopping_threshold))
         self._handler: CallbackHandler | None = None
-        self._metrics: MetricsLog | None = None
         self._steps: Steps | None = None
+        self._metrics = MetricsLog(self._directory / METRICS_NAME) if replicas.first else None
 
-    def __enter__(self) -> Self:
-        self._metrics = MetricsLog(self._directory / METRICS_NAME) if self._replicas.first else None
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Close the file of metrics."""
         if self._metrics is not None:
             self._metrics.close()
 
@@ -234,7 +229,7 @@ class RunEvents:
             window.loss += result.loss * result.trained_tokens
             window.trained_tokens += result.trained_tokens
             window.tokens += result.tokens
-            add_measured(result.measured, window.measured)
+            window.measured = added(window.measured, result.measured)
 
     def measured(self, numbers: Mapping[str, Any]) -> None:
         """Write the mean loss since the last time, if a step was taken, beside `numbers` of the last step."""

@@ -19,9 +19,15 @@ from lema.errors import AdapterError, ConfigError
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
 from lema.train.batch import packed
-from lema.train.checkpoint.adapters import leave_adapter
 from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_beside
-from lema.train.checkpoint.format import PREFIX, TRAINER_STATE, Writer, checkpoints, forget_old_checkpoints
+from lema.train.checkpoint.format import (
+    PREFIX,
+    TRAINER_STATE,
+    Writer,
+    checkpoints,
+    forget_old_checkpoints,
+    leave_adapter,
+)
 from lema.train.checkpoint.resume import (
     Say,
     check_same_run,
@@ -44,29 +50,25 @@ __all__ = ["PlainRun", "save_step"]
 def save_step(
     steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = (), best: Path | None = None
 ) -> None:
-    """Write `checkpoint-<global_step>` into `output_dir`, then delete what `save_total_limit` says is too old, but for
-    the `best`."""
+    """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old, but for the `best`."""
     output = Path(steps.config.output_dir)
     directory, keep = output / f"{PREFIX}{steps.global_step}", steps.config.save_total_limit
     steps.save_checkpoint(directory, extra, writers)
-    first_alone(
-        steps.model.backend.replicas, lambda: forget_old_checkpoints(output, directory, keep, [best] if best else ())
-    )
+    forget = partial(forget_old_checkpoints, output, directory, keep, [best] if best else ())
+    first_alone(steps.model.backend.replicas, forget)
 
 
 class PlainRun:
-    """The one stage of a plain run, whose `steps` may have taken some already; see `lema.train.loop.Stage`. What there
-    is to say of rows that were joined into packs goes to `say`."""
+    """The one stage of a plain run, whose `steps` may have taken some already; see `lema.train.loop.Stage`."""
 
     trains: str | None = None
 
     def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any, say: Say = print) -> None:
-        self.steps, self._config = steps, steps.config
-        self._output = Path(steps.config.output_dir)
-        self._replicas = steps.model.backend.replicas
-        config = steps.config
+        self.steps, config, self._replicas = steps, steps.config, steps.model.backend.replicas
+        self._config, self._output = config, Path(config.output_dir)
+        self._say: Say = say if self._replicas.first else lambda _: None
         rows = first_rows(dataset, config.max_train_samples)
-        rows = packed(rows, steps.model, config, say if self._replicas.first else lambda _: None)
+        rows = packed(rows, steps.model, config, self._say)
         self._sampler = StepSampler(rows, config, self._replicas)
         held = first_rows(eval_dataset, config.max_eval_samples)
         self._eval_dataset = packed(held, steps.model, config, checked=True)
@@ -82,12 +84,10 @@ class PlainRun:
         self.saved: int | None = None
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
-            check_alike(self._replicas, self._config.to_dict() | data)
+            check_alike(self._replicas, config.to_dict() | data)
 
     def begin(self, *, weights_only: bool = False) -> None:
-        """Begin, or go on from the step that `steps` is at; `ConfigError` in another run's `output_dir` or without
-        steps left.
-        """
+        """Begin, or go on from where `steps` is; `ConfigError` in another run's `output_dir` or without steps left."""
         if self.done == 0 and checkpoints(self._output):
             what = "the output directory holds checkpoints of an earlier run"
             how = "go on from the newest with --resume (resume=True), or choose another output_dir"
@@ -101,21 +101,27 @@ class PlainRun:
             what = "weights alone are taken of a checkpoint that is gone on from"
             raise ConfigError(what, where="weights_only", how="set resume (--resume) too, or leave it out")
 
-    def resume(self, restore: Callable[[Path], Mapping[str, Any]], say: Say, *, weights_only: bool = False) -> None:
-        """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`.
-
-        That is said. Raises `AdapterError` where there is none, `ConfigError` where it is of another run.
+    def resume(self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False) -> None:
+        """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`;
+        `AdapterError` where there is none, `ConfigError` where it is of another run.
         """
         self._check_evaluates()
-        steps, found = self.steps, checkpoints(self._output)
-        say = say if self._replicas.first else lambda _: None
+        steps, found, say = self.steps, checkpoints(self._output), self._say
         if not found:
             what = "there is no checkpoint to resume from"
             raise AdapterError(what, where=str(self._output), how="leave --resume out to begin a new run")
         path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about)
-        self._take_up(restore(path), path, whole=not weights_only)
+        extra = restore(path)
+        self.done, self.pending = steps.global_step, extra.get("left")
+        self.unlogged = extra.get("window", NO_SUMS)  # a checkpoint that `train_step` wrote has none
+        self.saved = None if weights_only else self.done
+        self._past = past_log(path / TRAINER_STATE)
+        if self._past.get("best_metric") is not None:
+            self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
+        if self._replicas.first and (self.done < self.num_steps or self.pending is not None):
+            cut_back(self._output / METRICS_NAME, self._past.get("log_history", ()), self.done)
         steps.take_settings({one.name for one in changed})
         say(f"resuming from {path} (step {self.done} of {self.num_steps})")
         if weights_only:
@@ -123,46 +129,13 @@ class PlainRun:
         say_changed(changed, say)
 
     def _check_evaluates(self) -> None:
-        """Refuse settings of evaluations where there are none."""
         asked = ("early_stopping_patience", "load_best_model_at_end", "eval_on_start", "eval_prompts")
         if not self.evaluates and (idle := [name for name in asked if getattr(self._config, name)]):
             what = f"there is nothing to evaluate on, which {' and '.join(idle)} need"
             raise ConfigError(what, where=idle[0], how="give eval_data or eval_split (in fit: eval_dataset)")
 
-    def _take_up(self, extra: Mapping[str, Any], path: Path, *, whole: bool) -> None:
-        """Go on with what a checkpoint says of the run, `whole` with all that is in it."""
-        self.done = self.steps.global_step
-        self.unlogged = extra.get("window", NO_SUMS)  # a checkpoint that `train_step` wrote has none
-        self.pending = extra.get("left")
-        self.saved = self.done if whole else None
-        self._past = past_log(path / TRAINER_STATE)
-        if self._past.get("best_metric") is not None:
-            self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
-        if self._replicas.first and (self.done < self.num_steps or self.pending is not None):
-            cut_back(self._output / METRICS_NAME, self._past.get("log_history", ()), self.done)
-
-    def train(
-        self,
-        schedule: LRScheduler,
-        callbacks: Sequence[Any],
-        stop: Stop | None,
-        base: str,
-        files: ModelFiles | None,
-        say: Say,
-    ) -> dict[str, Any]:
-        """Take the steps that are left, and leave the adapter; see `LemaTrainer.fit`.
-
-        Args:
-            schedule: of the learning rate.
-            callbacks: `transformers.TrainerCallback`s.
-            stop: asked before each layer.
-            base: fingerprint of the model below the adapter.
-            files: the model's, with its tokenizer.
-            say: called with a line on what is kept, and on what is uploaded.
-
-        Returns:
-            What was measured over the steps, last on what is evaluated on, and at its best.
-        """
+    def train(self, schedule: LRScheduler, callbacks: Sequence[Any], stop: Stop | None) -> dict[str, Any]:
+        """Take the steps that are left; return what `LemaTrainer.fit` does. `stop` is asked before each layer."""
         self.schedule = schedule
         options: dict[str, Any] = {"num_epochs": self._sampler.num_epochs, "evaluates": self.evaluates}
         if self._config.push_to_hub:
@@ -171,7 +144,7 @@ class PlainRun:
         events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)
         events.state.log_history = self._past.get("log_history", [])
         events.state.stateful_callbacks = self._past.get("stateful_callbacks", {})
-        with events, self._prefix_kept():
+        with closing(events), self._prefix_kept():
             loop = RunLoop(self, events, at_layer=stop)
             loop.run()
             if summary := events.summary():
@@ -179,16 +152,14 @@ class PlainRun:
             events.end()
         events.draw()
         best = {f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"}
-        result = summary | loop.last_eval | (best if summary else {})
-        self._leave(result, base, files, say if self._replicas.first else lambda _: None)
-        return result
+        return summary | loop.last_eval | (best if summary else {})
 
-    def _leave(self, result: Mapping[str, Any], base: str, files: ModelFiles | None, say: Say) -> None:
-        """Leave the adapter in `output_dir`, the best where that is asked for, with card and tokenizer; upload them."""
+    def leave(self, result: Mapping[str, Any], base: str, files: ModelFiles | None) -> None:
+        """Leave the adapter, or the best, with card and tokenizer, and upload them; `base` is its fingerprint."""
         config, backend, alone = self._config, self.steps.model.backend, partial(first_alone, self._replicas)
         adapter = cast(PeftModel, self.steps.module)
         if config.load_best_model_at_end and self.best is not None:
-            self._take_best(adapter, say)
+            self._take_best(adapter)
         writers: list[Writer] = []
         if result or not (self._output / CARD).exists():  # that of a run that came to its end tells its results
             card = model_card(config, self._told_of_data(), {"steps": self.done, **result})
@@ -196,19 +167,20 @@ class PlainRun:
         leave = partial(leave_adapter, self._output, backend, adapter, config, base, writers)
         leave() if backend.parallel.size > 1 else alone(leave)  # of several that hold it, each has a part
         if config.push_to_hub:
-            alone(lambda: say(f"uploaded: {upload(config)}"))
+            alone(lambda: self._say(f"uploaded: {upload(config)}"))
 
-    def _take_best(self, adapter: PeftModel, say: Say) -> None:
+    def _take_best(self, adapter: PeftModel) -> None:
         """Load the adapter of the best evaluation; where its checkpoint is gone or damaged, the last step's stays."""
         path, (name, _) = cast(Path, self.best_checkpoint), self._config.best_by
         best = cast("dict[str, Any]", self.best)
         try:
             first_alone(self._replicas, partial(check_sound, path, weights_only=True))
         except AdapterError as error:
-            tell_warning(f"the best adapter, of step {best['step']}, cannot be kept: {error.what} ({error.where})", say)
+            lost = f"the best adapter, of step {best['step']}, cannot be kept: {error.what} ({error.where})"
+            tell_warning(lost, self._say)
             return
         load_weights(adapter, path, self.steps.model.split.layers_name, self.steps.model.backend.parallel)
-        say(f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}")
+        self._say(f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}")
 
     def _told_of_data(self) -> dict[str, str]:
         config, told = self._config, {}

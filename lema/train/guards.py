@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,29 +81,7 @@ def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, 
 
 
 def _lowest(replicas: Replicas, index: int | None) -> int | None:
-    """Return the lowest index that a process of this copy has found; None: none has."""
     return min((one for one in replicas.of_copy(index) if one is not None), default=None)
-
-
-def non_finite_gradient(where: str, place: str | None) -> NonFiniteError:
-    """Return the error of a norm that is not finite; `place` is where gradients began not to be, None: nowhere."""
-    if place is None:
-        what = "the gradients are finite, their norm is not; the optimizer was not stepped"
-        return NonFiniteError(what, where=where, how="lower learning_rate")
-    what, where = (
-        "a gradient is not finite; the optimizer was not stepped",
-        f"{where}; first non-finite gradient: {place}",
-    )
-    how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
-    return NonFiniteError(what, where=where, how=how)
-
-
-def non_finite_norm(name: str, norm: float, where: str, *, stepped: bool) -> NonFiniteError:
-    """Return the error of a weight whose gradient has no norm; `stepped`: other weights have taken the step already."""
-    how = "lower learning_rate, or look at the rows of this step"
-    if stepped:
-        how = f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
-    return NonFiniteError(f"the norm of the gradient of {name} is {norm}", where=where, how=how)
 
 
 def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -> str | None:
@@ -132,9 +110,7 @@ def _handing_down(split: Split, layer: int) -> str:
 
 
 def where_began(split: Split, name: str, handed_down: int | None) -> str:
-    """Return where a pass's gradients begin not to be finite: at the weight `name`, or in the layer that `handed_down`
-    some.
-    """
+    """Return where gradients begin not to be finite: at the weight `name`, or in the layer that `handed_down` some."""
     layer = next(number for number, one, _ in _downwards(split) if one == name)
     return name if handed_down is None or handed_down <= layer else _handing_down(split, handed_down)
 
@@ -151,23 +127,17 @@ def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
     yield from ((-1, name, parameter) for name, parameter in named[: inside.index(True)])
 
 
-class Pass(NamedTuple):
-    """A pass of the step under way, as it can be run again."""
-
-    micro_batches: Sequence[Mapping[str, Tensor]]
-    divisor: int  # trained tokens that its loss is divided by
-    state: Tensor  # of the generator, before it
-
-
 class Passes:
-    """The passes of the step under way through a model."""
+    """The passes of the step under way through a model, as they can be run again."""
 
     def __init__(self, model: StreamedModel) -> None:
-        self._model, self._begun = model, list[Pass]()
+        self._model = model
+        # Micro-batches, the trained tokens that the loss is divided by, and the generator's state before.
+        self._begun: list[tuple[Sequence[Mapping[str, Tensor]], int, Tensor]] = []
 
     def begin(self, micro_batches: Sequence[Mapping[str, Tensor]], divisor: int) -> None:
         """Note a pass that is about to begin."""
-        self._begun.append(Pass(micro_batches, divisor, self._model.backend.rng_state()))
+        self._begun.append((micro_batches, divisor, self._model.backend.rng_state()))
 
     def clear(self) -> None:
         """Begin another step."""
@@ -178,37 +148,38 @@ class Passes:
         if math.isfinite(mine):
             self._model.accompany(training=False)  # while the other looks for the layer
             return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
-        backend, last = self._model.backend, self._begun[-1]
+        backend, (micro_batches, _, before) = self._model.backend, self._begun[-1]
         after = backend.rng_state()
-        backend.set_rng_state(last.state)  # what dropout drew then is drawn again
+        backend.set_rng_state(before)  # what dropout drew then is drawn again
         try:
-            return non_finite_loss(self._model, last.micro_batches, value, place)
+            return non_finite_loss(self._model, micro_batches, value, place)
         finally:
             backend.set_rng_state(after)
 
     def non_finite_gradient(
-        self, place: str, again: Callable[[Pass], None], drop_gradients: Callable[[], None]
+        self, place: str, again: Callable[..., object], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
-        """Return the error of gradients that are not finite; the passes are run `again` to find where. All processes
-        call this.
-
-        The generator is then where it was; the gradients are of no use, and `drop_gradients` is called.
+        """Return the error of gradients that are not finite, and drop them; the passes are run `again` to find where.
+        All processes call this; the generator is then where it was.
         """
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None
         alone = not stream.sharded and backend.parallel.size == 1  # else other processes run all passes too
         stream.cancel()  # what was announced for the next step
         drop_gradients()
-        for one in self._begun:
+        for micro_batches, divisor, before in self._begun:
             if began is None or not alone:
-                backend.set_rng_state(one.state)
-                found = first_non_finite_gradient(self._model, partial(again, one))
+                backend.set_rng_state(before)
+                found = first_non_finite_gradient(self._model, partial(again, micro_batches, divisor))
                 began = began or found
         backend.set_rng_state(after)
         told = backend.replicas.exchange(began)
-        if began is None and any(told):
-            began = "in another process"
-        return non_finite_gradient(place, began)
+        if began is None and not any(told):
+            what = "the gradients are finite, their norm is not; the optimizer was not stepped"
+            return NonFiniteError(what, where=place, how="lower learning_rate")
+        where = f"{place}; first non-finite gradient: {began or 'in another process'}"
+        how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
+        return NonFiniteError("a gradient is not finite; the optimizer was not stepped", where=where, how=how)
 
 
 @contextmanager

@@ -8,25 +8,23 @@ written here, once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainerState
 
-from lema.backend import Backend
 from lema.backend.interrupt import Stop, StopRequested, agreed
 from lema.errors import ConfigError, DiskFull, Stopped
 from lema.storage.diskspace import say_passed_over, unsaved
-from lema.train.checkpoint.rng import Generators
+from lema.train.checkpoint.resume import Generators
 from lema.train.events import Position, RunEvents
 from lema.train.guards import watched
 from lema.train.steps import Steps
 
-__all__ = ["Drawn", "Pending", "RunLoop", "Snapshot", "Stage"]
+__all__ = ["Drawn", "Pending", "RunLoop", "Stage"]
 
 Pending = Mapping[str, Any]
 """What is still to be done after the last step, because a stop came while it was evaluated, as JSON types.
@@ -79,36 +77,12 @@ class Stage(Protocol):
         """Return `eval_loss` and what else is measured on rows that are not trained on."""
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken, and what was not done after it, or raise `DiskFull`; forget old
-        ones.
-        """
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What changes between the end of a step and the end of the next, but for what only an optimizer's step changes."""
-
-    generators: Generators
-    fields: Mapping[str, Any]  # of the `TrainerState`, in which callbacks may write at any time
-    num_logged: int  # how many lines its log had; it is long, and not copied
-    pending: Pending | None  # what was still to be done after the step; None: nothing
-
-    @classmethod
-    def of(cls, backend: Backend, state: TrainerState, pending: Pending | None = None) -> Self:
-        """Return what to go back to, if it is to be to this moment."""
-        return cls(Generators.now(backend), dict(vars(state)), len(state.log_history), pending)
-
-    def put_back(self, backend: Backend, state: TrainerState) -> None:
-        """Go back."""
-        self.generators.put_back(backend)
-        vars(state).update(self.fields)
-        del state.log_history[self.num_logged :]
+        """Write a checkpoint of the step just taken, and what was not done after it; forget old ones. Or `DiskFull`."""
 
 
 class RunLoop:
-    """Takes the steps of a stage that are left; `last_eval` is what was measured last.
-
-    `at_layer` is asked before each layer whether to give the step up and stop; `after_step` after a phase's step.
+    """Takes the steps of a stage that are left; `last_eval` is what was measured last. `at_layer` is asked before each
+    layer whether to give the step up and stop; `after_step` after a phase's step.
     """
 
     def __init__(
@@ -121,14 +95,12 @@ class RunLoop:
         self._at_layer, self._after = at_layer, after_step
         self._model = stage.steps.model
         self._backend = self._model.backend
-        self._snapshot: Snapshot | None = None  # what a stop goes back to
+        self._go_back: Callable[[], Pending | None] | None = None  # to where a stop does; returns what was left to do
         self.last_eval: dict[str, float] = {}
 
     def run(self) -> None:
-        """Take the steps.
-
-        Raises `Stopped`, with a checkpoint of the last step there, where somebody who was asked said so, or in a phase
-        a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with.
+        """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody who was asked said
+        so, or in a phase a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with.
         """
         stage = self._stage
         self._tell_best()
@@ -149,10 +121,8 @@ class RunLoop:
 
     def _cut_short(self, why: str) -> Stopped:
         """Go back to the end of the last step, save that unless it is saved, and return what ends the run."""
-        assert self._snapshot is not None, "nothing was begun that could be stopped"
-        stage, pending = self._stage, self._snapshot.pending
-        self._snapshot.put_back(self._backend, self._events.state)
-        stopped = self._stopped(why)
+        assert self._go_back is not None, "nothing was begun that could be stopped"
+        stage, pending, stopped = self._stage, self._go_back(), self._stopped(why)
         if pending is not None or stage.saved != stage.done:
             try:
                 self._save(pending)
@@ -162,6 +132,21 @@ class RunLoop:
         self._events.end()
         return stopped
 
+    def _remember(self, pending: Pending | None = None) -> None:
+        """Note what a stop goes back to: what changes from the end of a step to that of the next, but for what only an
+        optimizer's step changes.
+        """
+        generators, state = Generators.now(self._backend), self._events.state
+        fields, num_logged = dict(vars(state)), len(state.log_history)  # the log is long, and not copied
+
+        def go_back() -> Pending | None:
+            generators.put_back(self._backend)
+            vars(state).update(fields)  # in which callbacks may write at any time
+            del state.log_history[num_logged:]
+            return pending
+
+        self._go_back = go_back
+
     def _stopped(self, why: str) -> Stopped:
         at, how = self._stage.position(self._stage.done), "go on from there with --resume (resume=True)"
         return Stopped(f"stopped by {why} after {at.name}", where=str(at.checkpoint), how=how)
@@ -169,13 +154,13 @@ class RunLoop:
     def _loop(self) -> None:
         stage, events, in_epoch = self._stage, self._events, False
         if stage.steps.config.eval_on_start and stage.done == 0 and not events.state.log_history:
-            self._snapshot = Snapshot.of(self._backend, events.state)
+            self._remember()
             self._evaluate(counts=False)
         if (pending := stage.pending) is not None:
             vars(events.control).update(pending["asked"])
             self._after_step(pending["numbers"], pending["after"])
         while stage.done < stage.num_steps and not self._leaves():
-            self._snapshot = Snapshot.of(self._backend, events.state)
+            self._remember()
             if not in_epoch and not self._is_phase:
                 events.fire("on_epoch_begin")
             in_epoch = True
@@ -216,9 +201,8 @@ class RunLoop:
         return {"learning_rate": rate, "grad_norm": result.grad_norm}
 
     def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
-        """Do what is due after a step, and after the epoch if it has ended; return whether it goes on.
-
-        `numbers` are the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done.
+        """Do what is due after a step, and after the epoch if it has ended; return whether it goes on. `numbers` are
+        the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done.
         """
         stage, events = self._stage, self._events
         if after == "step":
@@ -245,7 +229,7 @@ class RunLoop:
             events.measured(numbers)
         if stage.evaluates and (events.control.should_evaluate or ends):
             pending = {"after": after, "asked": events.asked(), "numbers": dict(numbers)}
-            self._snapshot = Snapshot.of(self._backend, events.state, pending)
+            self._remember(pending)
             self._evaluate()
         if ends:
             events.event("phase_end", final_eval_loss=stage.eval_loss, best=stage.best)
@@ -260,11 +244,7 @@ class RunLoop:
             raise self._stopped(why)
 
     def _evaluate(self, *, counts: bool = True) -> None:
-        """Evaluate, and if it `counts` keep the best so far.
-
-        Raises:
-            ConfigError: `metric_for_best_model` was not measured.
-        """
+        """Evaluate, and if it `counts` keep the best so far; or `ConfigError`: its metric was not measured."""
         stage, events, metric = self._stage, self._events, self._metric
         self.last_eval = found = stage.evaluate()
         stage.eval_loss = found["eval_loss"]
@@ -294,9 +274,7 @@ class RunLoop:
         return why or ("a callback" if self._events.control.should_training_stop else None)
 
     def _saves_now(self, why: str | None, best: dict[str, Any] | None) -> bool:
-        """Write a checkpoint; return whether it is there: on a full disk a run goes on without, if neither it ends nor
-        `why`.
-        """
+        """Write a checkpoint; return whether it is there: on a full disk a run that does not end goes on without."""
         stage, events = self._stage, self._events
         try:
             self._save(None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from io import FileIO
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
-    """Appends one line of JSON per measurement; every line is on its way to the disk before `write` returns.
-
-    A line that a kill cut short is removed on opening, so the file always reads. Or it raises `DiskError`.
+    """Appends one line of JSON per measurement, which is on its way to the disk before `write` returns; or `DiskError`.
+    A line that a kill cut short is removed on opening, so the file always reads.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -69,9 +69,8 @@ class MetricsLog:
 
 
 def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all.
-
-    `keep` says which rows stay; what is no JSON object does. `DiskError` leaves the file as it was.
+    """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all,
+    and so does `DiskError`. `keep` says which rows stay; what is no JSON object does.
     """
     file = Path(path)
     try:
@@ -93,10 +92,7 @@ def _row(line: bytes) -> Any:
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Return the rows that count: those a resumed run measured again are given once, as measured last.
-
-    A `DataError` names the file that is missing, or file and line of what is no JSON object.
-    """
+    """Return the rows that count, or `DataError`: what a resumed run measured again is given once, as measured last."""
     rows: list[dict[str, Any]] = []
     file = Path(path)
     try:
@@ -167,32 +163,24 @@ def _kinds(row: Mapping[str, Any]) -> set[Any]:
 
 def _forget_repeated(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> None:
     """Drop from the end of `rows` what `row`, coming after it, shows to have been undone by a resume."""
-    step = row.get("step")
-    if step is None:
+    if (step := row.get("step")) is None:
         return
     while rows and rows[-1].get("step", step) > step:
         rows.pop()
-    first = len(rows)
-    while first and rows[first - 1].get("step") == step:
-        first -= 1
-    for index in range(first, len(rows)):
-        if _kinds(rows[index]) & _kinds(row):
-            del rows[index:]
-            return
+    same = sum(1 for _ in takewhile(lambda one: one.get("step") == step, reversed(rows)))
+    again = (index for index in range(len(rows) - same, len(rows)) if _kinds(rows[index]) & _kinds(row))
+    del rows[next(again, len(rows)) :]
 
 
 def _cut_torn_line(file: FileIO) -> None:
     """Cut what follows the last newline; searches backwards, for the file may be long."""
-    end = file.seek(0, os.SEEK_END)
+    end, newline = file.seek(0, os.SEEK_END), -1
     position = end
-    while position:
+    while position and newline < 0:
         start = max(0, position - 4096)
         file.seek(start)
         newline = file.read(position - start).rfind(b"\n")
-        if newline >= 0:
-            position = start + newline + 1
-            break
-        position = start
+        position = start + newline + 1
     if position < end:
         file.truncate(position)
 

@@ -47,7 +47,7 @@ from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
-from lema.train.checkpoint.adapters import leave_adapter
+from lema.train.checkpoint.format import leave_adapter
 from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class LemaModel:
 
         given = self.config, self.adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
-            from lema.train.inference.samples import Samples
+            from lema.train.inference.texts import Samples
 
             callbacks = [Samples(self), *callbacks]
         return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)

@@ -1,27 +1,32 @@
 """What the run loop drives: something that takes optimizer steps, saves itself and is restored.
 
 `LemaTrainer` does so for adapters, `FullTraining` for a model's own weights. The loop knows only the protocol `Steps`.
-What both do alike when a step is dropped or a checkpoint needs room is here, too.
+What both do alike when a step is dropped or a checkpoint needs room is here, too, and one optimizer step of adapters,
+`Update`, without asking the device: gradients added up, made whole, clipped, and applied.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lema.backend import Replicas
-from lema.backend.group import first_alone
+from lema.backend.group import first_alone, sum_gradients
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import attended_tokens, trained_tokens
 from lema.errors import NonFiniteError
+from lema.model.skeleton import main_dtype
 from lema.storage.diskspace import check_room
 from lema.train.checkpoint.format import Writer
 
@@ -95,9 +100,8 @@ class Steps(Protocol):
 
 
 def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedModel) -> tuple[int, int]:
-    """Return how many tokens all processes train, and how many are not padding; each gives its share of the rows.
-
-    With an objective of examples the first is 1, because the loss of a pass is a mean already.
+    """Return how many tokens all processes train (with an objective of examples 1, because the loss of a pass is a mean
+    already), and how many are not padding; each gives its share of the rows.
     """
     shifted = model.objective is not None or model.shifts_labels
     here = trained_tokens(micro_batches, shifted=shifted), attended_tokens(micro_batches)
@@ -117,18 +121,16 @@ def measured_here(model: StreamedModel) -> dict[str, tuple[float, float]]:
 
 def read_measured(model: StreamedModel) -> dict[str, tuple[float, float]]:
     """Return what the objective has measured in the last pass, in all processes together, each of which calls this."""
+    return {} if model.objective is None else added(*model.backend.replicas.exchange(measured_here(model)))
+
+
+def added(*found: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return the sums, by name, of sums and numbers of things."""
     whole: dict[str, tuple[float, float]] = {}
-    if model.objective is not None:
-        for told in model.backend.replicas.exchange(measured_here(model)):
-            add_measured(told, whole)
+    for name, (total, count) in chain(*(one.items() for one in found)):
+        before = whole.get(name, (0.0, 0.0))
+        whole[name] = before[0] + total, before[1] + count
     return whole
-
-
-def add_measured(found: Mapping[str, tuple[float, float]], into: dict[str, tuple[float, float]]) -> None:
-    """Add sums and numbers of things, by name, to others."""
-    for name, (total, count) in found.items():
-        before = into.get(name, (0.0, 0.0))
-        into[name] = before[0] + total, before[1] + count
 
 
 def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict[str, float]:
@@ -148,9 +150,8 @@ def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
 def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas) -> None:
     """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of at most `limit`."""
     if replicas.first:
-        warnings.warn(
-            f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})", stacklevel=4
-        )
+        what = f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})"
+        warnings.warn(what, stacklevel=4)
 
 
 def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
@@ -170,3 +171,93 @@ def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas)
     """Raise `DiskFull` in all processes, which all call this, unless a directory has room for so many checkpoints."""
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
     first_alone(replicas, lambda: check_room(directory, count * nbytes, what))
+
+
+class Update:
+    """Turns micro-batches into gradients, and those of a step, clipped to `max_grad_norm`, into new parameters."""
+
+    def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
+        self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
+        self._unscaled = False  # since the scaler was last updated
+        half = main_dtype(model.split.model) == torch.float16
+        self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
+
+    def accumulate(
+        self,
+        parameters: Sequence[nn.Parameter],
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        num_tokens: int,
+        logits: list[Tensor] | None = None,
+        announce: Callable[[], object] = lambda: None,
+    ) -> Tensor:
+        """Add the gradients of one pass through the layers, divided by `num_tokens`; return its loss, on the device.
+
+        Where the device's memory runs out, room is made and the pass begins again. Only other processes may have
+        micro-batches. `logits` receives each one's; `announce` says, before the backward, what comes after this pass.
+        """
+
+        def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:  # whose tensors go when it fails
+            # The scale stays on the device. It is asked for also where nothing trains: the scaler begins with it.
+            one = torch.ones((), device=self._backend.device)
+            scale = self.scaler.scale(one) if self.scaler.is_enabled() else 1.0
+            if not micro_batches and num_tokens:  # the other processes have some
+                self._model.accompany()
+                loss = torch.zeros((), device=self._backend.device)
+            else:
+                loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+            announce()
+            if loss.requires_grad:
+                self.scaler.scale(loss).backward()
+            return loss.detach()
+
+        return self._model.retry.run_pass(attempt, micro_batches, parameters=parameters, made=logits)
+
+    def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
+        """Sum the gradients over all processes, and multiply by `factor`; return their norm, on the device."""
+        sum_gradients(self._backend.replicas, parameters)
+        self.scaler.unscale_(optimizer)
+        self._unscaled = True
+        touched = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in touched if parameter.grad is not None]
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        self._backend.parallel.reduce_gradients(touched)
+        return self._backend.parallel.norm(touched)
+
+    def fails(self, length: float) -> bool:
+        """Whether the norm of the gradients is not finite, and not for their scale, where the scaler skips the step."""
+        return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
+
+    def drop(self) -> None:
+        """Take no step with the gradients that `finish` was given, if it was given any."""
+        if self._unscaled:
+            self._unscaled = False
+            self.scaler.update()
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        norm: Tensor,
+        length: float,
+        on_event: Callable[[str], None],
+    ) -> bool:
+        """Clip the gradients and step the optimizer, with `on_event` around that; return whether it stepped. `norm` is
+        on the device and, as `length`, on the host, where it is not one that `fails`.
+        """
+        if self._max_grad_norm is not None:
+            touched = [parameter for parameter in parameters if parameter.grad is not None]
+            clip_grads_with_norm_(touched, self._max_grad_norm, norm)
+        on_event("on_pre_optimizer_step")
+        self.scaler.step(optimizer)
+        self.drop()
+        on_event("on_optimizer_step")
+        return math.isfinite(length)
+
+
+def read_numbers(loss: Tensor, norm: Tensor | None) -> tuple[float, float | None]:
+    """Wait for the device, once, and return both numbers."""
+    if norm is None:
+        return float(loss), None
+    value, length = torch.stack([loss.double(), norm.to(loss.device).double()]).tolist()
+    return value, length

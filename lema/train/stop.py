@@ -27,9 +27,8 @@ BETWEEN_LOOKS = 1.0  # seconds between two looks at the file: its disk may be fa
 class StopOnSignal:
     """Notes that a run is to stop; give `why` to the run as whom to ask. A second signal ends the process at once.
 
-    Use it in a `with` block, at whose end the handlers that were there before are back. That a `file` is there asks for
-    the end, too; a block that ends so, or in an error that came of it, deletes it, or the run that goes on would stop
-    again.
+    After its `with` block the handlers are those from before. That a `file` is there asks for the end, too; a block
+    that ends so, or in an error that came of it, deletes it, or the run that goes on would stop again.
     """
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,10 +73,8 @@ class StopOnSignal:
 
 
 def _end_at_once() -> None:
-    """Let a signal from now on do what it does to any process: it ends it, whatever it is in the midst of.
-
-    Python would call a handler of its own only when the main thread comes out of the library it is in, and lets no
-    other thread set what the system does; the system does.
+    """Let a signal from now on end the process, whatever it is in the midst of, because Python would call a handler
+    only when the main thread comes out of the library it is in, and lets no other thread set what the system does.
     """
     for number in SIGNALS:
         ctypes.CDLL(None).signal(int(number), None)  # SIG_DFL is a null pointer

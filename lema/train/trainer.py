@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lema.backend.group import first_alone
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
@@ -21,37 +22,51 @@ from lema.engine.head.loss import split_batch
 from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, set_rates, set_update
 from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
+from lema.lora import save_adapter
+from lema.lora.checks import check_base, write_base
+from lema.lora.files import check_same_adapter, load_weights
 from lema.model.files import ModelFiles
+from lema.model.partition import whole_adapter
 from lema.storage import GlobalBinaryIndex
 from lema.storage.locks import one_run
 from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.train.batch import as_batch, as_rows, packed
-from lema.train.checkpoint.adapters import adapters_nbytes, read_adapters, write_adapters
-from lema.train.checkpoint.changes import SCHEDULE, UPDATE
-from lema.train.checkpoint.format import Writer, check_savable
-from lema.train.checkpoint.resume import check_sound
-from lema.train.checkpoint.rng import restore_own
+from lema.train.checkpoint.format import (
+    Writer,
+    about_run,
+    check_savable,
+    nbytes_of,
+    optimizer_state,
+    read_state,
+    restore_optimizer,
+    write_checkpoint,
+)
+from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, restore_own, states_of_all
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
-from lema.train.guards import Pass, Passes, watched, worst
-from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, read_measured, warn_dropped
-from lema.train.update import Update, read_numbers
+from lema.train.guards import Passes, watched, worst
+from lema.train.steps import (
+    StepResult,
+    Update,
+    check_room_for,
+    count_tokens,
+    may_drop,
+    no_event,
+    read_measured,
+    read_numbers,
+    warn_dropped,
+)
 
 __all__ = ["LemaTrainer"]
 
 
 class LemaTrainer:
-    """Trains the adapters of a streamed model.
+    """Trains the adapters of a streamed model, `LemaModel.adapter`, whose weights `gbi` knows.
 
-    Args:
-        config: settings of the run.
-        model_adapter: the streamed model (`LemaModel.adapter`), and `gbi` where its weights lie.
-        lora_manager: PEFT's model, with the adapters; None: the trainer can only evaluate.
-        optimizer: over the adapters' parameters; None: AdamW as the config says, made at the first step.
-        memory_manager: the stream of layers; None: the model's own.
-        callbacks: `transformers.TrainerCallback`s that `fit` calls.
-        files: the model's, whose tokenizer reads data that are no token ids yet.
+    `lora_manager` is PEFT's model, with the adapters; without it the trainer can only evaluate. `optimizer` is over
+    their parameters; None: AdamW as the config says. `memory_manager` is the model's stream of layers. `callbacks` are
+    `transformers`', which `fit` calls; of `files` the tokenizer reads data that are no token ids yet.
     """
 
     def __init__(
@@ -80,6 +95,7 @@ class LemaTrainer:
         self._passes = Passes(model_adapter)
         self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
         self.update = Update(model_adapter, config.max_grad_norm)
+        self.scaler = self.update.scaler  # of half-precision gradients; idle for other dtypes
         # Trained tokens: by which the gradients accumulated so far were divided, and of all of them.
         self._denominator = self._trained_tokens = 0
 
@@ -91,13 +107,11 @@ class LemaTrainer:
         Args:
             inputs: token ids, int64 `[batch, sequence]`, or a mapping that also holds the other two, and what the
                 model's objective needs of its rows.
-            labels: `[batch, sequence]`, not shifted, -100 where nothing is learnt; None: the inputs themselves, padding
-                excepted.
+            labels: `[batch, sequence]`, not shifted, -100 where nothing is learnt; None: the inputs, but for padding.
             attention_mask: `[batch, sequence]`, 0 where a row is padded.
 
-        Returns:
-            The logits `[batch, sequence, vocabulary]`, and the mean cross-entropy of the trained tokens; with an
-            objective of rows its loss, and no logits.
+        Returns the logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained tokens; with an
+        objective of rows its loss, and no logits.
 
         Raises:
             NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be dropped.
@@ -127,8 +141,7 @@ class LemaTrainer:
 
         The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm. `logits`
         receives each micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole,
-        and with `"on_optimizer_step"` before they are dropped. Everything else is as
-        `lema.train.steps.Steps.accumulate` takes it.
+        and with `"on_optimizer_step"` before they are dropped. The rest is as in `lema.train.steps.Steps.accumulate`.
         """
         optimizer, replicas = self.ready(), self.backend.replicas
         place = f"step {self.global_step + 1}{where}"
@@ -149,7 +162,11 @@ class LemaTrainer:
                 with self.model.retry.once("where the step's gradients are put together"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm)
-            value = self._checked_loss(worst(replicas, mine), trained, place)
+            mine = worst(replicas, mine)
+            value: float = sum(replicas.exchange(mine)) * (self._denominator / trained)
+            if not math.isfinite(value):
+                untaken = f"{place}; the optimizer was not stepped"
+                self._refuse(partial(self._passes.non_finite_loss, value, mine, untaken))
             if norm is not None and length is not None:
                 dropped = self._step_or_drop(optimizer, norm, length, place, on_event)
                 if dropped is not None:
@@ -159,24 +176,26 @@ class LemaTrainer:
             raise
         return StepResult(value, trained, tokens, length, measured=read_measured(self.model))
 
-    def _checked_loss(self, mine: float, trained: int, place: str) -> float:
-        """Return the mean loss of all processes, of which `mine` is a part; one that is not finite drops the step."""
-        value: float = sum(self.backend.replicas.exchange(mine)) * (self._denominator / trained)
-        if not math.isfinite(value):
-            self._refuse(lambda: self._passes.non_finite_loss(value, mine, f"{place}; the optimizer was not stepped"))
-        return value
-
     def _step_or_drop(
         self, optimizer: Optimizer, norm: Tensor, length: float, place: str, on_event: Callable[[str], None]
     ) -> NonFiniteError | None:
-        """End a step; return why the optimizer does not take it, None: it has. `norm` and `length` as `_step`."""
+        """End a step with the gradients' `norm`, `length` on the host; return why it is dropped, None: it is taken."""
         if self.update.fails(length):
-            self._refuse(lambda: self._passes.non_finite_gradient(place, self._again, self._drop_gradients))
+            again = partial(self.update.accumulate, self._parameters())
+            self._refuse(lambda: self._passes.non_finite_gradient(place, again, self._drop_gradients))
         if (dropped := self._fault) is not None:
-            self._drop(dropped)
+            self.update.drop()
+            self._end_step()
+            self.skipped_steps += 1
+            skipped, limit = self.skipped_steps, self.config.max_skipped_steps
+            warn_dropped(dropped, self.global_step, skipped, limit, self.backend.replicas)
             return dropped
         with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
-            self._step(optimizer, norm, length, on_event)
+            with self.model.retry.once("in the optimizer's step"):
+                stepped = self.update.step(optimizer, self._parameters(), norm, length, on_event)
+            if self.schedule is not None and stepped:
+                self.schedule.step()
+            self._end_step()
         return None
 
     def fit(
@@ -202,13 +221,11 @@ class LemaTrainer:
             stop: asked before each layer; returns why to stop, None: go on. The step or evaluation under way is given
                 up, and the last whole step is saved. Of several processes all give one, or none.
 
-        Returns:
-            What was logged last: `train_loss`, ..., where it was measured `eval_loss`, and the best of it, `best_step`.
+        Returns what was logged last: `train_loss`, ..., where it was measured `eval_loss`, and the best of it,
+        `best_step`.
 
-        Raises:
-            Stopped: `stop` said so.
-            ConfigError: another run writes to `output_dir`.
-            DiskFull: there is no room for two checkpoints, or, when the run ends, for the last.
+        Raises `Stopped` where `stop` said so; `ConfigError` where another run writes to `output_dir`; `DiskFull` where
+        there is no room for two checkpoints, or, when the run ends, for the last.
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             read = partial(as_rows, config=self.config, files=self.files, say=say)
@@ -216,7 +233,7 @@ class LemaTrainer:
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
-                run.resume(partial(self.restore, weights_only=weights_only), say, weights_only=weights_only)
+                run.resume(partial(self.restore, weights_only=weights_only), weights_only=weights_only)
             else:
                 run.begin(weights_only=weights_only)
             if self.config.save_steps or self.config.load_best_model_at_end:
@@ -225,13 +242,17 @@ class LemaTrainer:
             if self.schedule is None:
                 taken = self.global_step - self.skipped_steps
                 self.follow(make_schedule(optimizer, self.config, run.num_steps, taken))
-            leave = self._base, self.files, say
-            return run.train(cast(LRScheduler, self.schedule), self.callbacks, stop, *leave)
+            result = run.train(cast(LRScheduler, self.schedule), self.callbacks, stop)
+            run.leave(result, self._base, self.files)
+            return result
 
     def require_room(self, count: int) -> None:
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
-        nbytes = adapters_nbytes(self.ready(), self._parameters())
-        check_room_for(count, nbytes, Path(self.config.output_dir), self.backend.replicas)
+        optimizer, adapters = self.ready(), nbytes_of(self._parameters())
+        kept = (one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
+        if not (moments := nbytes_of(kept)) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            moments = 2 * adapters  # which there are after its first step
+        check_room_for(count, adapters + moments, Path(self.config.output_dir), self.backend.replicas)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
@@ -244,10 +265,9 @@ class LemaTrainer:
     ) -> None:
         """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read; one of that name is replaced.
 
-        It holds whole steps: batches of a step that has not been taken yet are not in it. Of several processes, all of
-        which call this, the first writes; directories are on a disk that all of them see. `extra` is further JSON
-        state, for the caller's own use; `writers` add further files. Raises `DiskFull` or `DiskError`, or
-        `NonFiniteError` of an adapter or the optimizer's state; what was there is untouched then.
+        Batches of a step that has not been taken yet are not in it. Of several processes, all of which call this, the
+        first writes; directories are on a disk that all of them see. `extra` is further JSON state, for the caller's
+        own use, and `writers` add further files. Errors are as `write_checkpoint`'s, in every process.
         """
         about = {
             "global_step": self.global_step,
@@ -256,24 +276,33 @@ class LemaTrainer:
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
-        trained = self._adapters(), self.ready()
-        write_adapters(Path(directory), self.backend, *trained, about, self.config, self._base, writers)
+        adapters, parallel, config = self._adapters(), self.backend.parallel, self.config
+        kept, whole = optimizer_state(self.ready(), parallel), whole_adapter(adapters, parallel)
+        state = {**about_run(config, "adapters", self._base), **states_of_all(self.backend), **about}
+        nbytes = nbytes_of(self._parameters() if whole is None else whole.values())
+        adapter = partial(save_adapter, adapters, base=config.model_name_or_path, revision=config.revision, whole=whole)
+        every: list[Writer] = [adapter, config.save_pretrained, partial(write_base, fingerprint=self._base), *writers]
+        write = partial(write_checkpoint, Path(directory), kept, state, every, nbytes)
+        first_alone(self.backend.replicas, write)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
 
         With `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty.
-        Raises `AdapterError` where the checkpoint is damaged, of another optimizer, or of a model whose files have
-        changed since, and `ConfigError` where the settings of the adapter have.
+        Raises `AdapterError` of a damaged checkpoint, another optimizer or model; `ConfigError` of another adapter.
         """
         check_sound(Path(directory), weights_only=weights_only)
         return self.restore(directory, weights_only=weights_only)
 
     def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Do what `load_checkpoint` does with a checkpoint whose files were compared with its manifest already."""
-        path, optimizer = Path(directory), self.ready()
-        kept = self._adapters(), None if weights_only else optimizer
-        state = read_adapters(path, self.backend, *kept, self.gbi, self.model.split.layers_name)
+        path, optimizer, adapters = Path(directory), self.ready(), self._adapters()
+        state = read_state(path)
+        check_same_adapter(adapters, path)
+        check_base(path, self.gbi)
+        load_weights(adapters, path, self.model.split.layers_name, self.backend.parallel)
+        if not weights_only:
+            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -303,11 +332,6 @@ class LemaTrainer:
             self._saved_schedule = None
             set_rates(self.ready(), schedule.get_last_lr())
 
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """What scales half-precision gradients; idle for other dtypes."""
-        return self.update.scaler
-
     @cached_property
     def _base(self) -> str:
         return base_fingerprint(self.gbi)
@@ -327,14 +351,6 @@ class LemaTrainer:
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._adapters().parameters() if parameter.requires_grad]
 
-    def _step(self, optimizer: Optimizer, norm: Tensor, length: float, on_event: Callable[[str], None]) -> None:
-        """Step the optimizer and the schedule; `norm` is that of the gradients on the device, `length` on the host."""
-        with self.model.retry.once("in the optimizer's step"):
-            stepped = self.update.step(optimizer, self._parameters(), norm, length, on_event)
-        if self.schedule is not None and stepped:
-            self.schedule.step()
-        self._end_step()
-
     def _end_step(self) -> None:
         self._drop_gradients()
         self.backend.end_step()
@@ -353,18 +369,7 @@ class LemaTrainer:
                 raise found
             self._fault = found
 
-    def _drop(self, why: NonFiniteError) -> None:
-        """End a step that the optimizer does not take; the schedule, which is of steps taken, stays where it is."""
-        self.update.drop()
-        self._end_step()
-        self.skipped_steps += 1
-        warn_dropped(why, self.global_step, self.skipped_steps, self.config.max_skipped_steps, self.backend.replicas)
-
-    def _again(self, one: Pass) -> None:
-        self.update.accumulate(self._parameters(), one.micro_batches, one.divisor)
-
     def _forget(self) -> None:
-        """Drop a step that failed: its gradients and what was announced for it."""
         self._begin_anew()
         self.update.drop()
         self.memory.cancel()

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lema.backend import Finding, Level
 from lema.cli.app import app
-from lema.cli.doctor import disk as doctor_disk
+from lema.cli.doctor import device as doctor_disk
 from lema.cli.doctor.report import Report, examine, show_report
 from lema.cli.exitcodes import run
 

@@ -13,8 +13,8 @@ import pytest
 
 from lema.backend import Finding, Level
 from lema.cli.app import app
-from lema.cli.doctor import disk as doctor_disk
-from lema.cli.doctor.disk import disk, disk_speeds
+from lema.cli.doctor import device as doctor_disk
+from lema.cli.doctor.device import disk, disk_speeds
 from lema.cli.exitcodes import run
 from lema.stream.reader import LayerReader
 
@@ -24,7 +24,7 @@ MB = 1 << 20
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_disk, "LARGEST", 3 * MB)
-    monkeypatch.setattr(doctor_disk, "PART", MB)
+    monkeypatch.setattr(doctor_disk, "RUN", MB)
     monkeypatch.setattr(doctor_disk, "CHUNK", MB)
 
 

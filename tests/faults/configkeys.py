@@ -123,8 +123,7 @@ def _levels() -> Iterator[Level]:
     from lema.config import LemaConfig
     from lema.config.backendsettings import backend_settings
     from lema.data import Sampling
-    from lema.train.phases.derived import FadeConfig
-    from lema.train.phases.phase import Phase
+    from lema.train.phases.phase import FadeConfig, Phase
     from lema.train.phases.plan import PhasePlan
 
     yield Level("settings", tuple(name for name in LemaConfig.model_fields if name != "model_name_or_path"))

@@ -85,11 +85,12 @@ def _marked(made: ShortRun, name: str, options: dict[str, Any]) -> int:
     counted(RunLoop, "_loop", BEGUN)
     counted(PlainRun, "evaluate", EVALUATING)
     counted(PlainRun, "save", SAVING)
-    step = LemaTrainer._step
+    step = LemaTrainer._step_or_drop
 
-    def stepped(self: LemaTrainer, *arguments: Any) -> None:
-        step(self, *arguments)
+    def stepped(self: LemaTrainer, *arguments: Any) -> Any:
+        dropped = step(self, *arguments)
         marks[TAKEN] = self.global_step
+        return dropped
 
-    LemaTrainer._step = stepped  # type: ignore[method-assign, assignment]
+    LemaTrainer._step_or_drop = stepped  # type: ignore[method-assign]
     return made.train(name, **options)

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from lema.cli.modeltable import markdown, show_models
+from lema.cli.tables import markdown, show_models
 from lema.lora.survey import Row, model_types, survey, survey_model, try_model
 from lema.model import meta_model
 from lema.model.skeleton import EmptyOnMeta

@@ -20,8 +20,8 @@ from lema.model.skeleton import auto_class, find_towers, is_in
 from lema.model.weight_names import match_names
 from lema.plan.blueprint import draw_up
 from lema.storage import GlobalBinaryIndex
-from lema.train.phases.kinds import chosen_by
 from lema.train.phases.phase import Phase
+from lema.train.phases.stage import chosen_by
 from lema_cpu import CpuBackend
 
 TYPE = "qwen3_vl"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lema.cli.app import app
-from lema.cli.demo.files import write_files
+from lema.cli.demo.run import write_files
 from lema.cli.exitcodes import run
 from lema.train.metrics import read_metrics
 

@@ -13,9 +13,9 @@ from lema.train import LemaTrainer
 from lema.train.events import RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.metrics import read_metrics
-from lema.train.phases import run
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
+from lema.train.phases.stage import PhaseRun
 
 BLOCK, ROWS = 12, 4
 STEP = BLOCK * ROWS
@@ -23,7 +23,7 @@ STEP = BLOCK * ROWS
 WRITERS: dict[Any, tuple[str, ...]] = {
     FullTraining: ("save_checkpoint",),
     LemaTrainer: ("save_checkpoint",),
-    run: ("leave_model",),
+    PhaseRun: ("leave_model",),
     Places: ("note_latest", "note_best", "forget_old"),
     RunEvents: ("event",),
 }

@@ -199,7 +199,7 @@ def test_a_checkpoint_is_written_whole(command: Callable[[str], LemaConfig], mon
             os.kill(os.getpid(), signal.SIGTERM)
         save_adapter(*arguments, **options)
 
-    monkeypatch.setattr("lema.train.checkpoint.adapters.save_adapter", save)
+    monkeypatch.setattr("lema.train.trainer.save_adapter", save)
     stopped_and_resumed(LemaConfig(**{**config.to_dict(), "save_steps": 2}), "checkpoint-2")
     assert killed
     assert_same_adapter(Path(command("whole").output_dir), Path(config.output_dir))

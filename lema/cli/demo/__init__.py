@@ -4,6 +4,7 @@ Its directory is marked as its own, so that running twice replaces its files and
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,36 +22,20 @@ MARK = ".lema-demo"
 _MARK_TEXT = "`lema demo` made this directory, and replaces its own files in it when it runs again.\n"
 
 # All that a run writes.
-_OWN = (
-    "train.yaml",
-    "model/model*.safetensors*",
-    "model/config.json",
-    "model/generation_config.json",
-    "model/tokenizer*.json",
-    "model/chat_template.jinja",
-    "data/text.txt",
-    "data/chat.jsonl",
-    "data/pairs.jsonl",
-    "adapter/adapter_config.json",
-    "adapter/adapter_model.safetensors",
-    "adapter/README.md",
-    "adapter/tokenizer*.json",
-    "adapter/chat_template.jinja",
-    "adapter/lema_config.json",
-    "adapter/loss.png",
-    "adapter/metrics.jsonl",
-)
+_OWN = {
+    "": "train.yaml",
+    "model": "model*.safetensors* config.json generation_config.json tokenizer*.json chat_template.jinja",
+    "data": "text.txt chat.jsonl pairs.jsonl",
+    "adapter": "adapter_config.json adapter_model.safetensors lema_config.json loss.png metrics.jsonl README.md "
+    "tokenizer*.json chat_template.jinja",
+}
 
 
 def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console | None" = None) -> "Outcome":
     """Fine-tune a small model on bundled text, on the CPU, without network, and show what happens.
 
-    Everything is written to `directory`; a second run replaces the files of the first. The text is `almanac.txt` in
-    this package, written for this project and under its licence; `train.yaml` beside it says how many steps there are.
-
-    Raises:
-        ConfigError: `directory` was not made by the demo.
-        LemaError: the loss did not fall, or the saved adapter gives other numbers in PEFT.
+    Everything is written to `directory`, in place of an earlier run's; `train.yaml` beside this says how many steps
+    there are. Raises `ConfigError` as `claim`; `LemaError` where the loss did not fall, or PEFT has other numbers.
     """
     claim(directory)  # before the imports below, which take seconds
     from lema.cli.demo.run import run
@@ -59,24 +44,19 @@ def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console
 
 
 def claim(directory: Path) -> None:
-    """Make the directory, or take away what an earlier run wrote to it.
-
-    Raises:
-        ConfigError: there is something at this path that the demo did not make; nothing was touched.
-    """
+    """Make the directory, or take away what an earlier run wrote to it; or `ConfigError`: the demo did not make it."""
     if problem := next(_problems(directory), None):
         where, what = problem
         how = "name a directory that does not exist yet, as in: lema demo DIRECTORY"
         raise ConfigError(what, where=str(where), how=how)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARK).write_text(_MARK_TEXT, encoding="utf-8")
-    for pattern in _OWN:
-        for file in directory.glob(pattern):
+    for folder, patterns in _OWN.items():
+        for file in chain(*map((directory / folder).glob, patterns.split())):
             file.unlink()
 
 
 def _problems(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Yield what at this path is not the demo's, and why."""
     for folder in (directory, directory / "model", directory / "data", directory / "adapter"):
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             yield folder, "this is not a directory that the demo made"

@@ -1,6 +1,7 @@
 """The demo from beginning to end: makes the files, trains, measures what changed, and lets PEFT read the result.
 
-What was measured is held against what LEMA claims, and the commands to try next are shown.
+The files are text, a tokenizer trained on it, a model with random weights and a config. What was measured is held
+against what LEMA claims, and the commands to try next are shown.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files as bundle
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
 from peft import PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
-from lema.cli.demo.files import DemoFiles, without_bars, write_files
 from lema.cli.progress import ProgressDisplay, progress_callback
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
@@ -32,12 +37,31 @@ from lema.errors import LemaError
 from lema.train import LemaModel
 from lema.train.run import load_data
 
-__all__ = ["MOST_DIFFERENCE", "Outcome", "check", "logit_difference", "next_commands", "run"]
+__all__ = ["MOST_DIFFERENCE", "Outcome", "check", "logit_difference", "next_commands", "run", "write_files"]
 
 
+VOCABULARY = 768
+SHARD_SIZE = "2MB"
+END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
 PROMPT = "What does the miller bring?"
 MOST_DIFFERENCE = 1e-4  # of a logit of the streamed model and of PEFT's; with one arithmetic there is none
+Say = Callable[..., None]  # a line, and its style
 REPORT = "this is a fault of lema or of a library it rests on; please report it with the output of `pip list`"
+
+
+class DemoFiles:
+    """Where everything of one demo lies."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "model"  # the base model, as a hub checkpoint: shards, index, config, tokenizer
+        self.text = directory / "data/text.txt"  # the almanac, one row per line
+        self.chat = directory / "data/chat.jsonl"  # its questions and answers, as `messages`
+        self.pairs = directory / "data/pairs.jsonl"  # its questions with the answer, and with that to another question
+        self.config = directory / "train.yaml"  # the settings, for `lema train`
+        self.adapter = directory / "adapter"  # what training writes: the adapter, metrics and the loss curve
+        self.metrics = self.adapter / "metrics.jsonl"  # the numbers of the run, a line of JSON for every measurement
+        self.curve = self.adapter / "loss.png"  # the loss over the steps, where matplotlib is installed
 
 
 @dataclass(frozen=True)
@@ -62,21 +86,23 @@ class Outcome:
 def run(directory: Path, *, max_steps: int | None = None, console: Console | None = None) -> Outcome:
     """Run the demo in a directory that is its own; see `lema.cli.demo.run_demo`."""
     out = console or Console(highlight=False)
+    # A line stays one, to be copied as it is; what looks like markup in it is somebody's path.
+    say = partial(out.print, soft_wrap=True, markup=False, highlight=False, emoji=False)
     files = write_files(directory)
     config = LemaConfig.from_yaml(files.config, **({} if max_steps is None else {"max_steps": max_steps}))
     with _one_thread(), closing(LemaModel(config)) as model:
         train_data, eval_data = load_data(model)
         assert eval_data is not None
         model.initialize_lora()
-        _introduce(out, model, files, train_data)
+        _introduce(say, model, files, train_data)
         before = _measure(model, eval_data)
-        _train(out, model, train_data, eval_data)
+        _train(out, say, model, train_data, eval_data)
         after = _measure(model, eval_data)
         model.save_pretrained(files.adapter)
         outcome = Outcome(files, before, after, logit_difference(model, files, eval_data))
-    _show_outcome(out, outcome)
+    _show_outcome(say, outcome)
     check(outcome)
-    _show_next(out, files)
+    _show_next(say, files)
     return outcome
 
 
@@ -104,14 +130,13 @@ def _measure(model: LemaModel, eval_data: TokenDataset) -> Measured:
     return Measured(numbers["eval_loss"], numbers["eval_perplexity"], text)
 
 
-def _train(out: Console, model: LemaModel, train_data: TokenDataset, eval_data: TokenDataset) -> None:
+def _train(out: Console, say: Say, model: LemaModel, train_data: TokenDataset, eval_data: TokenDataset) -> None:
     began, read_before, used_before = time.perf_counter(), model.memory.counters.bytes_read, model.backend.memory().used
     with closing(ProgressDisplay(out)) as display:
         trainer = model.get_trainer(callbacks=[progress_callback(display)])
         result = trainer.fit(train_data, eval_data)
     read, peak = model.memory.counters.bytes_read - read_before, model.backend.memory().peak
-    _say(
-        out,
+    say(
         f"{trainer.global_step} steps in {time.perf_counter() - began:.1f} s: "
         f"{human_count(result['train_tokens_per_second'])} tokens/s, {human_bytes(read)} of weights streamed, "
         f"{human_bytes(peak)} of memory at most, {human_bytes(used_before)} of it in use before",
@@ -120,10 +145,8 @@ def _train(out: Console, model: LemaModel, train_data: TokenDataset, eval_data: 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute in one thread for the length of a `with` block.
-
-    Layers this small gain a third from a second thread while it has a core to itself, and lose nine tenths of their
-    speed while it has not: threads then spin, waiting for each other at the end of every operation.
+    """Compute in one thread, because two spin at the end of every operation of layers this small, and lose nine tenths
+    of their speed where they have no core each.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -144,41 +167,38 @@ def check(outcome: Outcome) -> None:
         raise LemaError(what, where=str(files.adapter), how=REPORT)
 
 
-def _introduce(out: Console, model: LemaModel, files: DemoFiles, train_data: TokenDataset) -> None:
-    """Say what is trained on what, and how much of it is in memory at a time."""
+def _introduce(say: Say, model: LemaModel, files: DemoFiles, train_data: TokenDataset) -> None:
     stream = model.memory
     shards = len(list(files.model.glob("*.safetensors")))
     held = stream.num_slots * stream.slot_bytes
     adapter = sum(parameter.numel() for parameter in model.get_trainable_parameters())
-    _say(out, "A small model with random weights learns an almanac by heart; its layers stream from disk.", "bold")
-    _say(out, f"model    {len(stream.layers)} layers, {human_bytes(model.gbi.nbytes)} in {shards} files, frozen")
-    _say(out, f"memory   {stream.num_slots} layers at a time: {human_bytes(held)} of weights")
-    _say(out, f"adapter  {human_count(adapter)} parameters, trained")
-    _say(out, f"data     {train_data.counts}")
-    _say(out)
+    say("A small model with random weights learns an almanac by heart; its layers stream from disk.", style="bold")
+    say(f"model    {len(stream.layers)} layers, {human_bytes(model.gbi.nbytes)} in {shards} files, frozen")
+    say(f"memory   {stream.num_slots} layers at a time: {human_bytes(held)} of weights")
+    say(f"adapter  {human_count(adapter)} parameters, trained")
+    say(f"data     {train_data.counts}")
+    say()
 
 
-def _show_outcome(out: Console, outcome: Outcome) -> None:
-    """Show the model before and after, and whether PEFT agrees."""
-    _say(out)
+def _show_outcome(say: Say, outcome: Outcome) -> None:
+    say()
     for name, measured in (("before", outcome.before), ("after", outcome.after)):
-        _say(out, f"{name:8} held-out loss {measured.loss:.3f}, perplexity {measured.perplexity:.1f}", "bold")
-        _say(out, f"         {PROMPT}{_printable(measured.text)}")
-    _say(out, f"check    largest logit difference to plain transformers + PEFT: {outcome.logit_difference:.2e}")
-    _say(out)
+        say(f"{name:8} held-out loss {measured.loss:.3f}, perplexity {measured.perplexity:.1f}", style="bold")
+        say(f"         {PROMPT}{_printable(measured.text)}")
+    say(f"check    largest logit difference to plain transformers + PEFT: {outcome.logit_difference:.2e}")
+    say()
 
 
-def _show_next(out: Console, files: DemoFiles) -> None:
-    """Show where everything lies, and commands that go on from there."""
+def _show_next(say: Say, files: DemoFiles) -> None:
     curve = files.curve if files.curve.is_file() else "none: it is drawn where matplotlib is installed"
-    _say(out, "Files", "bold")
+    say("Files", style="bold")
     named = {"model": files.model, "text": files.text, "chats": files.chat, "pairs": files.pairs}
     named |= {"config": files.config, "adapter": files.adapter, "metrics": files.metrics}
     for name, place in {**named, "curve": curve}.items():
-        _say(out, f"  {name:8} {place}")
-    _say(out, "What to try next", "bold")
+        say(f"  {name:8} {place}")
+    say("What to try next", style="bold")
     for command in next_commands(files):
-        _say(out, f"  {command}")
+        say(f"  {command}")
 
 
 def next_commands(files: DemoFiles) -> list[str]:
@@ -194,11 +214,6 @@ def next_commands(files: DemoFiles) -> list[str]:
         ["merge", adapter, str(directory / "merged")],
     ]
     return [f"{_command()} {shlex.join(line)}" for line in arguments]
-
-
-def _say(out: Console, line: str = "", style: str = "") -> None:
-    """Print one line that stays one, to be copied as it is; what looks like markup in it is somebody's path."""
-    out.print(line, style=style, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 def _set(name: str, path: Path) -> list[str]:
@@ -222,3 +237,91 @@ def _command() -> str:
 def _printable(text: str) -> str:
     """An untrained model says anything, control characters included; the text it learns is plain ASCII."""
     return "".join(character if character.isascii() and character.isprintable() else "_" for character in text)
+
+
+def write_files(directory: Path) -> DemoFiles:
+    """Write text, chats, tokenizer, model and config to a directory."""
+    made = DemoFiles(directory)
+    lines = [line for line in _bundled("almanac.txt").splitlines() if line and not line.startswith("#")]
+    made.text.parent.mkdir(exist_ok=True)
+    made.text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    chats = list(_chats(lines))
+    made.chat.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
+    made.pairs.write_text("".join(f"{json.dumps(pair)}\n" for pair in _pairs(chats)), encoding="utf-8")
+    tokenizer = _train_tokenizer(lines)
+    tokenizer.save_pretrained(made.model)
+    _write_model(made.model, tokenizer)
+    made.config.write_text(_config_text(made), encoding="utf-8")
+    return made
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep `transformers` from drawing progress bars of its own for the length of a `with` block."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _bundled(name: str) -> str:
+    return (bundle("lema.cli.demo") / name).read_text(encoding="utf-8")
+
+
+def _chats(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every line that asks a question, as a chat of two messages."""
+    for line in lines:
+        question, asked, answer = line.partition("? ")
+        if asked:
+            messages = [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": answer}]
+            yield {"messages": messages}
+
+
+def _pairs(chats: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Every chat's question with its answer, which is chosen, and with the next other answer, which is rejected."""
+    for number, chat in enumerate(chats):
+        question, answer = chat["messages"]
+        later = (other["messages"][1] for other in (*chats[number:], *chats[:number]))
+        yield {"prompt": [question], "chosen": [answer], "rejected": [next(one for one in later if one != answer)]}
+
+
+def _train_tokenizer(lines: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Train byte-level BPE (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909): no text is out of its reach."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=_bundled("chat_template.jinja"),
+    )
+
+
+def _write_model(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    end = tokenizer.eos_token_id
+    settings = json.loads(_bundled("model.json"))
+    config = AutoConfig.for_model(
+        **settings, vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end, pad_token_id=end
+    )
+    with torch.random.fork_rng(devices=[]), without_bars():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory, max_shard_size=SHARD_SIZE)
+
+
+def _config_text(made: DemoFiles) -> str:
+    paths = {"model": made.model, "adapter": made.adapter, "text": made.text}
+    # A JSON string is a YAML string, whatever the path has in it.
+    quoted = {name: json.dumps(str(path), ensure_ascii=False) for name, path in paths.items()}
+    return Template(_bundled("train.yaml")).substitute(quoted)

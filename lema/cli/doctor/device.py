@@ -1,27 +1,45 @@
-"""The devices: which installed backends can run here, their memory, and how fast host memory is copied to them.
+"""The devices and the disk: what memory and space they have, and how fast bytes come from one to the other.
 
-Everything is asked through the seam. What only one kind of device has (a driver, a software kit) is told by that
-backend's own doctor.
+Everything about a device is asked through the seam. What only one kind of device has (a driver, a software kit) is told
+by that backend's own doctor. The file that LEMA's own reader reads was written a moment ago, so it is flushed to the
+disk and dropped from the cache first. It loses its name before its first byte is written, so nothing is left however
+this process ends.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 
 from lema.backend import Fact, Finding, Level
 from lema.config.units import human_bytes
 
-__all__ = ["devices", "links"]
+__all__ = ["devices", "disk", "disk_speeds", "links"]
 
 
-SECTION, LINK = "devices", "link"
+SECTION, LINK, DISK = "devices", "link", "disk"
 COPY = 256 << 20  # bytes of one copy
 PART = 16  # of the device's memory, and of what is available in the host, no more than one part in so many
+DESCRIPTORS = Path("/proc/self/fd")
+PAGE = 4096
+CHUNK = 16 << 20  # bytes of one write
+RUN = 64 << 20  # of one layer, as large ones have
+AT_ONCE = 3  # layers being read
+LARGEST = 512 << 20  # what is written, at most
+SECONDS = 5.0  # and for how long
+FREE_PART = 8  # of the free space no more than one part in so many is written
+LITTLE = 1 << 30  # bytes; a checkpoint may not fit
+IN_MEMORY = ("tmpfs", "ramfs")
+REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse.sshfs", "9p")
 Clock = Callable[[], float]
 
 
@@ -43,8 +61,7 @@ def devices() -> Iterator[Finding]:
         for one in found:
             facts: dict[str, Fact] = {"available": one.reason is None, "package": one.source}
             if one.reason is not None:
-                what = f"{one.name} cannot run here: {one.reason}."
-                yield Finding(SECTION, one.name, Level.NOTE, what, facts=facts)
+                yield Finding(SECTION, one.name, Level.NOTE, f"{one.name} cannot run here: {one.reason}.", facts=facts)
                 continue
             with closing(load(one.name)) as backend:
                 memory = backend.memory()
@@ -101,3 +118,143 @@ def _alone() -> Iterator[None]:
     finally:
         if number is not None:
             os.environ["WORLD_SIZE"] = number
+
+
+def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_counter) -> Iterator[Finding]:
+    """Tell what the disk that a directory is on has free and how fast it reads, and where the hub's cache is."""
+    yield _space("space", directory, f"{directory.absolute()} has")
+    try:
+        yield _direct(directory)
+        if measure:
+            yield _speed(directory, clock)
+    except OSError as error:
+        what = f"{directory.absolute()} could not be written: {error.strerror or error}."
+        how = "give a directory that can be written: lema doctor --directory DIR"
+        yield Finding(DISK, "write", Level.WARNING, what, how)
+    yield _hub()
+
+
+def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) -> tuple[int, float, float]:
+    """Write at most `nbytes` in some seconds, drop them from the page cache, and read them with training's reader.
+
+    Returns how many bytes were written, and the bytes per second of writing and of reading; or OSError, or ReadError.
+    """
+    from lema.backend.hostmemory import anonymous
+    from lema.stream.placement import ByteRun, LayerBytes
+    from lema.stream.speed import read_speed
+
+    with _nameless(directory) as (descriptor, path):
+        began = clock()
+        written = _write(descriptor, nbytes, lambda: clock() - began < SECONDS)
+        os.fsync(descriptor)
+        write = written / max(clock() - began, 1e-9)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        runs = [ByteRun(path, start, min(RUN, written - start), 0) for start in range(0, written, RUN)]
+        buffers = [anonymous(RUN) for _ in range(AT_ONCE)]
+        for buffer in buffers:
+            buffer.zero_()  # its pages are there before the clock runs, as in the second step of a run
+        read = read_speed((LayerBytes((), (run,), (), run.nbytes) for run in runs), buffers, clock)
+    return written, write, read
+
+
+def _speed(directory: Path, clock: Clock) -> Finding:
+    free = psutil.disk_usage(str(directory)).free
+    nbytes = min(LARGEST, free // FREE_PART) // PAGE * PAGE
+    if nbytes == 0:
+        return Finding(DISK, "read", Level.WARNING, "The disk is too full to measure.", "free some space")
+    written, write, read = disk_speeds(directory, nbytes, clock)
+    what = f"Layers are read at {human_bytes(read)}/s from a disk that is written at {human_bytes(write)}/s."
+    facts = {"file_bytes": written, "read_bytes_per_second": read, "write_bytes_per_second": write}
+    return Finding(DISK, "read", Level.OK, what, facts=facts)
+
+
+def _direct(directory: Path) -> Finding:
+    with _nameless(directory) as (descriptor, path):
+        os.write(descriptor, bytes(PAGE))
+        works = hasattr(os, "O_DIRECT") and _reads_directly(path)
+    if works:
+        return Finding(DISK, "direct", Level.OK, "Reads go past the page cache (O_DIRECT).", facts={"works": True})
+    what = "Reads go through the page cache: this file system has no O_DIRECT. Each byte costs one more copy."
+    how = "put the model on a local disk with ext4 or xfs"
+    return Finding(DISK, "direct", Level.NOTE, what, how, facts={"works": False})
+
+
+def _reads_directly(path: Path) -> bool:
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb", buffering=0) as file:
+            os.preadv(file.fileno(), [mmap.mmap(-1, PAGE)], 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _space(name: str, directory: Path, what: str) -> Finding:
+    status, kind = psutil.disk_usage(str(directory)), _file_system(directory)
+    facts: dict[str, Fact] = {"directory": str(directory.absolute()), "file_system": kind}
+    facts |= {"total_bytes": status.total, "free_bytes": status.free}
+    where = f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} free{f' ({kind})' if kind else ''}"
+    level, said, how = Level.OK, "", ""
+    if status.free < LITTLE:
+        level, said, how = Level.WARNING, ": little for checkpoints", "free some space"
+    elif kind in IN_MEMORY:
+        level, said, how = Level.NOTE, ": memory, and no disk", "put the model on a disk"
+    elif kind in REMOTE:
+        level, said, how = Level.NOTE, ": a disk of another machine", "put the model on a local disk"
+    return Finding(DISK, name, level, f"{where}{said}.", how, facts=facts)
+
+
+def _hub() -> Finding:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = Path(HF_HUB_CACHE).expanduser().absolute()
+    there = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
+    found = _space("hub cache", there, f"The hub's cache {cache} has")
+    facts = {**found.facts, "directory": str(cache), "exists": cache.is_dir(), "writable": os.access(there, os.W_OK)}
+    if not facts["writable"]:
+        what, how = f"The hub's cache {cache} cannot be written.", "set HF_HOME to a directory that can be"
+        return Finding(DISK, "hub cache", Level.WARNING, what, how, facts=facts)
+    return replace(found, facts=facts)
+
+
+@contextmanager
+def _nameless(directory: Path) -> Iterator[tuple[int, Path]]:
+    """Make a file that no kill leaves behind; yield its descriptor, and a path by which it can be opened again."""
+    descriptor, name = tempfile.mkstemp(prefix=".lema-doctor-", dir=directory)
+    try:
+        by_number = DESCRIPTORS / str(descriptor)
+        if by_number.exists():
+            Path(name).unlink()
+            yield descriptor, by_number
+        else:  # not Linux
+            yield descriptor, Path(name)
+    finally:
+        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            Path(name).unlink()
+
+
+def _write(descriptor: int, nbytes: int, more: Callable[[], bool]) -> int:
+    """Write random bytes, no block like another, so that no disk packs them; return how many there was time for."""
+    block = memoryview(os.urandom(min(CHUNK, nbytes)))
+    written = 0
+    while written < nbytes and (written == 0 or more()):
+        turn = written // CHUNK * 4099 % len(block)
+        ends = [block[turn:], block[:turn]]
+        count = min(len(block), nbytes - written)
+        done = os.writev(descriptor, ends) if count == len(block) else os.write(descriptor, block[:count])
+        if done == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += done
+    return written // PAGE * PAGE
+
+
+def _file_system(directory: Path) -> str:
+    """Return the kind of file system that a directory is on; empty: it cannot be told."""
+    where = directory.resolve()
+    mounted = [part for part in psutil.disk_partitions(all=True) if where.is_relative_to(part.mountpoint)]
+    mounted.reverse()  # of two mounted at one place the later one is seen
+    nearest = max(mounted, key=lambda part: len(Path(part.mountpoint).parts), default=None)
+    return "" if nearest is None else nearest.fstype

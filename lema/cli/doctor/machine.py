@@ -1,6 +1,7 @@
-"""The machine itself: system, processors, memory, the limits that this process is under, and its environment variables.
+"""The machine: packages, system, processors, memory, the limits that this process is under, environment variables.
 
-Files such as those of `/proc` are read below `root`, which tests put elsewhere.
+Installed packages are compared with the requirements in LEMA's own metadata, so that no list is repeated here. Files
+such as those of `/proc` are read below `root`, which tests put elsewhere.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import metadata, requires
+from itertools import starmap
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion
 
 from lema.backend import Fact, Finding, Level
+from lema.backend.findings import PAIRS, installed_version, known_bad
 from lema.backend.hostmemory import groups, memory_limit
 from lema.config.units import human_bytes
 
-__all__ = ["LAUNCHED", "environment", "machine"]
+__all__ = ["LAUNCHED", "environment", "machine", "versions"]
 
 
-SECTION, ENVIRONMENT = "machine", "environment"
+SECTION, ENVIRONMENT, VERSIONS = "machine", "environment", "versions"
+DEVELOPERS = {"dev", "test"}  # extras that no run needs
+BESIDE = ("datasets", "deepspeed", "flash-attn", "kernels", "triton", "trl")  # that change what torch and others do
 ROOT = Path("/")
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
@@ -39,9 +49,8 @@ Limits = Callable[[int], tuple[int, int]]
 
 def machine(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Iterator[Finding]:
     """Tell what the machine is and what this process may take of it."""
-    system, kernel, architecture = platform.system(), platform.release(), platform.machine()
-    facts: dict[str, Fact] = {"system": system, "kernel": kernel, "architecture": architecture}
-    yield Finding(SECTION, "system", Level.OK, f"{system} {kernel} on {architecture}.", facts=facts)
+    facts = dict[str, Fact](system=platform.system(), kernel=platform.release(), architecture=platform.machine())
+    yield Finding(SECTION, "system", Level.OK, "{system} {kernel} on {architecture}.".format(**facts), facts=facts)
     yield processors(root)
     yield memory(root)
     yield huge_pages(root)
@@ -54,8 +63,7 @@ def processors(root: Path = ROOT) -> Finding:
     """Tell how many processors there are, and how many of them this process may use."""
     total, usable = os.cpu_count() or 1, usable_processors(root)
     model = _field(root / "proc/cpuinfo", "model name", "Model") or platform.processor()
-    facts: dict[str, Fact] = {"model": model, "cores": psutil.cpu_count(logical=False)}
-    facts |= {"threads": total, "usable_threads": usable}
+    facts = dict[str, Fact](model=model, cores=psutil.cpu_count(logical=False), threads=total, usable_threads=usable)
     what = f"{model or 'unknown processor'}, {total} hardware threads"
     what += f", of which this process may use {usable:g}." if usable < total else "."
     return Finding(SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts)
@@ -80,13 +88,12 @@ def memory(root: Path = ROOT) -> Finding:
     known, limit = psutil.virtual_memory(), memory_limit(root)
     facts: dict[str, Fact] = {"total_bytes": known.total, "available_bytes": known.available}
     facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": limit}
-    level, how = Level.OK, ""
     what = f"{human_bytes(known.total)} of memory, {human_bytes(known.available)} of it available"
-    if limit is not None and limit < known.total:
-        level, how = Level.WARNING, f"set host_memory in bytes, below {human_bytes(limit)}"
-        what += f"; this process's control group may have {human_bytes(limit)}, which a fraction or auto in a config "
-        what += "does not know"
-    return Finding(SECTION, "memory", level, f"{what}.", how, facts=facts)
+    if limit is None or limit >= known.total:
+        return Finding(SECTION, "memory", Level.OK, f"{what}.", facts=facts)
+    what += f"; this process's control group may have {human_bytes(limit)}, which a fraction or auto in a config "
+    how = f"set host_memory in bytes, below {human_bytes(limit)}"
+    return Finding(SECTION, "memory", Level.WARNING, f"{what}does not know.", how, facts=facts)
 
 
 def huge_pages(root: Path = ROOT) -> Finding:
@@ -120,13 +127,11 @@ def open_files(limits: Limits = resource.getrlimit) -> Finding:
     """Tell how many files this process may have open."""
     soft, hard = limits(resource.RLIMIT_NOFILE)
     facts: dict[str, Fact] = {"limit": _limit(soft), "hard_limit": _limit(hard)}
-    level, what, how = Level.OK, f"{soft:,} files may be open.", ""
-    if soft == resource.RLIM_INFINITY:
-        what = "Any number of files may be open."
-    elif soft < ENOUGH_FILES:
-        level, how = Level.WARNING, f"ulimit -n {ENOUGH_FILES}"
+    if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
         what = f"Only {soft:,} files may be open, and a model may lie in some hundred of them."
-    return Finding(SECTION, "open files", level, what, how, facts=facts)
+        return Finding(SECTION, "open files", Level.WARNING, what, f"ulimit -n {ENOUGH_FILES}", facts=facts)
+    many = "Any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    return Finding(SECTION, "open files", Level.OK, f"{many} files may be open.", facts=facts)
 
 
 def shared_memory(root: Path = ROOT) -> Finding:
@@ -197,3 +202,63 @@ def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
         return
     what = f"torchrun started this process: {given['RANK']} of {given['WORLD_SIZE']}."
     yield Finding(ENVIRONMENT, "torchrun", Level.NOTE, what, facts=facts)
+
+
+def versions() -> Iterator[Finding]:
+    """Tell the version of every package that matters, whether it is the one asked for, and which do not go together."""
+    own = metadata("lema")
+    yield Finding(VERSIONS, "lema", Level.OK, f"lema {own['Version']}.", facts=_facts(own["Version"]))
+    yield _python(own["Requires-Python"])
+    yield from starmap(_standing, _wanted("lema"))
+    for name in BESIDE:
+        found = installed_version(name)
+        text = f"{name} {found}." if found else f"{name} is not installed; nothing of LEMA needs it."
+        yield Finding(VERSIONS, name, Level.OK, text, facts=_facts(found))
+    yield from list(known_bad(PAIRS, VERSIONS)) or [
+        Finding(VERSIONS, "pairs", Level.OK, "No two packages are installed that do not go together.")
+    ]
+
+
+def _python(wanted: str) -> Finding:
+    found = platform.python_version()
+    facts = _facts(found, wanted, True)
+    if SpecifierSet(wanted).contains(found, prereleases=True):
+        return Finding(VERSIONS, "python", Level.OK, f"Python {found}.", facts=facts)
+    what, how = f"Python {found} is not what LEMA asks for: {wanted}.", "make an environment with another Python"
+    return Finding(VERSIONS, "python", Level.PROBLEM, what, how, facts=facts)
+
+
+def _wanted(name: str) -> Iterator[tuple[Requirement, str]]:
+    """Yield what a distribution requires here, each with the extra that asks for it, if any."""
+    extras = [extra for extra in metadata(name).get_all("Provides-Extra") or [] if extra not in DEVELOPERS]
+    told: set[str] = set()
+    for requirement in map(Requirement, requires(name) or []):
+        of = canonicalize_name(requirement.name)
+        for extra in ("", *extras):
+            if of not in told and (requirement.marker is None or requirement.marker.evaluate({"extra": extra})):
+                told.add(of)
+                yield requirement, extra
+
+
+def _standing(requirement: Requirement, extra: str) -> Finding:
+    name, wanted = canonicalize_name(requirement.name), str(requirement.specifier)
+    found = installed_version(name)
+    facts = _facts(found, wanted, not extra)
+    how = f'pip install "lema[{extra}]"' if extra else f'pip install "{name}{wanted}"'
+    if found is None:
+        level, what = (Level.NOTE, f"; extra {extra} brings it") if extra else (Level.PROBLEM, "; LEMA needs it")
+        return Finding(VERSIONS, name, level, f"{name} is not installed{what}.", how, facts=facts)
+    if _contains(requirement.specifier, found):
+        return Finding(VERSIONS, name, Level.OK, f"{name} {found}.", facts=facts)
+    level = Level.WARNING if extra else Level.PROBLEM
+    return Finding(VERSIONS, name, level, f"{name} {found} is not what LEMA asks for: {wanted}.", how, facts=facts)
+
+
+def _contains(specifier: SpecifierSet, found: str) -> bool:
+    with suppress(InvalidVersion):
+        return specifier.contains(found, prereleases=True)
+    return False
+
+
+def _facts(installed: str | None, wanted: str = "", required: bool = False) -> dict[str, str | bool | None]:
+    return {"installed": installed, "wanted": wanted, "required": required}

@@ -17,10 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from lema.backend import Finding, Level
-from lema.cli.doctor.device import devices, links
-from lema.cli.doctor.disk import disk
-from lema.cli.doctor.machine import environment, machine
-from lema.cli.doctor.versions import versions
+from lema.cli.doctor.device import devices, disk, links
+from lema.cli.doctor.machine import environment, machine, versions
 from lema.config.printing import print_table
 
 __all__ = ["Report", "examine", "show_report"]
@@ -77,8 +75,7 @@ def examine(directory: Path, *, measure: bool = True) -> Report:
 
 
 def _asked(point: EntryPoint) -> Iterable[Finding]:
-    """Load a backend's doctor and ask it: both may fail, and neither may end the report."""
-    findings: Iterable[Finding] = point.load()()
+    findings: Iterable[Finding] = point.load()()  # both may fail, and neither may end the report
     return findings
 
 

@@ -23,14 +23,7 @@ __all__ = ["CARD", "make_repository", "model_card", "upload", "write_beside"]
 
 CARD = "README.md"
 PUBLISHED = (
-    "adapter_*",
-    CARD,
-    "token*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.jinja",
+    *("adapter_*", CARD, "token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.jinja"),
 )
 OF_THIS_MACHINE = {"model_name_or_path", "output_dir", "offload_dir", "gbi_path", "train_data", "eval_data", "run_name"}
 
@@ -89,11 +82,7 @@ def write_beside(directory: Path, *, config: LemaConfig, files: ModelFiles | Non
 
 
 def make_repository(config: LemaConfig) -> None:
-    """Make the repository on the hub, if there is none, so that a run that cannot upload ends before it begins.
-
-    Raises:
-        ConfigError: the hub cannot be reached, or does not allow it.
-    """
+    """Make the repository on the hub, if there is none; or `ConfigError`, before a run begins that cannot upload."""
     try:
         HfApi().create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True)
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
@@ -102,11 +91,7 @@ def make_repository(config: LemaConfig) -> None:
 
 
 def upload(config: LemaConfig) -> str:
-    """Upload adapter, card and tokenizer from `output_dir`; return the address. Nothing else of the run leaves.
-
-    Raises:
-        ConfigError: it could not be uploaded; the adapter is on disk.
-    """
+    """Upload adapter, card and tokenizer from `output_dir`, and nothing else; return the address, or `ConfigError`."""
     api, directory = HfApi(), config.output_dir
     try:
         name = api.create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True).repo_id

@@ -18,17 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerState
 
-from lema.backend import Parallel
+from lema.backend import Backend, Parallel
+from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
-from lema.model.partition import held_tensor, layout_of, whole_tensor
+from lema.lora import save_adapter
+from lema.lora.checks import write_base
+from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
 from lema.storage.verify import check_finite, check_written
@@ -50,9 +54,8 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
-    """Delete all but `keep` checkpoints of a run, up to `newest`; None: keep all. What is of a later step is another's.
-
-    Those that are `spared`, such as the best, stay besides. Raises `DiskError` where one cannot be deleted.
+    """Delete all but `keep` checkpoints of a run, up to `newest`, and those that are `spared`; None: keep all. What is
+    of a later step is another's. Raises `DiskError` where one cannot be deleted.
     """
     found = checkpoints(output_dir)
     mine = found[: found.index(newest) + 1]
@@ -91,11 +94,8 @@ def write_checkpoint(
     belongs beside it; where none makes a `trainer_state.json`, one with the step alone is written. There must be room
     for `nbytes`, about as much as they will write.
 
-    Raises:
-        DiskFull, DiskError: there is no room for it, it could not be written, or reads back otherwise; what was there
-            before is untouched, as by every error here.
-        NonFiniteError: the optimizer's state is not finite, or what would be written.
-        ConfigError: the optimizer's state is more than tensors and JSON types.
+    Raises `DiskFull`, `DiskError`, or `NonFiniteError` of what would be written; `ConfigError`: the optimizer's state
+    is more than tensors and JSON types. What was there before is untouched then.
     """
     text = _json({**state, "optimizer": dict(optimizer.plain)})
     check_finite({f"the optimizer's {name}": one for name, one in optimizer.tensors.items()}, directory / OPTIMIZER)
@@ -128,6 +128,30 @@ def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]
         "base": base,
         "versions": {**versions, "python": platform.python_version()},
     }
+
+
+def leave_adapter(
+    directory: Path,
+    backend: Backend,
+    adapters: PeftModel,
+    config: LemaConfig,
+    base: str,
+    writers: Sequence[Writer] = (),
+) -> None:
+    """Write PEFT's files and the settings, and what `writers` add, or raise `DiskError`; `base` is the fingerprint of
+    the model. Processes that hold the model together all call this, and the first of all writes.
+    """
+    whole = whole_adapter(adapters, backend.parallel)
+
+    def write() -> None:
+        save_adapter(adapters, directory, config.model_name_or_path, config.revision, whole, writers)
+        config.save_pretrained(directory)
+        write_base(directory, base)
+
+    if whole is None:
+        write()
+    else:
+        first_alone(backend.replicas, write)
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
@@ -183,9 +207,8 @@ PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameter
 
 
 def check_savable(optimizer: Optimizer) -> None:
-    """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers.
-
-    Another one of its class, made from its defaults if that can be, takes a step with a parameter of its own.
+    """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers:
+    another one of its class, made from its defaults if that can be, takes a step with a parameter of its own.
     """
     first = optimizer.param_groups[0]["params"][0]
     probe = nn.Parameter(torch.zeros(PROBE, device=first.device, dtype=first.dtype))
@@ -234,7 +257,6 @@ def _flat(entries: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, An
 
 
 def _place(entries: dict[str, Any], path: str, value: Any) -> None:
-    """Put an entry where the names lead to it."""
     *outer, key = path.split(INSIDE)
     for name in outer:
         entries = entries.setdefault(name, {})

@@ -1,35 +1,75 @@
-"""The checkpoint a run is resumed from: the newest one that verifies, of the same settings, adapter and data."""
+"""The checkpoint a run is resumed from: the newest one that verifies, of the same settings, adapter and data.
+
+What becomes of a setting that has changed since says its type (`lema.config.settings`). The states of all random
+generators are JSON in a checkpoint, or in memory for a stop that goes back to a moment: a resumed run draws the same.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
+import torch
 from peft import PeftModel
+from torch import Tensor
 
-from lema.config import LemaConfig
+from lema.backend import Backend
+from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
 from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError
 from lema.lora.files import WEIGHTS, adapter_differences
 from lema.storage.manifest import check_manifest
-from lema.train.checkpoint.changes import CLASSES, Changed, changed_settings, settings_then
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
-__all__ = ["Say", "check_same_run", "check_sound", "newest_sound", "past_log", "say_changed", "tell_warning"]
+__all__ = [
+    *("SCHEDULE", "UPDATE", "Changed", "Generators", "Say", "check_same_run", "check_sound", "newest_sound"),
+    *("past_log", "restore_own", "say_changed", "states_of_all", "tell_warning"),
+]
 
 Say = Callable[[str], None]
+
+CLASSES: Mapping[str, Change] = {
+    name: next(one for one in field.metadata if isinstance(one, Change))
+    for name, field in LemaConfig.model_fields.items()
+}
+
+# What the learning rate of a step follows from, and what else the optimizer's update does.
+SCHEDULE = frozenset(
+    [
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+        *("max_steps", "num_train_epochs"),
+    ]
+)
+
+UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A setting, or something else a run goes by, as a user knows it, that is not what it was."""
+
+    name: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.then!r} -> {self.now!r}"
+
 
 # The files without which a checkpoint of a kind is none.
 KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest sound checkpoint of those `found`, the oldest first; why newer ones are passed over is said.
-
-    With `weights_only` the optimizer may be damaged. Where none is sound, the `AdapterError` says why of each.
+    """Return the newest sound checkpoint of those `found`, the oldest first, with `weights_only` but for its optimizer;
+    why newer ones are passed over is said, and where none is sound, the `AdapterError` says why of each.
     """
     faults: list[str] = []
     for directory in reversed(found):
@@ -42,12 +82,10 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
         else:
             return directory
     listed = "".join(f"\n  - {fault}" for fault in faults)
-    raise AdapterError(
-        f"no checkpoint is sound:{listed}",
-        where=str(found[-1].parent) if found else "",
-        how="copy one back from where it is whole, or begin a new run in another output_dir"
-        + ("" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"),
-    )
+    how = "copy one back from where it is whole, or begin a new run in another output_dir"
+    how += "" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"
+    where = str(found[-1].parent) if found else ""
+    raise AdapterError(f"no checkpoint is sound:{listed}", where=where, how=how)
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -61,8 +99,9 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
         if not (directory / name).is_file() and not (weights_only and name == OPTIMIZER):
             raise AdapterError("a file is missing", where=str(directory / name))
     settings_then(directory)
-    step = directory.name.removeprefix(PREFIX)
-    if step.isdigit() and int(step) != (said := _step_of(state)):
+    step, extra = directory.name.removeprefix(PREFIX), state["extra"]
+    in_phase = isinstance(extra, dict) and {"plan", "phase", "step"} <= extra.keys()  # named by the phase's own step
+    if step.isdigit() and int(step) != (said := int(extra["step"] if in_phase else state["global_step"])):
         what = f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it"
         raise AdapterError(what, where=str(directory / STATE))
     return state
@@ -89,21 +128,13 @@ def tell_warning(line: str, say: Say) -> None:
     say(line)
 
 
-def _step_of(state: dict[str, Any]) -> int:
-    """Return the step that a checkpoint is named by: in a phase, that of the phase."""
-    extra = state["extra"]
-    in_phase = isinstance(extra, dict) and {"plan", "phase", "step"} <= extra.keys()
-    return int(extra["step"] if in_phase else state["global_step"])
-
-
 def check_same_run(
     checkpoint: Path, config: LemaConfig, adapter: PeftModel | None, data: Mapping[str, Any]
 ) -> list[Changed]:
     """Refuse to go on with what another run began; return the settings that may have changed, and have.
 
     `adapter` is what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is
-    compared with what the checkpoint's `extra` has under `data`, as far as that goes. The `ConfigError` names each
-    thing that differs, with what it was and is. Settings that cannot be read are an `AdapterError`.
+    compared with what the `extra` there has under `data`. The `ConfigError` names what differs, then and now.
     """
     then, now = settings_then(checkpoint), config.to_dict()
     refused = changed_settings(then, now, Change.REFUSED)
@@ -131,3 +162,93 @@ def say_changed(changed: Sequence[Changed], say: Say) -> None:
     """Say which settings are others from here on, if any are."""
     if changed:
         say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+
+
+def settings_then(checkpoint: Path) -> dict[str, Any]:
+    """Read the settings a checkpoint was written with; none where they are not beside it; or raise `AdapterError`."""
+    file = checkpoint / CONFIG_NAME
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise AdapterError(f"the checkpoint's settings cannot be read: {error}", where=str(file)) from error
+
+
+def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *wanted: Change) -> list[Changed]:
+    """Return the settings of the wanted classes that are not what they were; one that is missing then is the same."""
+    return [
+        Changed(name, then[name], now[name])
+        for name, change in CLASSES.items()
+        if change in wanted and name in then and then[name] != now[name]
+    ]
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The states of Python's, NumPy's, torch's and the device's generators, as each of them gives its own."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    device: Tensor
+
+    @classmethod
+    def now(cls, backend: Backend) -> Self:
+        """Return the states at this moment."""
+        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), backend.rng_state())
+
+    def put_back(self, backend: Backend | None) -> None:
+        """Let the generators go on from here; without a backend, those of the host alone."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if backend is not None:
+            backend.set_rng_state(self.device)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the states as JSON types."""
+        version, words, gauss = self.python
+        inner = self.numpy["state"]
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": {**self.numpy, "state": {**inner, "key": inner["key"].tolist()}},
+            "torch": _encode(self.torch),
+            "device": _encode(self.device),
+        }
+
+    @classmethod
+    def from_json(cls, states: Mapping[str, Any]) -> Self:
+        """Return what `to_json` was made of."""
+        version, words, gauss = states["python"]
+        inner = states["numpy"]["state"]
+        numpy_state = {**states["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}}
+        return cls((version, tuple(words), gauss), numpy_state, _decode(states["torch"]), _decode(states["device"]))
+
+
+def states_of_all(backend: Backend) -> dict[str, Any]:
+    """Return the states of every process's generators, as the keys of a checkpoint's state."""
+    mine = {**Generators.now(backend).to_json(), "kind": backend.name}
+    first, *others = backend.replicas.exchange(mine)
+    return {"generators": first, "generators_of_others": others}
+
+
+def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
+    """Put this process's generators back where a checkpoint found them. A process that was not there, or has a device
+    of another kind, draws other numbers, from the seed and the step.
+    """
+    saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
+    there = rank < len(saved)
+    alike = there and saved[rank].get("kind", backend.name) == backend.name
+    if not alike:
+        torch.manual_seed(seed + rank + int(state["global_step"]))  # every device's
+    if there:
+        Generators.from_json(saved[rank]).put_back(backend if alike else None)

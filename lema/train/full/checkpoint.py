@@ -1,12 +1,16 @@
-"""Checkpoints of full training: masters and moments by name, in one file for each layer.
+"""What full training writes: checkpoints, and the model, as a directory that any `transformers` program loads.
 
-One file at a time is read or written, so that a checkpoint needs only the memory of one more layer.
+Checkpoints have masters and moments by name, in one file for each layer. One file at a time is read or written, so that
+a checkpoint needs only the memory of one more layer.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +24,13 @@ from torch.optim import Optimizer
 from lema.backend import Backend
 from lema.backend.group import first_alone
 from lema.config import LemaConfig
+from lema.convert.delta import DELTA_NAME, FORMAT, STEM, DeltaFile
+from lema.convert.hubformat import rewritten_config, tensor_specs, write_model, write_shards
+from lema.convert.tensors import bytes_of, cast_pieces
 from lema.errors import AdapterError
 from lema.storage import GlobalBinaryIndex
-from lema.storage.verify import check_finite
+from lema.storage.atomic import appearing, free_directory, replace_file
+from lema.storage.verify import base_fingerprint, check_finite
 from lema.train.checkpoint.format import (
     Writer,
     about_run,
@@ -32,10 +40,11 @@ from lema.train.checkpoint.format import (
     restore_optimizer,
     write_checkpoint,
 )
-from lema.train.checkpoint.rng import restore_own, states_of_all
+from lema.train.checkpoint.resume import restore_own, states_of_all
 from lema.train.full.masters import MOMENTS, Masters, settings_of
+from lema.train.model import LemaModel
 
-__all__ = ["carry_moments", "check_full", "read_full", "write_full"]
+__all__ = ["carry_moments", "check_full", "read_full", "save_delta", "save_trained", "write_full"]
 
 KIND = "full"  # of training, as a checkpoint says it
 MASTER, STEP = "master", "step"
@@ -51,23 +60,21 @@ def write_full(
     base: str | None = None,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint of what trains and its AdamW: whole, or not at all. All processes call this, the first writes.
-
-    `base` is the fingerprint of the model. Errors are as `write_checkpoint`'s, in every process.
+    """Write a checkpoint of what trains and its AdamW; `base` is the fingerprint of the model. All processes call this,
+    the first writes. Errors are as `write_checkpoint`'s, in every process.
     """
+
+    def write_weights(part: Path) -> None:  # with the memory of one more layer
+        for file, names in _files(masters):
+            tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
+            check_finite(tensors, directory / file)
+            save_file(tensors, part / file)
+
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states_of_all(backend), **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
-    every: list[Writer] = [partial(_write_weights, directory, masters, optimizer), config.save_pretrained, *writers]
+    every: list[Writer] = [write_weights, config.save_pretrained, *writers]
     settings = optimizer_state(settings_of(optimizer))
     first_alone(backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes))
-
-
-def _write_weights(directory: Path, masters: Masters, optimizer: Optimizer, part: Path) -> None:
-    """Write what trains into `part`, which is to become `directory`, with the memory of one more layer."""
-    for file, names in _files(masters):
-        tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
-        check_finite(tensors, directory / file)
-        save_file(tensors, part / file)
 
 
 def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None) -> None:
@@ -99,9 +106,7 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
 
 
 def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> dict[str, Any]:
-    """Take the moments of what trained in a checkpoint, too; empty the others. Return its `extra`, or raise
-    `AdapterError`.
-    """
+    """Take a checkpoint's moments of what trains here, too; empty the others. Return its `extra`, or `AdapterError`."""
     state, saved = _state(directory), _index(directory)
     for name, master in masters.by_name.items():
         there = saved.get(f"{MASTER}.{name}")
@@ -163,15 +168,52 @@ def _fill(
     saved: Mapping[str, tuple[str, tuple[int, ...]]],
     wanted: tuple[str, ...],
 ) -> None:
-    """Copy the tensors that were saved to where they have their place."""
-    targets = {
-        f"{key}.{name}": tensor
-        for name in masters.by_name
-        for key, tensor in _tensors(masters, optimizer, name)
-        if key in wanted
-    }
+    every = ((f"{key}.{name}", key, one) for name in masters.by_name for key, one in _tensors(masters, optimizer, name))
+    targets = {stored: tensor for stored, key, tensor in every if key in wanted}
     for file in sorted({file for file, _ in saved.values()}):
         with _opened(directory / file) as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
                 if key in targets:
                     targets[key].copy_(opened.get_tensor(key))
+
+
+def _pieces(model: LemaModel, masters: Masters, name: str) -> Iterable[memoryview]:
+    """Return the bytes of a weight: of one that trains from its master, of another from where it lies."""
+    dtype, master = model.dtypes[name], masters.by_name.get(name)
+    return cast_pieces(model.records[name], dtype) if master is None else [bytes_of(master.detach().to("cpu", dtype))]
+
+
+def save_trained(
+    model: LemaModel, masters: Masters, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
+) -> Path:
+    """Write a model with the weights it has been trained to into a new or empty directory, in the hub's format.
+
+    What trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by
+    piece, from where it is stored. Files hold at most `max_shard_size` bytes of tensors, or one larger tensor. Raises
+    `ConfigError` for another directory or size, `DiskError` where a file cannot be written; nothing is left behind.
+    """
+    out = free_directory(out_dir, max_shard_size)
+    skeleton = model.skeleton
+    specs = tensor_specs(skeleton, model.records, model.dtypes)
+    specs = [spec for spec in specs if spec[0] not in skeleton.all_tied_weights_keys]
+    pieces, changes = partial(_pieces, model, masters), rewritten_config(model.config.dtype)
+    return write_model(out, specs, max_shard_size, pieces, model.directory, changes, code=model.trusted)
+
+
+def save_delta(
+    model: LemaModel, masters: Masters, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
+) -> Path:
+    """Write the weights that were trained, rounded from their masters; of it and of the base `apply_delta` makes, bit
+    for bit, what `save_trained` writes. Errors are as its.
+    """
+    out = free_directory(out_dir, max_shard_size)
+    specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in masters.by_name]
+    assert len(specs) == len(masters.by_name), "what trains is stored under one name"
+    config = model.config
+    base = config.model_name_or_path, config.revision, config.gbi_path, base_fingerprint(model.gbi)
+    about = DeltaFile(FORMAT, *base, config.dtype, [name for name, _, _ in specs])
+
+    with appearing(out) as part, torch.no_grad():
+        write_shards(part, specs, max_shard_size, partial(_pieces, model, masters), STEM)
+        replace_file(part / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
+    return out

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lema.backend import Download
+from lema.backend.group import sum_gradients
 from lema.backend.hostmemory import anonymous, memory_left
 from lema.config import LemaConfig
 from lema.config.units import parse_memory
@@ -27,7 +29,7 @@ from lema.errors import ConfigError
 from lema.plan.trainable_bytes import TrainableBytes, outside_bytes, place_masters, trainable_bytes, unmovable_bytes
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
-__all__ = ["MOMENTS", "BackgroundStep", "Masters", "settings_of", "step_part"]
+__all__ = ["MOMENTS", "BackgroundStep", "GradientOffload", "Masters", "settings_of", "step_part"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW calls them
 
@@ -38,10 +40,8 @@ class Masters:
     Attributes:
         by_name: the masters, fp32, in the order of the model.
         weights: what these are rounded to: in host memory what streams, on the device what lies outside.
-        by_layer: of each layer that trains, the names, each with that in the layer; the lowest first.
-        outside: the names of the others.
-        mapped: the layers that lie in the file, with `mapped_bytes` of the `host_bytes` of what streams, masters,
-            moments and waiting gradients.
+        by_layer: of each layer that trains, the names, each with that in the layer; `outside` has the other names.
+        mapped: the layers in the file, with `mapped_bytes` of the `host_bytes` of all that is here and of what streams.
 
     Raises `ConfigError` where nothing trains, or a weight that cannot; `MemoryLimitError` where `host_memory` does not
     hold what has to lie in memory, `DiskError` where the disk does not hold the rest.
@@ -68,7 +68,9 @@ class Masters:
         self._check(order)
         if model.backend.replicas.local_size > 1:  # they share what streams, and nobody writes there
             model.stream.make_private(self.by_layer)
-        self.weights = {name: self._weight(name) for name in order}
+        stored = {layer: model.stream.stored(layer) for layer in self.by_layer}
+        self.weights = {name: model.split.model.get_parameter(name).detach() for name in self.outside}
+        self.weights |= {name: stored[layer][own] for name, (layer, own) in self._own.items()}
         self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}
         self._outside_bytes = self._bytes(self.outside)
         self.host_bytes = sum(self.weights[name].nbytes for name in self._own)
@@ -113,12 +115,6 @@ class Masters:
         """Let the file go; its space is given back when no tensor lies in it any more."""
         if self._file is not None:
             self._file.close()
-
-    def _weight(self, name: str) -> Tensor:
-        if name in self._own:
-            layer, own = self._own[name]
-            return self._model.stream.stored(layer)[own]
-        return self._model.split.model.get_parameter(name).detach()
 
     def _master(self, name: str) -> nn.Parameter:
         weight, inside = self.weights[name], name in self._own
@@ -244,3 +240,57 @@ class BackgroundStep:
 def _done(held: list[Callable[[], None]]) -> None:
     """Do the work; what it holds is let go of before anyone is told that it has been done."""
     held.pop()()
+
+
+class GradientOffload:
+    """Copies the gradients of one layer at a time to host memory; `places` is where those wait that are kept."""
+
+    def __init__(self, model: StreamedModel, places: Masters) -> None:
+        self._backend, self._places = model.backend, places
+        self._in_host = model.backend.memory().shared  # a gradient is, where it is formed
+        self._passing: Tensor | None = None
+        self._downloads: list[Download] = []  # under way
+
+    def begin(
+        self, layer: int, found: dict[str, Tensor], *, kept: bool
+    ) -> tuple[dict[str, Tensor], Sequence[Download]]:
+        """Return where gradients of a layer are in host memory, by name, once the downloads have landed. They are
+        `kept` where they have their place, or gone when the next layer comes; the one before has been stepped.
+        """
+        self.let_go()
+        if self._in_host and not kept:
+            return found, ()
+        targets = self._places.waiting(layer) if kept else self._one_layer(found)
+        for name, gradient in found.items():
+            self._downloads.append(self._backend.download(gradient.contiguous(), targets[name]))
+        return {name: targets[name] for name in found}, tuple(self._downloads)
+
+    def let_go(self) -> None:
+        """Let the device have the memory of gradients that leave it, once they have."""
+        for one in self._downloads:
+            one.release()
+        self._downloads = []
+
+    def summed(self, layer: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a layer's gradients, added up over all processes."""
+        backend = self._backend
+        if backend.replicas.size == 1:
+            return found
+        parameters = {}
+        for name in self._places.by_layer[layer]:
+            weight, gradient = self._places.weights[name], found.get(name)
+            held = torch.empty_like(weight, device=backend.device) if gradient is None else gradient
+            parameters[name] = nn.Parameter(held, requires_grad=False)
+            parameters[name].grad = gradient
+        sum_gradients(backend.replicas, list(parameters.values()))
+        return {name: one.grad for name, one in parameters.items() if one.grad is not None}
+
+    def _one_layer(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._passing is None:
+            sizes = (sum(self._places.weights[one].nbytes for one in names) for names in self._places.by_layer.values())
+            self._passing = self._backend.host_buffer(max(sizes))
+        targets, start = {}, 0
+        for name, gradient in sorted(found.items(), key=lambda item: -item[1].itemsize):
+            piece = self._passing[start : start + gradient.nbytes]
+            targets[name], start = piece.view(gradient.dtype).view(gradient.shape), start + gradient.nbytes
+        return targets

@@ -32,12 +32,11 @@ from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.errors import ConfigError, NonFiniteError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
-from lema.train.checkpoint.changes import UPDATE
 from lema.train.checkpoint.format import Writer
+from lema.train.checkpoint.resume import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
-from lema.train.full.gradients import GradientOffload
-from lema.train.full.masters import BackgroundStep, Masters, step_part
-from lema.train.guards import HiddenGradients, Passes, non_finite_norm, where_began
+from lema.train.full.masters import BackgroundStep, GradientOffload, Masters, step_part
+from lema.train.guards import HiddenGradients, Passes, where_began
 from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, warn_dropped
 
 __all__ = ["FullTraining"]
@@ -48,12 +47,6 @@ class FullTraining:
 
     Of several processes each has all masters, and its share of every batch. Checkpoints keep the fingerprint of `gbi`.
     Errors are those of `Masters`, and `ConfigError` of an optimizer other than AdamW.
-
-    Attributes:
-        places: where masters, moments and waiting gradients lie, and how many bytes they take.
-        masters: what trains, by its name in the model: fp32, in host memory.
-        dropped: why the last step was dropped; None: it was not.
-        grad_norm: of all gradients of the last step, before they were clipped; None: there was none.
     """
 
     def __init__(
@@ -105,10 +98,8 @@ class FullTraining:
         where: str = "",
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
-        """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN.
-
-        One is dropped, if `max_skipped_steps` allows, when no weight was stepped; without clipping some layers may have
-        been.
+        """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN. It may be
+        when no weight was stepped: without clipping some layers may have been.
         """
         trained, tokens = count_tokens(micro_batches, self.model)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
@@ -141,11 +132,7 @@ class FullTraining:
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
-        """Write masters, optimizer, generators and step: whole, or not at all; of several processes the first does.
-
-        Raises `DiskError` where that cannot be, `NonFiniteError` where it is not finite; what was there stays as it
-        was.
-        """
+        """Write masters, optimizer, generators and step; errors are as `write_full`'s."""
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
         write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, writers)
@@ -187,8 +174,7 @@ class FullTraining:
             mine = 0.0 if loss is None else float(loss.detach())
         value = sum(replicas.exchange(mine))
         if not math.isfinite(value):  # asked first, because the backward steps layers already
-            place = f"{self._place}; no weight was stepped"
-            raise self._faulty(self._passes.non_finite_loss(value, mine, place))
+            raise self._faulty(self._passes.non_finite_loss(value, mine, f"{self._place}; no weight was stepped"))
         if loss is not None and replicas.size == 1:
             with model.stop.opened():  # until a layer is stepped
                 loss.backward()
@@ -231,7 +217,10 @@ class FullTraining:
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
             where = f"{self._place}, {place}; {begun or 'no weight was stepped'}"
-            raise self._faulty(non_finite_norm(name, float(norm), where, stepped=begun is not None), name)
+            how = "lower learning_rate, or look at the rows of this step"
+            after = f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
+            what = f"the norm of the gradient of {name} is {float(norm)}"
+            raise self._faulty(NonFiniteError(what, where=where, how=after if begun else how), name)
         self._norms[name] = norm
 
     @property
@@ -288,11 +277,11 @@ class FullTraining:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
-            what, how = (
-                f"the norm of the gradients is {length}",
+            where, how = (
+                f"{self._place}; no weight was stepped",
                 "lower learning_rate, or look at the rows of this step",
             )
-            raise self._faulty(NonFiniteError(what, where=f"{self._place}; no weight was stepped", how=how))
+            raise self._faulty(NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how))
         self._stepped = True
         if self.config.max_grad_norm is not None:
             for layer, names in self.places.by_layer.items():

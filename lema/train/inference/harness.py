@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lema.errors import ConfigError
-from lema.train.inference.scores import Scored, scores
-from lema.train.inference.texts import completions, plan_of
+from lema.train.inference.texts import Scored, completions, plan_of, scores
 
 if TYPE_CHECKING:
     from lema.train.model import LemaModel
@@ -35,9 +34,7 @@ class Harness:
     num_fewshot: int | None = None  # examples that are shown; None: as each task has it
     include_path: Path | None = None  # a directory of further tasks
     apply_chat_template: bool = False  # put what is asked through the tokenizer's template
-    batch_size: int | None = (
-        None  # rows that a layer computes, and texts that are made, at once; None: as memory allows
-    )
+    batch_size: int | None = None  # rows computed, and texts made, at once; None: as memory allows
     rows_per_pass: int | None = None  # that one pass over the weights scores; None: as many as there is room for
 
 
@@ -45,9 +42,7 @@ def evaluate_tasks(
     model: LemaModel, tasks: Sequence[str], harness: Harness, told: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any]:
     """Return the harness's results of some tasks; `told` is called after each pass over rows, and batch of texts.
-
-    Raises:
-        ConfigError: the harness is not installed, or knows no such task.
+    Raises `ConfigError` where the harness is not installed, or knows no such task.
     """
     lm_eval = _harness()
     own = None if harness.include_path is None else str(harness.include_path)
@@ -134,10 +129,8 @@ class _Answers:
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Return how likely each continuation is after its context, which is cut at its beginning if it is too long."""
-        rows: list[Scored] = []
-        for _key, context, continuation in requests:
-            rows.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
-        done = 0
+        most, done = self.max_length + 1, 0
+        rows: list[Scored] = [((context + answer)[-most:], len(answer)) for _key, context, answer in requests]
 
         def scored(count: int) -> None:
             nonlocal done

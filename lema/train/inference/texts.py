@@ -1,26 +1,40 @@
-"""Texts for any number of prompts, in batches of about equal lengths; a batch reads the weights once per token."""
+# ruff: noqa: ARG002, T201 - a callback's parameters are given by transformers, used or not.
+"""Texts for any number of prompts, in batches of about equal lengths; a batch reads the weights once per token.
+
+A run makes such texts of the same prompts after each evaluation, to be read by people. How likely texts are is found
+for rows that are sorted by length and packed, so that one pass over the weights serves thousands.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
+from transformers import TrainerCallback
 
+from lema.data.chat.prompts import fitting, prompt_ids, read_prompts, written
+from lema.data.files import Row
 from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
-from lema.errors import ConfigError, ModelError
+from lema.engine.head.likelihood import Likelihood, likelihoods
+from lema.engine.head.loss import IGNORED
+from lema.errors import ConfigError, DataError, ModelError
 from lema.plan import Allocation
-from lema.plan.inference.room import RowPlan, TextPlan, plan_texts
+from lema.plan.inference.room import RowPlan, TextPlan, plan_rows, plan_texts
+from lema.storage.atomic import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lema.train.model import LemaModel
 
-__all__ = ["Completion", "batches_of", "completions", "plan_of", "planned", "texts_of"]
+__all__ = ["SAMPLES", "Completion", "Samples", "Scored", "batches_of", "completions", "plan_of", "scores", "texts_of"]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
 MOST_AT_ONCE = 64  # texts of a batch that nobody has asked for a size of: results come as batches end
@@ -48,12 +62,8 @@ def plan_of(
 ) -> TextPlan | None:
     """Return what the batches of these prompts take, the widest of them counted; None: it cannot be told.
 
-    Args:
-        batch_size: prompts at once; None: as many as there is room for, 64 at most.
-        choose: spend the limits of memory on these texts, and not on a step of training.
-
-    Raises:
-        MemoryLimitError: a batch does not fit; it names the one that does.
+    With `batch_size` None they are as many prompts as there is room for, 64 at most; `choose`: spend the limits of
+    memory on these texts, and not on a step of training. Raises `MemoryLimitError`, which names a batch that fits.
     """
     host = keys_values == "host"
     if host and model.backend.memory().shared:
@@ -124,9 +134,7 @@ def completions(
         done: prompts that need no text; a batch of such alone is left out, and no other batch changes by it.
         told: called after each token with how many texts got one.
 
-    Raises:
-        DataError: there is no prompt, or one has no tokens.
-        ConfigError: an option is unknown, or processes that hold the model together divide the tokens of a row.
+    Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where rows are divided.
     """
     _same_generators(model)
     several = int(options.get("num_return_sequences") or 1)
@@ -137,18 +145,8 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
-        made = complete(
-            model.split,
-            model.memory,
-            model.directory,
-            model.tokenizer,
-            ids,
-            max_new_tokens,
-            options,
-            keys_values=keys_values,
-            told=told,
-            head=model.head_in_pieces(),
-        )
+        given = model.split, model.memory, model.directory, model.tokenizer, ids, max_new_tokens, options
+        made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
         yield [
             Completion(
                 rows[place // several] * several + place % several,
@@ -174,10 +172,116 @@ def _same_generators(model: LemaModel) -> None:
     if parallel.size == 1:
         return
     if model.config.sequence_parallel:
-        raise ConfigError(
-            f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one",
-            where="sequence_parallel",
-            how="generate with --set sequence_parallel=false: the adapter and the numbers are the same",
-        )
+        what = f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one"
+        how = "generate with --set sequence_parallel=false: the adapter and the numbers are the same"
+        raise ConfigError(what, where="sequence_parallel", how=how)
     state = backend.rng_state()  # the same for all: each draws every token
     backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
+
+
+SAMPLES = "samples.jsonl"
+
+
+class Samples(TrainerCallback):
+    """Continues `eval_prompts` after each evaluation, by the likeliest token, so that no number of the run is drawn; or
+    `DataError`: a prompt cannot be read, or is too long for the model.
+    """
+
+    def __init__(self, model: LemaModel) -> None:
+        given, self._new = model.config.eval_prompts, model.config.eval_prompts_max_new_tokens
+        texts = [Row({"prompt": text}, "eval_prompts", number) for number, text in enumerate(given or (), 1)]
+        self._rows = read_prompts(Path(given)) if isinstance(given, str) else texts
+        self._ids = [prompt_ids(row, model.tokenizer, chat=False) for row in self._rows]
+        fitting(self._rows, self._ids, self._new, getattr(model.skeleton.config, "max_position_embeddings", None))
+        self._model, self._file = model, Path(model.config.output_dir) / SAMPLES
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make sure that there is room for the texts, and forget those of steps that are taken again."""
+        plan_of(self._model, self._ids, self._new, min(len(self._ids), MOST_AT_ONCE))
+        if state.is_world_process_zero and self._file.exists():
+            lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
+            replace_file(self._file, "".join(kept).encode())
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the texts; print them, and write them with their step."""
+        size, options = min(len(self._ids), MOST_AT_ONCE), {"do_sample": False}
+        made = [one for batch in completions(self._model, self._ids, self._new, size, options) for one in batch]
+        if not state.is_world_process_zero:
+            return
+        with self._file.open("a", encoding="utf-8") as file:
+            for one in sorted(made, key=lambda one: one.index):
+                row = {"step": state.global_step, **written(self._rows[one.index]), "completion": one.text}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                print(f"sample {one.index + 1} at step {state.global_step}: {one.text!r}")
+
+
+AT_ONCE, PER_PASS = 16, 1024  # where nothing else is said, and memory is not known
+
+Scored = tuple[Sequence[int], int]
+"""The tokens of a row, and how many of them at its end are asked about."""
+
+
+def scores(
+    model: LemaModel,
+    rows: Sequence[Scored],
+    *,
+    batch_size: int | None = None,
+    rows_per_pass: int | None = None,
+    choose: bool = False,
+    told: Callable[[int], object] = lambda _: None,
+) -> list[Likelihood]:
+    """Return how likely the last tokens of each row are after those before them, in the order given.
+
+    Args:
+        batch_size: rows that a layer computes at once; None: `micro_batch_size`, else 16, or fewer where memory ends.
+        rows_per_pass: rows for which the weights are read once; None: as many as there is room for.
+        choose: spend the limits of memory on such passes, and not on a step of training.
+        told: called after each pass with how many rows it had.
+
+    Raises `DataError` where a row has no token that is asked about, or none before these; `MemoryLimitError`.
+    """
+    for number, (tokens, asked) in enumerate(rows, 1):
+        if not 0 < asked < len(tokens):
+            what = f"{asked} tokens of {len(tokens)} are asked about"
+            raise DataError(what, where=f"row {number}", how="give at least one, and at least one before them")
+    if not rows:
+        return []
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
+    at_once = batch_size or model.config.micro_batch_size or AT_ONCE
+    longest = max(len(tokens) for tokens, _ in rows) - 1
+
+    def plan_within(held: Allocation | None) -> RowPlan:
+        return plan_rows(model.opened, longest, len(rows), at_once=at_once, rows=rows_per_pass, held=held)
+
+    plan = planned(model, plan_within, "rows", choose=choose)
+    size, on_host = min(rows_per_pass or PER_PASS, len(rows)), False
+    if plan is not None:
+        size, at_once, on_host = plan.rows, plan.at_once, plan.on_host
+    found: dict[int, Likelihood] = {}
+    was_training = model.skeleton.training
+    model.skeleton.eval()
+    try:
+        for first in range(0, len(order), size):
+            some = order[first : first + size]
+            parts = (some[at : at + at_once] for at in range(0, len(some), at_once))
+            packed = [_packed([rows[index] for index in part]) for part in parts]
+            found.update(zip(some, likelihoods(model.adapter, packed, on_host=on_host), strict=True))
+            told(len(some))
+    finally:
+        model.skeleton.train(was_training)
+    return [found[index] for index in range(len(rows))]
+
+
+def _packed(rows: Sequence[Scored]) -> dict[str, Tensor]:
+    """Return a micro-batch, padded on the right, where causal models look at nothing of it, so that it needs no mask.
+    The last token of a row is no input, because nothing comes after it.
+    """
+    width = max(len(tokens) for tokens, _ in rows) - 1
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full((len(rows), width), IGNORED)
+    for place, (tokens, asked) in enumerate(rows):
+        end = len(tokens) - 1
+        ids[place, :end] = torch.tensor(tokens[:-1])
+        labels[place, end - asked : end] = torch.tensor(tokens[-asked:])
+    return {"input_ids": ids, "labels": labels}

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lema.data.mixture import Source
     from lema.model.files import ModelFiles
 
+Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)
 EVAL_ROWS, PHASES = "eval_rows", "phases"
 EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
@@ -90,34 +91,32 @@ def _read(values: dict[str, Any]) -> PhaseFile:
     staged = PHASES not in values
     problems = list(_unfit(values, staged=staged))
     values = {key: value for key, value in values.items() if key not in {problem.key for problem in problems}}
-    stages, config, plan = None, None, None
-    rows, given = values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
+    stages, plan, rows, given = None, None, values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
     if staged:
         own = {key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES}
-        try:
-            stages = LoRATrainerConfig(**own)
-            plan = stages.plan()
-        except SettingsError as error:
-            problems += error.problems
-    try:
-        config = LemaConfig(**{key: value for key, value in values.items() if key not in ONLY_OF_PHASES})
-    except SettingsError as error:
-        problems += error.problems
+        stages = _made(lambda: LoRATrainerConfig(**own), problems)
+        plan = None if stages is None else _made(stages.plan, problems)
+    run = {key: value for key, value in values.items() if key not in ONLY_OF_PHASES}
+    config = _made(lambda: LemaConfig(**run), problems)
     if not staged:
-        try:
-            plan = _plan(given, values, config)
-        except SettingsError as error:
-            # What is wrong with the run's own settings is told already, and is so in the plan.
-            told = {problem.key for problem in problems}
-            problems += [problem for problem in error.problems if problem.key not in told]
+        plan = _made(lambda: _plan(given, values, config), problems)
     if problems:
         raise SettingsError([_renamed(problem, staged=staged) for problem in problems])
     assert config is not None and plan is not None, "what could not be made has problems"
     return _file(config, plan, stages, rows)
 
 
+def _made(make: Callable[[], Made], problems: list[Problem]) -> Made | None:
+    """Return what is made; None: it could not be, and what is wrong with it is in `problems`, once for each key."""
+    try:
+        return make()
+    except SettingsError as error:  # what is wrong with the run's own settings is so in the plan
+        told = {problem.key for problem in problems}
+        problems += [problem for problem in error.problems if problem.key not in told]
+        return None
+
+
 def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None, rows: Any) -> PhaseFile:
-    """Return what a file says whose settings are each right by themselves."""
     train_data, eval_data = named_files(config.train_data), named_files(config.eval_data)
     problems = list(_missing(config))
     if not train_data:
@@ -161,9 +160,7 @@ def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
 
 
 def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
-    """Return the plan of the `given` entries over `values`, the settings of the run; `config` is None if they are
-    wrong.
-    """
+    """Return the plan of the `given` entries over `values`, the settings of the run; `config` None: these are wrong."""
     # Because rows that are wrong are not those that are meant, no phase is then refused for having too few tokens.
     run = LemaConfig("model", batch_size=1, max_length=1) if config is None else config
     alone = list(named_files(run.train_data)) if run.train_data is not None else []
@@ -242,8 +239,7 @@ def read_sources(
     trust_remote_code: bool = False,
     files: ModelFiles | None = None,
 ) -> dict[str, Source]:
-    """Return the rows of every data set that a plan uses, of those that are `given` by name: rows, files or a
-    directory.
+    """Return the rows of every data set that a plan uses, of those `given` by name: rows, files or a directory.
 
     Text is read with the tokenizer of the model that the config names, whose directory may be opened already in
     `files`. `split` is the file of packed tokens, without its ending. Data sets that are `also` wanted are read, too.

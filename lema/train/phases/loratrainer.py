@@ -6,7 +6,7 @@ It runs the phases of `lema.train.phases`, and counts what each trains on a mode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -23,12 +23,11 @@ from lema.model import meta_model
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
 from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
-from lema.train.phases.kinds import chosen_by, of_kind
 from lema.train.phases.phase import Phase
-from lema.train.phases.places import Places
+from lema.train.phases.places import Places, find_point, find_start
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.run import run_phases
-from lema.train.phases.start import find_point, find_start
+from lema.train.phases.stage import chosen_by, of_kind
 from lema.train.phases.twophase import LoRATrainerConfig
 
 __all__ = ["LoRATrainState", "LoRATrainer", "trainable_in", "transition_to_lora"]
@@ -68,22 +67,20 @@ class LoRATrainState:
 
 
 class LoRATrainer:
-    """Trains all parameters of a model for some stages, then adapters of it for others.
+    """Trains all parameters of a model for some stages, then adapters of it for others; or any plan of phases.
 
     Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
     bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
-    config's `evaluations`, and so has `evaluations.json` there. `callbacks`, `on_step` and `stop` are as in
-    `lema.train.phases.run.run_phases`. Raises `ConfigError` where a data set or a setting is wrong, `DataError` where
-    files cannot be read.
+    config's `evaluations`, and so has `evaluations.json` there. Raises `ConfigError` where a data set or a setting is
+    wrong, `DataError` where files cannot be read.
 
     Args:
-        config: the stages; or any plan of phases.
-        model: the model, the device, `output_dir`, and what no stage has of its own. Gradients are clipped to a norm of
-            1 unless it says otherwise.
+        model: the model, the device, `output_dir`, and what no stage has of its own; gradients are clipped to 1 unless
+            it says otherwise.
         datasets: by name, rows of tokens, or the files to read them from (a directory of packed tokens for PMD).
-        eval_data: rows or files of the same data sets to validate on, and of the config's `evaluations`; None: there is
-            no validation.
+        eval_data: rows or files of these to validate on, and of the config's `evaluations`; None: no validation.
         eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
+        callbacks, on_step, stop: as in `lema.train.phases.run.run_phases`.
     """
 
     def __init__(
@@ -123,16 +120,14 @@ class LoRATrainer:
         self._here: LoRATrainState | None = None  # where `restore_from_path` or `transition_to_lora` has put it
         self._begun = False
         self._counted: dict[int, tuple[int, int]] = {}  # parameters that train in a phase, and those of the model
+        self._places = Places(Path(model.output_dir), self.plan)
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
         """Train through all stages, from where the run is; return the directory that the last one ends with.
 
-        Args:
-            until: `lora`: end at the boundary, before the first stage of adapters.
-            resume: go on where an earlier run in `output_dir` stopped. After `restore_from_path`, and after an earlier
-                call of this trainer's, a run goes on from there in any case.
-
-        Raises as `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary.
+        With `until` at `lora` it ends at the boundary, before the first stage of adapters. `resume`: go on where an
+        earlier run in `output_dir` stopped, as is done in any case after `restore_from_path` and another call. Raises
+        as `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary.
         """
         plan = self.plan
         if until == "lora":
@@ -151,24 +146,18 @@ class LoRATrainer:
 
     @property
     def state(self) -> LoRATrainState:
-        """Where the run is: where it was restored, or where it would go on, at its newest checkpoint that is sound.
-
-        Raises a `LemaError` where the model cannot be read, no checkpoint is sound, or nothing would train.
-        """
+        """Where the run is: where it was restored, or would go on, at its newest checkpoint that is sound."""
         if self._here is not None:
             return self._here
         point = find_point(self._places, lambda _: None)
-        if point is None or point.checkpoint is None:
-            return self._state(0 if point is None else point.index, 0, None)
-        return self._state(point.index, int(read_state(point.checkpoint)["extra"]["step"]), point.checkpoint)
+        return self._state(0, None) if point is None else self._state(point.index, point.checkpoint)
 
     def transition_to_lora(self) -> LoRATrainState:
         """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.
 
-        Nothing is trained and nothing is written: the weights are frozen, and the optimizer of theirs is gone, because
-        that stage opens the model that the one before has left. `train()` goes over by itself as well. Raises
-        `ConfigError` where steps are left before the boundary, no stage trains adapters, or they train already;
-        `ModelError` where no module matches.
+        Nothing is trained or written: that stage opens the model that the one before has left, without an optimizer.
+        `train()` goes over by itself as well. Raises `ConfigError` where steps are left before the boundary, no stage
+        trains adapters, or they train already; `ModelError` where no module matches.
         """
         first, state = self._first_lora(), self.state
         boundary = self.plan.boundaries()[first]
@@ -179,7 +168,7 @@ class LoRATrainer:
             what = f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left"
             how = "call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model"
             raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
-        self._here = self._state(first, 0, state.checkpoint)
+        self._here = replace(self._state(first, None), checkpoint=state.checkpoint)
         return self._here
 
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
@@ -195,25 +184,17 @@ class LoRATrainer:
             self.model = with_model(self.model, given)
             self._start, self._begun = None, False
             self._counted.clear()
-            self._here = self._state(0, 0, None)
+            self._here = self._state(0, None)
             return self._here
-        places = self._places
-        start = find_start(given, places)
-        if start.checkpoint is None:
-            here, begun = self._state(start.index, 0, None), False
-        else:
-            state = read_state(start.checkpoint)
-            here = self._state(start.index, int(state["extra"]["step"]), start.checkpoint)
-            if (kind := KINDS.get(str(state.get("kind", "adapters")))) != here.kind:
+        start = find_start(given, self._places)
+        here, begun = self._state(start.index, start.checkpoint), False
+        if start.checkpoint is not None:
+            if (kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))) != here.kind:
                 what = f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
                 raise AdapterError(what, where=str(start.checkpoint / STATE), how="name another checkpoint")
             begun = self._is_last(start.checkpoint, start.index)
         self._start, self._begun, self._here = None if begun else given, begun, here
         return here
-
-    @property
-    def _places(self) -> Places:
-        return Places(Path(self.model.output_dir), self.plan)
 
     def _first_lora(self) -> int:
         for index, phase in enumerate(self.plan.phases):
@@ -221,7 +202,9 @@ class LoRATrainer:
                 return index
         raise ConfigError("no stage trains adapters", where="post_lora_tokens", how="give the tokens of one")
 
-    def _state(self, index: int, step: int, checkpoint: Path | None) -> LoRATrainState:
+    def _state(self, index: int, checkpoint: Path | None) -> LoRATrainState:
+        """Return the state at a checkpoint of a phase; None: at its beginning."""
+        step = 0 if checkpoint is None else int(read_state(checkpoint)["extra"]["step"])
         phase, boundary = self.plan.phases[index], self.plan.boundaries()[index]
         if index not in self._counted:
             self._counted[index] = trainable_in(self.model, phase, trust_remote_code=self._trust)
@@ -244,7 +227,7 @@ class LoRATrainer:
         places = self._places
         if checkpoint.parent.resolve() != places.place(index).resolve():
             return False
-        later = [number for number in range(index + 1, len(self.plan.phases)) if places.is_begun(number)]
+        later = any(places.is_begun(number) for number in range(index + 1, len(self.plan.phases)))
         if later or checkpoint.name != places.saved(index)[-1].name:
             what = "the run in that directory has gone on since this checkpoint"
             how = "go on from it in another output_dir, or name the last one"
@@ -252,7 +235,6 @@ class LoRATrainer:
         return True
 
     def _refuse(self, given: Path) -> None:
-        """Refuse what is like a checkpoint or a model, and neither."""
         if is_delta(given):
             what = "this is a delta: what training has changed of a model, alone"
             raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")

@@ -20,13 +20,12 @@ from pydantic import (
 from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.problems import Problem, SettingsError, Several, as_problem, unknown_setting
-from lema.config.settings import part
+from lema.config.settings import Settings, part
 from lema.config.types import Beta, Count, NameList, NotNegative, PhaseScheduler, Positive, Tokens
 from lema.data import Sampling
-from lema.data.sampling import SamplingError, check_rates
+from lema.data.sampling import SamplingError, check_rates, rates_of
 from lema.engine.schedules import Spans, spans_of
 from lema.errors import ConfigError
-from lema.train.phases.derived import FadeConfig, fade_problems
 from lema.train.phases.selection import may_overlap, selection_problems
 
 __all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases"]
@@ -44,6 +43,11 @@ OVERRIDES = frozenset(
         *("device_memory", "host_memory", "prefetch_depth"),
     ]
 )
+
+
+def problem_at(key: str, what: str, how: str) -> Problem:
+    """Return a problem whose sentence begins with the path of its setting, because several phases have one of it."""
+    return Problem(key, f"{key}: {what}", how)
 
 
 def _items(value: Any) -> Any:
@@ -82,10 +86,36 @@ Mixture = Annotated[list[Annotated[InstanceOf[Sampling], part(Sampling, _samplin
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+class FadeConfig(Settings):
+    """Over its first so many steps or tokens, the mixture of a phase comes in for that of the phase before."""
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: Count | None = None
+    """Optimizer steps that it takes."""
+    tokens: Tokens | None = None
+    """Or tokens, padding included; what is less than a row at the end is left out."""
+    shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_lower)] = "linear"
+    """How the weight of the mixture before falls from 1 to 0; `lema.data.interleave` has the formulas."""
+
+    def disagreements(self) -> Iterator[Problem]:
+        """Yield that both lengths are given, or neither."""
+        if (self.steps is None) == (self.tokens is None):
+            both = self.steps is not None
+            what = "steps and tokens both say how long it is" if both else "steps is not given, nor is tokens"
+            yield Problem("steps", what, "keep one" if both else "add one of them")
+
+    def samples(self, batch_size: int, max_length: int) -> int:
+        """Return over how many samples it goes."""
+        return self.tokens // max_length if self.steps is None and self.tokens else (self.steps or 0) * batch_size
+
+
 class Phase(AdapterSettings):
-    """What trains, on how many tokens of what, and how fast: a run's settings of adapters, those in `OVERRIDES`, and
-    these.
-    """
+    """What trains, on how many tokens of what, and how fast: settings of adapters, those in `OVERRIDES`, and these."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -240,32 +270,39 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
     for place, phase in enumerate(phases):
         path = f"phases[{place}]"
         if phase.name in names:
-            what = f"{path}.name: {phase.name} is the name of an earlier phase"
-            yield Problem(f"{path}.name", what, "choose another")
+            yield problem_at(f"{path}.name", f"{phase.name} is the name of an earlier phase", "choose another")
         names.add(phase.name)
-        yield from _merging(phase, attached, f"{path}.merge")
+        if phase.merge and attached is None:
+            yield problem_at(f"{path}.merge", "there are no adapters to merge before this phase", "leave merge out")
+        elif attached is not None and not phase.merge and phase.trains != "lora":
+            what = "the weights would train below adapters that were made for them as they were"
+            yield problem_at(f"{path}.merge", what, "set merge: true")
         if phase.merge:
             attached = None
         if attached is not None and phase.adapters not in (None, attached):
-            key = f"{path}.lora_rank"
-            what = f"{key}: the phase goes on with adapters of rank {attached.lora_rank}, and describes others"
-            yield Problem(key, what, "make it like theirs, or set merge: true for new adapters")
+            what = f"the phase goes on with adapters of rank {attached.lora_rank}, and describes others"
+            yield problem_at(f"{path}.lora_rank", what, "make it like theirs, or set merge: true for new adapters")
         if phase.optimizer == "carry" and (why := _nothing_carried(before, phase)):
-            what = f"{path}.optimizer: carry, and {why}"
-            yield Problem(f"{path}.optimizer", what, "set optimizer: reset")
-        yield from fade_problems(before, phase, f"{path}.fade")
+            yield problem_at(f"{path}.optimizer", f"carry, and {why}", "set optimizer: reset")
+        if phase.fade is not None:
+            yield from _fading(before, phase, f"{path}.fade")
         if phase.save is not None and place + 1 < len(phases):
-            what = f"{path}.save: only the last phase is saved so; those before leave what the next one begins with"
-            yield Problem(f"{path}.save", what, "leave it out, or set it in the last phase")
+            what = "only the last phase is saved so; those before leave what the next one begins with"
+            yield problem_at(f"{path}.save", what, "leave it out, or set it in the last phase")
         before, attached = phase, attached or phase.adapters
 
 
-def _merging(phase: Phase, attached: AdapterSettings | None, key: str) -> Iterator[Problem]:
-    if phase.merge and attached is None:
-        yield Problem(key, f"{key}: there are no adapters to merge before this phase", "leave merge out")
-    elif attached is not None and not phase.merge and phase.trains != "lora":
-        what = f"{key}: the weights would train below adapters that were made for them as they were"
-        yield Problem(key, what, "set merge: true")
+def _fading(before: Phase | None, phase: Phase, path: str) -> Iterator[Problem]:
+    if before is None:
+        yield problem_at(path, "there is no phase before this one whose mixture could fade", "leave fade out")
+        return
+    if rates_of(before.mixture) == rates_of(phase.mixture):
+        yield problem_at(path, "the mixture is that of the phase before, so that nothing fades", "leave fade out")
+    styles = {sampling.full_name: sampling.style for sampling in before.mixture}
+    for sampling in phase.mixture:
+        if (was := styles.get(sampling.full_name, sampling.style)) is not sampling.style:
+            what = f"{sampling.full_name} is {was} in the phase before, and {sampling.style} in this one"
+            yield problem_at(path, what, "give a data set one style")
 
 
 def _nothing_carried(before: Phase | None, phase: Phase) -> str:

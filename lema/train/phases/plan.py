@@ -1,9 +1,14 @@
-"""The phases of a run, one after the other, as data: and where each begins."""
+"""The phases of a run, one after the other, as data: where each begins, its optimizer steps and its samples.
+
+The samples of a phase follow from how its mixture fades in and from what earlier phases have read of its data sets. Two
+plans are the same if everything that decides a number of the run is the same. A warning names something in a plan that
+its writer may not have meant, before anything is trained.
+"""
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from os import PathLike
 from typing import Annotated, Any, Self
@@ -18,11 +23,63 @@ from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
-from lema.train.phases.derived import differences_between, fade_too_long, numbers_of, plan_warnings, starts_of
-from lema.train.phases.phase import Phase, between_phases
-from lema.train.phases.steps import GlobalBatch, TokenSteps, solve_batch, steps_of
+from lema.train.phases.phase import Phase, between_phases, problem_at
 
-__all__ = ["Boundary", "PhasePlan"]
+__all__ = ["Boundary", "GlobalBatch", "PhasePlan", "TokenSteps", "solve_batch", "steps_of"]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The rows of a step: `rows == micro_batch_size * accumulation * num_processes`, where each accumulates so many."""
+
+    rows: int
+    micro_batch_size: int
+    accumulation: int
+    num_processes: int
+
+
+def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
+    """Divide a global batch of `rows` exactly, into the largest micro-batches of at most `per_device` that do so.
+
+    Raises `ConfigError` where a number is below 1, or the rows cannot be divided; names the nearest that can.
+    """
+    for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{key} must be at least 1, not {number}", where=key, how="give a whole number from 1 on")
+    share, over = divmod(rows, num_processes)
+    if over:
+        near = [str(count * num_processes) for count in (share, share + 1) if count]
+        what = f"{rows} rows cannot be divided among {num_processes} processes"
+        how = f"set it to {' or '.join(near)}, or run another number of processes"
+        raise ConfigError(what, where="batch_size", how=how)
+    largest = min(share, per_device or share)
+    micro_batch_size = next(size for size in range(largest, 0, -1) if share % size == 0)
+    return GlobalBatch(rows, micro_batch_size, share // micro_batch_size, num_processes)
+
+
+@dataclass(frozen=True)
+class TokenSteps:
+    """The whole optimizer steps that tokens make, the tokens they take (padding included), and those left over."""
+
+    steps: int
+    tokens: int
+    leftover: int
+
+
+def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
+    """Return the whole steps in tokens, each of so many rows of `block`: `tokens // (rows * block)`, never one more.
+
+    Numbers of tokens are round, and a step's seldom divides them: 10**9 are 3814.7 steps of 512 rows of 512. So what is
+    less than a step is left out, and is told, rather than refused or trained on. It is not added to the next phase,
+    since the steps of a phase follow from its own settings. `ConfigError` where they do not make one step.
+    """
+    step = rows * block
+    steps, leftover = divmod(tokens, step)
+    if steps < 1:
+        what = f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens"
+        how = f"give at least {step} tokens, or lower batch_size or the length of a row"
+        raise ConfigError(what, where="tokens", how=how)
+    return TokenSteps(steps, steps * step, leftover)
 
 
 def _named(phases: Any) -> Any:
@@ -71,7 +128,6 @@ class PhasePlan(Settings):
         yield from self._lengths()
 
     def _lengths(self) -> Iterator[Problem]:
-        """Yield what does not fit into the steps that a phase has."""
         for place, phase in enumerate(self.phases):
             path = f"phases[{place}]"
             try:
@@ -84,10 +140,17 @@ class PhasePlan(Settings):
             except ConfigError as error:
                 yield as_problem(error, f"{path}.{error.where}")
             if (ends := phase.schedule_start + steps) > phase.schedule_total(steps):
-                key = f"{path}.schedule_steps"
-                what = f"{key}: the schedule has {phase.schedule_steps} steps, and the phase ends at {ends}"
-                yield Problem(key, what, "make it longer, or lower schedule_start or tokens")
-            yield from fade_too_long(phase, steps, self.batch_size, self.max_length, f"{path}.fade")
+                what = f"the schedule has {phase.schedule_steps} steps, and the phase ends at {ends}"
+                yield problem_at(f"{path}.schedule_steps", what, "make it longer, or lower schedule_start or tokens")
+            if phase.fade is not None:
+                key = f"{path}.fade.{'tokens' if phase.fade.steps is None else 'steps'}"
+                samples, most = phase.fade.samples(self.batch_size, self.max_length), steps * self.batch_size
+                if samples > most:
+                    what = f"the fade is {samples} rows, and the phase has {most} of them"
+                    yield problem_at(key, what, "make it shorter, or give the phase more tokens")
+                if not samples:
+                    what = f"the fade is less than one row of {self.max_length} tokens"
+                    yield problem_at(key, what, "make it longer")
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
@@ -132,12 +195,18 @@ class PhasePlan(Settings):
         """Return the fade that a phase begins with; None: its mixture holds from its first sample on."""
         if (fade := self.phases[index].fade) is None:
             return None
-        samples = fade.samples(self.batch_size, self.max_length)
-        return Fade(tuple(self.phases[index - 1].mixture), samples, fade.shape)
+        return Fade(tuple(self.phases[index - 1].mixture), fade.samples(self.batch_size, self.max_length), fade.shape)
 
-    def starts(self, index: int) -> dict[str, Start]:
-        """Return where a phase begins with each data set, as `lema.data.mixture.Mixture` takes it."""
-        return starts_of(self)[index]
+    def starts(self) -> list[dict[str, Start]]:
+        """Return where each phase begins with each of its data sets, as `lema.data.mixture.Mixture` takes it."""
+        found: list[dict[str, Start]] = []
+        reached: dict[str, Start] = {}
+        for index, phase in enumerate(self.phases):
+            counts, anew = self.counts(index), phase.data == "restart"
+            begins = {name: Start(index, 0) if anew else reached.get(name, Start(index, 0)) for name in counts}
+            reached |= {name: Start(start.stage, start.taken + counts[name]) for name, start in begins.items()}
+            found.append(begins)
+        return found
 
     def counts(self, index: int) -> dict[str, int]:
         """Return how many rows of a phase each data set gives, by name."""
@@ -146,30 +215,122 @@ class PhasePlan(Settings):
         return turns.counts(self.steps(index).steps * self.batch_size)
 
     def warnings(self, num_processes: int = 1) -> tuple[Problem, ...]:
-        """Return what to look at before the run: `lema.train.phases.derived.plan_warnings`."""
-        return plan_warnings(self, num_processes)
+        """Return what to look at before so many processes run it; `ConfigError` where they cannot divide a step."""
+        phases = (warning for index in range(len(self.phases)) for warning in _warnings(self, index))
+        return (*_division(self, num_processes), *phases)
 
     def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
-        """Return what decides the numbers of a run: `lema.train.phases.derived.numbers_of`."""
-        return numbers_of(self, num_phases)
+        """Return what decides the numbers of the first so many phases, as JSON types: not names, the micro-batch size,
+        what the last phase saves, and tokens that are less than a step.
+        """
+        phases = [_numbers(self, index, starts) for index, starts in enumerate(self.starts())][:num_phases]
+        same = {"seed": self.seed, "batch_size": self.batch_size, "max_length": self.max_length}
+        plain: dict[str, Any] = json.loads(json.dumps({"format": _FORMAT, **same, "phases": phases}, allow_nan=False))
+        return plain
 
     def fingerprint(self, num_phases: int | None = None) -> str:
-        """Return the SHA-256 of `numbers`, in hexadecimal: two plans with the same one train the same, bit for bit.
-
-        A checkpoint of phase k needs only the first k phases to be the same; phases may be added after them.
-        """
+        """Return the SHA-256 of `numbers`, in hexadecimal: two plans with the same one train the same, bit for bit."""
         text = json.dumps(self.numbers(num_phases), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, then: Mapping[str, Any], num_phases: int | None = None) -> list[str]:
         """Return what differs from the `numbers` of another plan: a line for each key, with what it was."""
-        return differences_between(self.numbers(num_phases), then)
+        is_now, was = dict(_leaves(self.numbers(num_phases))), dict(_leaves(then))
+        return [
+            f"{key} is {is_now.get(key, _NOTHING)!r}, and was {was.get(key, _NOTHING)!r}"
+            for key in {**is_now, **was}
+            if is_now.get(key, _NOTHING) != was.get(key, _NOTHING)
+        ]
 
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
-        """Refuse to go on with another plan's `numbers`, found at `where`; the `ConfigError` names each key that
-        differs.
-        """
+        """Refuse to go on with another plan's `numbers`, found at `where`; the `ConfigError` names what differs."""
         if changed := self.differences(then, num_phases):
             listed = "".join(f"\n  - {one}" for one in changed)
             how = "give the plan it was begun with, or begin again in another output_dir"
             raise ConfigError(f"this was begun with another plan:{listed}", where=where, how=how)
+
+
+_FORMAT = 3  # of the numbers; another one when what a setting means has changed
+_NOTHING = "nothing"
+
+
+def _numbers(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[str, Any]:
+    phase, steps, fade = plan.phases[index], plan.steps(index).steps, plan.fade(index)
+    return {
+        "trains": phase.trains,
+        "trainable": None if phase.trainable is None else sorted(set(phase.trainable)),
+        "layers": None if phase.layers is None else sorted({str(item) for item in phase.layers}),
+        "steps": steps,
+        "mixture": [asdict(sampling) for sampling in phase.mixture],
+        "learning_rate": phase.learning_rate,
+        "lr_scheduler_type": phase.lr_scheduler_type,
+        "schedule_steps": phase.schedule_total(steps),
+        "schedule_start": phase.schedule_start,
+        **asdict(phase.spans(steps)),
+        "optimizer": phase.optimizer,
+        **({} if phase.adapters is None else phase.adapters.adapter_numbers()),
+        "merge": phase.merge,
+        "rounding": (phase.rounding or "nearest") if phase.merge else None,
+        "fade": None if fade is None else {"samples": fade.samples, "shape": fade.shape},
+        "data": {name: start._asdict() for name, start in starts.items()},
+    }
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}".removeprefix("."))
+    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+        for place, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{place}]")
+    else:
+        yield path, value
+
+
+# Leftover tokens above this part of a phase are told; below it they are the rounding of any round number.
+_NOTABLE = 0.01
+
+# A micro-batch below this part of what is allowed is told: it costs time, and another batch_size would not.
+_SMALL = 0.5
+
+
+def _warning(key: str, what: str, how: str) -> Problem:
+    return Problem(key, what, how, place=key)
+
+
+def _division(plan: PhasePlan, num_processes: int) -> Iterator[Problem]:
+    batch = plan.batch(num_processes)
+    share = batch.rows // num_processes
+    wanted = min(plan.micro_batch_size or batch.micro_batch_size, share)
+    if batch.micro_batch_size < _SMALL * wanted:
+        what = f"the {share} rows of a process divide into micro-batches of {batch.micro_batch_size} only"
+        yield _warning("batch_size", what, f"a multiple of {wanted * num_processes} rows divides into {wanted}")
+
+
+def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:
+    phase, size = plan.phases[index], plan.steps(index)
+    path, called = f"phases[{index}]", f"phase {index + 1} ({phase.name})"
+    ends, total, spans = phase.schedule_start + size.steps, phase.schedule_total(size.steps), phase.spans(size.steps)
+    rates = [plan.learning_rate(index, step) for step in (0, size.steps - 1)]
+    moves = f"the learning rate goes from {rates[0]:.2g} to {rates[1]:.2g}"
+    goes_on = _goes_on(plan, index, ends, total)
+    if not goes_on and ends <= spans.warmup:
+        what = f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of warm-up; {moves}"
+        what += f", and never reaches {phase.learning_rate:.2g}"
+        key, how = f"{path}.{phase.length_key('warmup')}", "shorten the warm-up, or give the phase more tokens"
+        yield _warning(key, what, how)
+    elif not goes_on and ends < total:
+        what = f"{called} ends at step {ends} of a schedule of {total}; {moves}"
+        yield _warning(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
+    if size.leftover > _NOTABLE * phase.tokens:
+        what = f"{called} leaves out {size.leftover} of {phase.tokens} tokens, which are less than a step"
+        yield _warning(f"{path}.tokens", what, f"give {size.tokens} or {size.tokens + size.tokens // size.steps}")
+
+
+def _goes_on(plan: PhasePlan, index: int, ends: int, total: int) -> bool:
+    """Whether the next phase takes up the schedule where this one leaves it."""
+    if index + 1 == len(plan.phases):
+        return False
+    after = plan.phases[index + 1]
+    same = after.lr_scheduler_type == plan.phases[index].lr_scheduler_type and after.schedule_start == ends
+    return same and after.schedule_total(plan.steps(index + 1).steps) == total

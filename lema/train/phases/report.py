@@ -23,10 +23,9 @@ from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
-from lema.train.phases.kinds import chosen_by, settings_of_phase, tied_note
-from lema.train.phases.loop import mixture_of
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
+from lema.train.phases.stage import chosen_by, mixture_of, settings_of_phase, tied_note
 
 __all__ = ["PhaseReport", "phase_report", "report_rows", "show_report"]
 
@@ -103,16 +102,10 @@ def phase_report(
 ) -> PhaseReport:
     """Report on a run of phases before it starts. No weights are read but to time them.
 
-    Args:
-        config: the settings of the run that no phase has of its own.
-        plan: the phases.
-        sources: the rows of every data set, by name, to be looked at before the first phase begins; None: they are not.
-        machine: to plan for; None: this one, with its `backend`, if that is opened already.
-        measure: this machine, which takes seconds for each kind of phase; else hours are not known here.
-        price: of an hour, in any currency.
-        processes: that share each batch, all on one machine.
-
-    Raises `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` of a phase or data sets.
+    The rows of `sources`, if given, are looked at before the first phase begins. It is planned for a `machine`; None:
+    for this one, with its `backend`, if that is open; to `measure` it takes seconds for each kind of phase, and
+    otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the phase
+    that does not fit, or `ConfigError` of a phase or data sets.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
     for index in range(len(plan.phases)) if sources is not None else ():
@@ -133,7 +126,7 @@ def phase_report(
         speeds=site.speeds,
         shared=site.machine.shared,
         price=price,
-        steps=sum(one.steps for one in entries),
+        steps=plan.num_steps,
         tokens=sum(one.tokens for one in entries),
         hours=hours,
         cost=None if hours is None or price is None else hours * price,
@@ -190,10 +183,9 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
 
 def _disk(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> dict[str, int]:
     """Return the bytes of what a phase leaves: checkpoints, and the model that the next phase begins with."""
-    steps, blueprint = plan.steps(index).steps, needs.planner.blueprint
-    count = math.ceil(steps / config.save_steps) if config.save_steps else 1
+    blueprint, leaves = needs.planner.blueprint, Places(Path(config.output_dir), plan).leaves_model(index)
+    count = math.ceil(plan.steps(index).steps / config.save_steps) if config.save_steps else 1
     kept = min(count, config.save_total_limit or count)
-    leaves = Places(Path(config.output_dir), plan).leaves_model(index)
     return {"checkpoints": kept * blueprint.checkpoint_bytes, "model": leaves * blueprint.model_bytes}
 
 
@@ -214,10 +206,8 @@ def report_rows(report: PhaseReport) -> Iterator[Row]:
 
 
 def show_report(report: PhaseReport, console: Console) -> None:
-    """Print a report."""
-    told = list(report_rows(report))
-    if console.is_terminal:
-        told = [row for row in told if row[0] != "note"]
+    """Print a report; a table has its notes below it, where they may be as long as they are."""
+    told = (row for row in report_rows(report) if not (console.is_terminal and row[0] == "note"))
     print_table(([cell for cell in row if cell] for row in told), console, amounts=True)
     for warning in report.warnings if console.is_terminal else ():
         console.print(f"note: {warning}", soft_wrap=True, markup=False, highlight=False)
@@ -228,12 +218,9 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     numbers = f"{human_count(phase.trainable)} parameters, of a model of {human_count(phase.parameters)}"
     yield "trains", f"{parts[phase.trains]}: {numbers}"
     yield "steps", f"{phase.first_step:,} to {phase.last_step:,}"
-    left = f"; {phase.leftover:,} more are less than a step" if phase.leftover else ""
-    yield "tokens", f"{phase.tokens:,}{left}"
+    yield "tokens", f"{phase.tokens:,}" + (f"; {phase.leftover:,} more are less than a step" if phase.leftover else "")
     yield from ((f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items())
-    rates = phase.rates
-    told = f"{rates['first']:.3g} at first, {rates['peak']:.3g} at its peak, {rates['last']:.3g} at last"
-    yield "learning rate", told
+    yield "learning rate", "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates)
     memory, moved = phase.memory, phase.moved
     where = "memory to compute in" if report.shared else "device memory"
     yield where, f"{human_bytes(memory.device)} of {human_bytes(report.device_memory)}"
@@ -242,9 +229,8 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
         yield "in files mapped into memory", human_bytes(memory.mapped)
     yield "disk, for what it leaves", human_bytes(memory.disk)
     copied = {"copied to the device": moved.uploaded, "copied from the device": moved.downloaded}
-    for what, nbytes in {"read from disk": moved.read, **copied}.items():
-        if nbytes:
-            yield what, human_bytes(nbytes)
+    told = {"read from disk": moved.read, **copied}.items()
+    yield from ((what, human_bytes(nbytes)) for what, nbytes in told if nbytes)
     yield "takes", _duration(phase.hours, report)
 
 

@@ -37,12 +37,10 @@ from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
-from lema.train.phases.kinds import copy_adapter, leave_model, settings_of_phase, trainer_of
-from lema.train.phases.loop import PhaseRun, mixture_of
-from lema.train.phases.places import Places
+from lema.train.phases.places import Places, Start, begin_at, find_start, go_on
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report
-from lema.train.phases.start import Start, begin_at, find_start, go_on
+from lema.train.phases.stage import PhaseRun, copy_adapter, mixture_of, settings_of_phase, trainer_of
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
@@ -56,51 +54,31 @@ def run_phases(
     plan: PhasePlan,
     sources: Mapping[str, Source],
     *,
-    held_out: Mapping[str, Source] | None = None,
-    eval_rows: int | None = None,
     resume: bool = False,
     start: str | Path | None = None,
-    on_step: Log = lambda _: None,
-    stop: Stop = lambda: None,
-    at_layer: Stop | None = None,
     callbacks: Sequence[Any] = (),
-    trust_remote_code: bool = False,
-    trace: NoTrace = NO_TRACE,
-    say: Callable[[str], None] = print,
+    on_step: Log = lambda _: None,
     backend: Backend | None = None,
-    files: ModelFiles | None = None,
+    **options: Any,
 ) -> Path:
     """Run every phase of a plan; return the directory of the last one's end. Adapters are copied to `output_dir`, too.
 
     Args:
-        config: the model, the device, the optimizer's other settings, `output_dir`, and the steps of the run between
-            checkpoints (`save_steps`), validations (`eval_steps`; each phase ends with both, whatever these say) and
-            lines of metrics (`logging_steps`). What a plan says (learning rate, batch, adapters, seed) is the plan's.
-        plan: the phases.
-        sources: the rows of every data set, by name.
-        held_out: rows to validate on; None: there is no validation.
-        eval_rows: how many of them; None: as many as a step has.
         resume: go on where an earlier run in `output_dir` stopped.
         start: a checkpoint of one of these phases that lies anywhere, to go on from; or a model's directory, with which
             the first adapters begin. With `resume`, of no further use once a phase has been begun in `output_dir`.
-        on_step: called with every line of metrics.
-        stop: asked after each step; returns why to stop, None: go on.
-        at_layer: the same, asked before each layer: the step or validation under way is given up then. Of several
-            processes all give one, or none.
         callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
-        backend: the device, and with `files` the model's directory, opened; None: they are opened here.
+        on_step: called with every line of metrics.
+        options: the other fields of `Phases`.
 
-    Raises:
-        Stopped: `stop`, `at_layer` or a callback said so; a checkpoint of the last step was written.
-        ConfigError: a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan; a
-            selection matches nothing; `start` is not of this plan; another run writes to `output_dir`.
-        AdapterError: a checkpoint is damaged.
-        DiskFull: there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
+    Raises `Stopped`, with a checkpoint of the last step there, where `stop`, `at_layer` or a callback said so;
+    `ConfigError` where a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan, or
+    `start` is, or a selection matches nothing, or another run writes there; `AdapterError` of a damaged checkpoint;
+    `DiskFull` where there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
     """
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
-        asked = stop, at_layer, say
-        run = Phases(config, plan, sources, device, held_out, eval_rows, trust_remote_code, trace, files, *asked)
+        run = Phases(config, plan, sources, device, **options)
         inside = [run.places.place(index) for index in range(len(plan.phases))]
         stack.enter_context(one_run(device.replicas, run.places.directory, inside))
         return run.train(run.prepare(resume=resume, start=start), callbacks, on_step)
@@ -108,25 +86,29 @@ def run_phases(
 
 @dataclass(frozen=True)
 class Phases:
-    """A plan and what its phases run on; see `run_phases`."""
+    """A plan and what its phases run on."""
 
+    # The model, the device, the optimizer's other settings, `output_dir`, and the steps of the run between checkpoints
+    # (`save_steps`), validations (`eval_steps`; each phase ends with both, whatever these say) and lines of metrics
+    # (`logging_steps`). What a plan says (learning rate, batch, adapters, seed) is the plan's.
     config: LemaConfig
     plan: PhasePlan
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Source]  # the rows of every data set, by name
     backend: Backend
-    held_out: Mapping[str, Source] | None
-    eval_rows: int | None
-    trust_remote_code: bool
-    trace: NoTrace
-    given: ModelFiles | None
-    stop: Stop
-    at_layer: Stop | None
-    say: Callable[[str], None]
+    held_out: Mapping[str, Source] | None = None  # rows to validate on; None: there is no validation
+    eval_rows: int | None = None  # how many of them; None: as many as a step has
+    stop: Stop = lambda: None  # asked after each step; returns why to stop, None: go on
+    # The same, asked before each layer: the step or validation under way is given up then. Of several processes all
+    # give one, or none.
+    at_layer: Stop | None = None
+    trust_remote_code: bool = False
+    trace: NoTrace = NO_TRACE
+    say: Callable[[str], None] = print
+    opened: ModelFiles | None = None  # the model's directory; None: it is opened here
 
     @cached_property
-    def files(self) -> ModelFiles:
-        """The directory of the model that the first phases train, opened."""
-        return self.given or ModelFiles(self.config, trust_remote_code=self.trust_remote_code)
+    def _files(self) -> ModelFiles:
+        return self.opened or ModelFiles(self.config, trust_remote_code=self.trust_remote_code)
 
     @property
     def places(self) -> Places:
@@ -134,7 +116,6 @@ class Phases:
         return Places(Path(self.config.output_dir), self.plan)
 
     def _events(self, callbacks: Sequence[Any], told: Log) -> RunEvents:
-        """Return metrics and callbacks of the whole run; `told` is called with each line of metrics."""
         plan, replicas = self.plan, self.backend.replicas
         steps: dict[str, Any] = {"batch_size": plan.batch_size, "max_steps": plan.num_steps, "seed": plan.seed}
         steps["learning_rate"] = max(phase.learning_rate for phase in plan.phases)
@@ -161,7 +142,7 @@ class Phases:
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
         """Run every phase that has not ended, from `begin` on; return the checkpoint the last one ends with."""
         places, last = self.places, len(self.plan.phases) - 1
-        with self._events(callbacks, told) as events:
+        with closing(self._events(callbacks, told)) as events:
             try:
                 self._train_all(events, begin)
             except Stopped:
@@ -191,11 +172,12 @@ class Phases:
             gc.collect()  # what a phase trained must be gone before the next begins, whatever of it refers to itself
 
     def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
-        """Run a phase from where it stopped, or from its beginning, to its end."""
-        phase, places, config = self.plan.phases[index], self.places, self._config(index)
+        phase, places, under = self.plan.phases[index], self.places, self.places.based(index)
+        base = with_model(self.config, places.model_of(under - 1)) if under else self.config
+        config = settings_of_phase(base, self.plan, phase, output_dir=str(places.place(index)))
         mixture = mixture_of(self.plan, index, self.sources, self.held_out)
         with ExitStack() as stack:
-            files = None if places.based(index) else self.files  # else the model that an earlier phase has left
+            files = None if under else self._files  # else the model that an earlier phase has left
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
             model = LemaModel(config, trust_remote_code=self.trust_remote_code, **opened)
             stack.callback(model.close, keep_backend=True)
@@ -204,7 +186,10 @@ class Phases:
                 stack.callback(trainer.close)
             stack.callback(events.release)
             rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
-            run = PhaseRun(places, index, trainer, mixture, rows, self._data(index))
+            phases = self.plan.phases[: index + 1]
+            used = {f"data set {one.full_name}" for phase in phases for one in phase.mixture}
+            data = {name: list(about) for name, about in self._rows.items() if name in used}
+            run = PhaseRun(places, index, trainer, mixture, rows, data)
             self._begin(index, run, trainer, start)
             if run.done < run.num_steps or run.pending is not None:
                 file, step = places.directory / METRICS_NAME, run.position(run.done).step
@@ -213,19 +198,11 @@ class Phases:
                 trainer.require_room(2 if config.save_steps and not run.done else 1)
                 RunLoop(run, events, at_layer=self.at_layer, after_step=self.stop).run()
             if places.leaves_model(index) and not places.model_of(index).exists():
-                after = self.plan.phases[index + 1] if index + 1 < len(self.plan.phases) else None
-                leave_model(model, trainer, phase, places.end_of(index), places.model_of(index), after)
+                run.leave_model(model)
             if index == len(self.plan.phases) - 1:
                 events.end()
 
-    def _config(self, index: int) -> LemaConfig:
-        """Return the settings of a phase, which begins with a model and writes to a place of its own."""
-        under, config = self.places.based(index), self.config
-        base = with_model(config, self.places.model_of(under - 1)) if under else config
-        return settings_of_phase(base, self.plan, self.plan.phases[index], output_dir=str(self.places.place(index)))
-
     def _begin(self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None) -> None:
-        """Put a phase where it stopped, or where the one before has left it."""
         places, replicas = self.places, trainer.model.backend.replicas
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
@@ -240,11 +217,6 @@ class Phases:
             trainer.restore(places.end_of(index - 1))
             if isinstance(trainer, LemaTrainer) and self.plan.phases[index].optimizer == "reset":
                 trainer.optimizer = None
-
-    def _data(self, index: int) -> dict[str, Any]:
-        """Return what tells the rows of a phase, and of those before it, apart from others, as JSON types."""
-        used = {one.full_name for phase in self.plan.phases[: index + 1] for one in phase.mixture}
-        return {name: list(about) for name, about in self._rows.items() if name.removeprefix("data set ") in used}
 
     @cached_property
     def _rows(self) -> dict[str, Any]:
@@ -266,9 +238,7 @@ def train_phases(
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
 ) -> Path:
-    """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory that the last one ends
-    with.
-    """
+    """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory of the last end."""
     shown, plan, config = console or Console(highlight=False), file.plan, file.config
     say = line_printer(shown)
     # The one backend holds the group of processes together until the last phase has ended.
@@ -281,32 +251,20 @@ def train_phases(
         read = partial(read_sources, config, plan, say=say, files=files)
         sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
-        opened: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
-        show_report(phase_report(config, plan, sources, processes=backend.replicas.size, **opened), shown)
+        shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
+        show_report(phase_report(config, plan, sources, processes=backend.replicas.size, **shared), shown)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
-            end = run_phases(
-                config,
-                plan,
-                sources,
-                held_out=held_out,
-                eval_rows=file.eval_rows,
-                resume=resume,
-                start=start,
-                on_step=lambda row: _tell(row, say),
-                at_layer=stop.why,
-                callbacks=callbacks if first else (),
-                trace=trace,
-                say=say,
-                files=files,
-                **opened,
-            )
+            rows: dict[str, Any] = {"held_out": held_out, "eval_rows": file.eval_rows, "opened": files}
+            asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
+            told: dict[str, Any] = {"on_step": partial(_tell, say), "callbacks": callbacks if first else (), "say": say}
+            end = run_phases(config, plan, sources, **rows, **asked, **told, trace=trace, **shared)
         say(f"the last phase ended in {end}")
         for name, numbers in evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code).items():
             say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
     return end
 
 
-def _tell(row: dict[str, Any], say: Callable[[str], None]) -> None:
+def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
     """Say what happened at a boundary; the steps between are the callbacks' to show."""
     match row.get("event"):
         case "phase_begin":

@@ -33,15 +33,12 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
 
 
 def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
-    """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects of so many decoder layers.
-
-    Layers count from 0, and train once however often they are selected. A `SettingsError` holds each problem.
+    """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects of so many decoder layers,
+    counted from 0; a `SettingsError` holds each problem.
     """
     if problems := selection_problems(items, num_layers, key):
         raise SettingsError(problems)
-    layers = _layers_of(items, num_layers)
-    assert layers is not None, "the model's layers are counted"
-    return Selection(layers, "embeddings" in items, "head" in items)
+    return Selection(_layers_of(items, num_layers) or frozenset(), "embeddings" in items, "head" in items)
 
 
 def _span(item: str) -> tuple[str, int]:
@@ -50,7 +47,7 @@ def _span(item: str) -> tuple[str, int]:
 
 
 def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
-    """What is wrong with an item, and how to mend it."""
+    """Return what is wrong with an item, and how to mend it."""
     if isinstance(item, int) and not isinstance(item, bool):
         if item < 0:
             return f"is {item}, and layers count from 0", f'write "last:{-item}" for the last {-item}'

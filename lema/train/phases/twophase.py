@@ -20,9 +20,8 @@ from lema.data import Sampling
 from lema.data.sampling import check_rates
 from lema.engine.schedules import SCHEDULES, takes
 from lema.errors import ConfigError
-from lema.train.phases.phase import LENGTHS, Mixture, Phase
-from lema.train.phases.plan import PhasePlan
-from lema.train.phases.steps import steps_of
+from lema.train.phases.phase import LENGTHS, Mixture, Phase, problem_at
+from lema.train.phases.plan import PhasePlan, steps_of
 
 __all__ = ["LoRAConfig", "LoRATrainerConfig"]
 
@@ -31,11 +30,8 @@ _SINGULAR = {f"{time}_dataset": f"{time}_datasets" for time in _TIMES}
 _FRACTIONS = dict(zip(("warmup_pct", "decay_pct", "constant_pct"), LENGTHS, strict=True))
 
 # What this trainer calls the settings of a run.
-_INTERVALS = {
-    "report_interval": "logging_steps",
-    "checkpoint_interval": "save_steps",
-    "validation_interval": "eval_steps",
-}
+_TIMED = ("report", "logging"), ("checkpoint", "save"), ("validation", "eval")
+_INTERVALS = {f"{ours}_interval": f"{theirs}_steps" for ours, theirs in _TIMED}
 
 
 class LoRAConfig(AdapterSettings):
@@ -73,11 +69,10 @@ def _fineweb() -> list[Sampling]:
 
 
 class LoRATrainerConfig(Settings):
-    """Stages of full-parameter training, then stages of adapters. Each list of stages has one entry per stage.
+    """Stages of full-parameter training, if any, then stages of adapters. Each list of stages has one entry per stage.
 
-    `pre_lora_dataset` and `post_lora_dataset` are taken for `pre_lora_datasets` and `post_lora_datasets`. With no stage
-    before, training begins with adapters. What a trainer is configured with here holds for the whole run, and the
-    settings of `LemaConfig` for all that has no name here. A `SettingsError` holds every problem.
+    `pre_lora_dataset` and `post_lora_dataset` are taken for `pre_lora_datasets` and `post_lora_datasets`. What is given
+    here holds for the whole run, and the settings of `LemaConfig` for all that has no name here.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -199,18 +194,15 @@ class LoRATrainerConfig(Settings):
             except ConfigError as error:
                 yield as_problem(error, f"{time}_tokens[{stage}]")
 
-    def _schedule_wrong(self) -> list[Problem]:
+    def _schedule_wrong(self) -> Iterator[Problem]:
         """What is wrong with the plan still, said of the settings here: the parts of a schedule may not fit into it."""
         own = {f".{name}_ratio": key for key, name in _FRACTIONS.items()}
         try:
             self.plan()
         except SettingsError as error:
-            keys = [next(key for end, key in own.items() if problem.key.endswith(end)) for problem in error.problems]
-            return [
-                Problem(key, f"{key}: {problem.what.partition(': ')[2]}", problem.how)
-                for key, problem in zip(keys, error.problems, strict=True)
-            ]
-        return []
+            for problem in error.problems:
+                key = next(key for end, key in own.items() if problem.key.endswith(end))
+                yield problem_at(key, problem.what.partition(": ")[2], problem.how)
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
@@ -232,9 +224,8 @@ class LoRATrainerConfig(Settings):
         )
 
     def settings_of_run(self, model: LemaConfig) -> LemaConfig:
-        """Return the settings of a run, with the intervals and reports that are configured here.
-
-        One that is given in `model` alone is that of `model`; where both give one, and differ, `ConfigError` is raised.
+        """Return the settings of a run: intervals and reports are those here, or those of `model` where it alone gives
+        them; `ConfigError` where both give one, and differ.
         """
         changed: dict[str, Any] = {}
         for name, setting in _INTERVALS.items():
@@ -249,13 +240,14 @@ class LoRATrainerConfig(Settings):
             changed["report_to"] = [*(one for one in reports if one != "wandb"), "wandb"]
         return LemaConfig(**{**model.model_dump(exclude_unset=True), **changed})
 
-    def _steps(self, time: str) -> list[int]:
-        return [steps_of(count, self.batch_size, self.block_size).steps for count in getattr(self, f"{time}_tokens")]
-
     def _phases(self, time: str) -> Iterator[Phase]:
-        steps, lora = self._steps(time), time == "post_lora"
+        every = {
+            one: [steps_of(count, self.batch_size, self.block_size).steps for count in getattr(self, f"{one}_tokens")]
+            for one in _TIMES
+        }
+        steps, lora = every[time], time == "post_lora"
         stages = zip(getattr(self, f"{time}_tokens"), getattr(self, f"{time}_datasets"), strict=True)
-        whole = sum(steps) if self.schedule_spans == "phase" else sum(sum(self._steps(one)) for one in _TIMES)
+        whole = sum(steps) if self.schedule_spans == "phase" else sum(map(sum, every.values()))
         parts = {
             f"{name}_ratio": getattr(self, key) for key, name in _FRACTIONS.items() if name in takes(self.schedule)
         }

@@ -14,8 +14,7 @@ from lema.config import LemaConfig
 from lema.config.settings import Change
 from lema.errors import AdapterError
 from lema.storage.manifest import MANIFEST, write_manifest
-from lema.train.checkpoint.changes import CLASSES, changed_settings
-from lema.train.checkpoint.resume import newest_sound
+from lema.train.checkpoint.resume import CLASSES, changed_settings, newest_sound
 
 ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
 

@@ -26,10 +26,10 @@ from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.model import meta_model
-from lema.train.full.export import save_trained
+from lema.train.full.checkpoint import save_trained
 from lema.train.full.training import FullTraining
-from lema.train.phases.kinds import chosen_by, tied_note
 from lema.train.phases.phase import Phase
+from lema.train.phases.stage import chosen_by, tied_note
 from lema_cpu import CpuBackend
 
 
@@ -151,9 +151,9 @@ def test_what_is_saved_is_the_model_that_was_trained(
     training = FullTraining(model.adapter, config, one_in_the_middle if tied else everything)
     for _ in range(2):
         training.accumulate(micro_batches(2))
-    out = save_trained(model, training, tmp_path / "out", max_shard_size=200_000)
+    out = save_trained(model, training.places, tmp_path / "out", max_shard_size=200_000)
     with pytest.raises(ConfigError, match="taken"):
-        save_trained(model, training, out)
+        save_trained(model, training.places, out)
     model.close()
     assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
     saved, base = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out, checkpoint.published))

@@ -239,7 +239,7 @@ def plan(*phases: dict[str, Any], **options: Any) -> PhasePlan:
 
 def of(found: PhasePlan, index: int) -> Mixture:
     """The mixture of a phase, as a run makes it."""
-    own, fade, starts = found.phases[index].mixture, found.fade(index), found.starts(index)
+    own, fade, starts = found.phases[index].mixture, found.fade(index), found.starts()[index]
     return Mixture(own, SOURCES, found.seed, BLOCK, stage=index, fade=fade, starts=starts)
 
 
@@ -274,11 +274,11 @@ def test_two_stages_over_one_data_set_do_not_read_a_row_twice() -> None:
     going_on = plan(*(phase(TEXT, length) for length in lengths))
     rows = [draw.row for draws in drawn(going_on) for draw in draws]
     assert len(rows) == len(set(rows)) == ROWS * sum(lengths)
-    assert [found["text"] for found in map(going_on.starts, range(3))] == [Start(0, 0), Start(0, 160), Start(0, 400)]
+    assert [found["text"] for found in going_on.starts()] == [Start(0, 0), Start(0, 160), Start(0, 400)]
     afresh = plan(*(phase(TEXT, length, data="restart") for length in lengths))
     rows = [draw.row for draws in drawn(afresh) for draw in draws]
     assert len(set(rows)) < len(rows)
-    assert {found["text"].taken for found in map(afresh.starts, range(3))} == {0}
+    assert {found["text"].taken for found in afresh.starts()} == {0}
     (whole,) = drawn(plan(phase(TEXT, sum(lengths))))
     assert [draw.row for draws in drawn(going_on) for draw in draws] == [draw.row for draw in whole]  # no boundaries
 
@@ -299,8 +299,8 @@ def test_data_sets_go_on_through_mixtures_and_fades(stages: list[tuple[Any, int,
 
 def test_restart_is_of_one_phase_and_continue_takes_up_what_was_left() -> None:
     found = plan(phase(TEXT, 10), phase(CHAT, 5), phase(TEXT, 10, data="restart"), phase(BOTH, 20))
-    assert found.starts(2) == {"text": Start(2, 0)}
-    assert found.starts(3) == {"text": Start(2, 40), "chat": Start(1, 20)}
+    assert found.starts()[2] == {"text": Start(2, 0)}
+    assert found.starts()[3] == {"text": Start(2, 40), "chat": Start(1, 20)}
     assert drawn(found)[2] != drawn(found)[0]
 
 

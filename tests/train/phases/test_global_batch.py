@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lema.errors import ConfigError
-from lema.train.phases.steps import GlobalBatch, TokenSteps, solve_batch, steps_of
+from lema.train.phases.plan import GlobalBatch, TokenSteps, solve_batch, steps_of
 
 counts = st.integers(1, 600)
 

@@ -7,8 +7,8 @@ import pytest
 from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.problems import SettingsError
-from lema.train.phases.kinds import of_kind
 from lema.train.phases.phase import Phase
+from lema.train.phases.stage import of_kind
 
 OWN = {name for name in LemaConfig.model_fields if name.startswith("lora_")}
 

@@ -17,7 +17,7 @@ from lema.storage import diskspace as freespace
 from lema.storage.locks import run_lock
 from lema.storage.manifest import check_manifest
 from lema.storage.verify import base_fingerprint
-from lema.train.phases import loop as phaseloop
+from lema.train.phases import stage as phaseloop
 from lema.train.phases.run import run_phases
 
 

@@ -14,10 +14,9 @@ from tiny import Checkpoint
 from lema import LemaConfig
 from lema.errors import AdapterError, ConfigError
 from lema.storage.manifest import MANIFEST, check_manifest, write_manifest
-from lema.train.phases import loop as phases
-from lema.train.phases.places import Places
+from lema.train.phases import stage as phases
+from lema.train.phases.places import Places, find_point
 from lema.train.phases.run import run_phases
-from lema.train.phases.start import find_point
 
 
 def flip(file: Path) -> None:

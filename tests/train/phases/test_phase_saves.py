@@ -12,7 +12,7 @@ from phaseruns import FULL, HALF, LORA, SOURCES, STEP, assert_same, plan_of, wei
 from lema import LemaConfig
 from lema.convert import apply_delta, merge_adapter
 from lema.convert.delta import DELTA_NAME
-from lema.train.phases import loop as phases
+from lema.train.phases import stage as phases
 from lema.train.phases.run import run_phases
 
 PART = {"trainable": ["q_proj"], "layers": ["last:2"], "tokens": STEP, "mixture": HALF, "learning_rate": 1e-2}

@@ -11,9 +11,8 @@ from phaseruns import FULL, LORA, SOURCES, STEP, assert_same, logged, plan_of, t
 
 from lema import LemaConfig
 from lema.errors import ConfigError, LemaError
-from lema.train.phases.places import Places
+from lema.train.phases.places import Places, find_start
 from lema.train.phases.run import run_phases
-from lema.train.phases.start import find_start
 
 
 @dataclass(frozen=True)

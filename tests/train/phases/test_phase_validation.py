@@ -14,7 +14,7 @@ from lema import LemaConfig
 from lema.data.mixture import Mixture
 from lema.train.checkpoint.format import read_state
 from lema.train.metrics import read_metrics
-from lema.train.phases import loop as phaseloop
+from lema.train.phases import stage as phaseloop
 from lema.train.phases.run import run_phases
 
 

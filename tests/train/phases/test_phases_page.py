@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lema.cli.demo.files import write_files
+from lema.cli.demo.run import write_files
 from lema.config import LemaConfig
 from lema.train.phases.file import has_phases, read_phase_file
 

@@ -1,4 +1,4 @@
-"""The command that continues prompts: a few on the command line, or a file of them in batches."""
+"""The commands that run a trained model: they continue prompts, measure its loss on rows, or run tasks of a harness."""
 
 import contextlib
 import json
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lema.cli.arguments import Settings, Source, Trust, model_of
-from lema.config.units import human_bytes, human_count
-from lema.errors import ConfigError
+from lema.config.units import human_bytes, human_count, human_duration
+from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from lema.data.files import Row
     from lema.train.inference.texts import Completion
     from lema.train.model import LemaModel
 
-__all__ = ["generate"]
+__all__ = ["evaluate", "generate"]
 
 
 Prompts = Annotated[
@@ -35,7 +35,7 @@ BatchSize = Annotated[int | None, typer.Option(min=1, help="Prompts at once; by 
 DoSample = Annotated[
     bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
 ]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.", show_default=False)]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")]
 MinP = Annotated[
     float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
@@ -100,10 +100,7 @@ def _sampling(*, do_sample: bool, temperature: float | None, **others: float | N
 
 
 def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, dict[str, Any]]:
-    """Return the results that the output has already, by the number of their prompts.
-
-    Raises a ConfigError where there is an output and it is not to be kept, or it is that of other prompts.
-    """
+    """Return the results in the output, by the number of their prompts; or ConfigError: of others, or unwanted."""
     if output is None or not output.exists():
         if resume and output is None:
             raise ConfigError("there is no output to go on with", where="--resume", how="give --output FILE, too")
@@ -157,30 +154,34 @@ class _Made:
         began, before = time.monotonic(), model.memory.counters
         seed = model.config.seed if seed is None else seed
         with contextlib.closing(TokenProgress(len(ids), len(self.kept))) as display:
-            told, done = display.made if first else lambda _: None, self.kept.keys()
+            told, done = display if first else lambda _: None, self.kept.keys()
             batches = completions(model, ids, new, size, options, keys_values=kv, seed=seed, done=done, told=told)
-            tokens = self._written(batches, display.ended, first=first)
+            tokens = self._written(batches, display, first=first)
         seconds, after = time.monotonic() - began, model.memory.counters
         if first and not self.bare:
             read, rate = human_bytes(after.bytes_read - before.bytes_read), tokens / max(seconds, 1e-9)
             typer.echo(f"{tokens:,} tokens, {human_count(rate)}/s; {read} of weights read", err=True)
 
-    def _written(self, batches: Iterable[list["Completion"]], ended: Callable[[int], None], *, first: bool) -> int:
+    def _written(self, batches: Iterable[list["Completion"]], show: Callable[[int, int], None], *, first: bool) -> int:
         """Write each batch as it ends, whole, and all in the order of the prompts at last; return the tokens made."""
+        from lema.data.chat.prompts import written
+
         tokens = 0
         if first:
             self._rewrite()  # so that it ends with a whole line
         for batch in batches:
-            results = [self._result(one) for one in batch]
-            self.kept.update((one["index"], one) for one in results)
-            tokens += sum(len(one.tokens) for one in batch)
-            lines = "".join(map(_line, results))
+            for one in batch:
+                counts = {"prompt_tokens": one.prompt_tokens, "completion_tokens": len(one.tokens)}
+                result = {"index": one.index, "completion": one.text, "finish_reason": one.finish}
+                self.kept[one.index] = {**written(self.rows[one.index]), **result, **counts}
+                tokens += len(one.tokens)
+            lines = "".join(_line(self.kept[one.index]) for one in batch)
             if first and self.output is not None:
                 with self.output.open("a", encoding="utf-8") as file:
                     file.write(lines)
             elif first and not self.bare:
                 typer.echo(lines, nl=False)
-            ended(len(batch))
+            show(0, len(batch))
         if first:
             self._rewrite()
         if first and self.bare:
@@ -189,19 +190,87 @@ class _Made:
         return tokens
 
     def _rewrite(self) -> None:
-        """Put the results of the output in the order of the prompts."""
         from lema.storage.atomic import replace_file
 
         if self.output is not None:
             replace_file(self.output, "".join(_line(self.kept[index]) for index in sorted(self.kept)).encode())
 
-    def _result(self, one: "Completion") -> dict[str, Any]:
-        from lema.data.chat.prompts import written
-
-        counts = {"prompt_tokens": one.prompt_tokens, "completion_tokens": len(one.tokens)}
-        result = {"index": one.index, "completion": one.text, "finish_reason": one.finish}
-        return {**written(self.rows[one.index]), **result, **counts}
-
 
 def _line(result: dict[str, Any]) -> str:
     return json.dumps(result, ensure_ascii=False) + "\n"
+
+
+def evaluate(
+    source: Source,
+    data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas.")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(min=0.0, help="Examples of each task; below 1: a part.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples that tasks show.")] = None,
+    include_path: Annotated[Path | None, typer.Option(metavar="DIR", help="Tasks of your own.")] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Put what tasks ask through the chat template.")
+    ] = False,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows computed, or texts made, at once.")] = None,
+    rows_per_pass: Annotated[
+        int | None, typer.Option(min=1, help="Rows scored by one pass; by default as many as fit.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results of tasks as JSON.")] = None,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Measure loss and perplexity of a trained adapter, or tasks of lm-evaluation-harness."""
+    of_tasks = {"--limit": limit, "--num-fewshot": num_fewshot, "--include-path": include_path, "--output": output}
+    of_tasks |= {"--batch-size": batch_size, "--rows-per-pass": rows_per_pass}
+    given = [name for name, value in of_tasks.items() if value is not None]
+    given += ["--apply-chat-template"] * apply_chat_template
+    if tasks is None and given:
+        raise ConfigError("only tasks have this", where=", ".join(given), how="give --tasks NAMES, or leave it out")
+    if tasks is not None and data:
+        raise ConfigError("tasks bring their own data", where="--data", how="leave it out, or leave --tasks out")
+    model = model_of(source, settings, trust_remote_code)
+    with contextlib.closing(model):
+        if tasks is not None:
+            from lema.train.inference.harness import Harness
+
+            names = [name.strip() for name in tasks.split(",") if name.strip()]
+            how = Harness(limit, num_fewshot, include_path, apply_chat_template, batch_size, rows_per_pass)
+            _run_tasks(model, names, how, output)
+            return
+        measured = model.get_trainer().evaluate(_rows(model, data))
+        if model.backend.replicas.first:
+            for name, value in measured.items():
+                typer.echo(f"{name} {value:.6g}")
+
+
+def _rows(model: Any, data: list[str] | None) -> Any:
+    """Return the rows of `data`, or else those that the model's config holds back; a DataError: there are none."""
+    from lema.train.batch import read_data
+    from lema.train.run import load_data
+
+    if paths := data or model.config.eval_data:
+        return read_data(model.config, model.files, paths)
+    held_back = load_data(model)[1] if model.config.train_data else None
+    if held_back is None:
+        raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
+    return held_back
+
+
+def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> None:
+    from lema.storage.atomic import replace_file
+    from lema.train.inference.harness import evaluate_tasks, table_of
+
+    began, first = time.monotonic(), model.backend.replicas.first
+
+    def say(text: str) -> None:
+        if first:
+            read = human_bytes(model.memory.counters.bytes_read)
+            typer.echo(f"{text}, {read} of weights read, {human_duration(time.monotonic() - began)}", err=True)
+
+    results = evaluate_tasks(model, names, how, say)
+    if not first:
+        return
+    typer.echo(table_of(results))
+    if output is not None:
+        replace_file(output, (json.dumps(results, indent=2, default=str) + "\n").encode())
