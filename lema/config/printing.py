@@ -34,11 +34,9 @@ def line_printer(console: Console) -> Callable[[str], None]:
 def print_table(
     rows: Iterable[Sequence[str | Text]], console: Console, *, headers: Sequence[str] = (), amounts: bool = False
 ) -> None:
-    """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow.
-
-    The first cell of a row names a section, which a table without `headers` shows once for all rows of it. A table
-    aligns a last column of `amounts` on the right. A quiet console prints nothing.
-    """
+    """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow. The
+    first cell of a row names a section, which a table without `headers` shows once for all rows of it. A table aligns a
+    last column of `amounts` on the right. A quiet console prints nothing."""
     if console.quiet:
         return
     if not console.is_terminal:

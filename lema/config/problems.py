@@ -115,9 +115,8 @@ class SettingsError(ConfigError):
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
         """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.
-
-        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `apart` were not given there.
-        """
+        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `apart` were not given
+        there."""
         found, elsewhere = [], set(apart)
         for problem in self.problems:
             key = problem.key
@@ -186,9 +185,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> Problem:
 
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
     """Pydantic's complaints, those of settings inside settings too: one problem per setting, in the order of checking.
-
-    A path is written as in Python: `phases[1].mixture[0].rate`. The keys of `defaults` are the known settings.
-    """
+    A path is written as in Python: `phases[1].mixture[0].rate`. The keys of `defaults` are the known settings."""
     found: dict[str, list[Problem]] = {}
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):

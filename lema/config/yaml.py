@@ -125,10 +125,9 @@ def from_yaml(
     overrides: Mapping[str, Any],
     spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> Made:
-    """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's.
-
-    A `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's own name.
-    """
+    """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's. A
+    `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's own
+    name."""
     file = read_yaml(path)
     try:
         return make(**{**file.values, **overrides})

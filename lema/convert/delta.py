@@ -76,7 +76,9 @@ def apply_delta(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model that a delta makes of its base, in the hub's format.
+    """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir` is not empty, or
+    `max_shard_size` is not positive; `WeightsError`: the delta is damaged, the base is missing, or it is not the one
+    that was trained; `DiskError`: a file could not be written; nothing is left behind.
 
     Args:
         delta_dir: a directory that `save_delta` wrote.
@@ -84,11 +86,6 @@ def apply_delta(
         base: where the base is now; None: where it was.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
         trust_remote_code: run code that comes with the base model, and copy it.
-
-    Raises:
-        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
-        WeightsError: the delta is damaged, the base is missing, or it is not the one that was trained.
-        DiskError: a file could not be written; nothing is left behind.
     """
     out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
     about = DeltaFile.read(delta)

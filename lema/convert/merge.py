@@ -124,6 +124,10 @@ def merge_adapter(
 
     The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. Tensors
     have the names `transformers` uses in memory. Of a quantised base the weights are expanded, and stay so.
+    `ConfigError`: `out_dir` is not empty, `max_shard_size` is not positive, or there is no such `rounding`;
+    `AdapterError`: there is no adapter, it does not fit the model, or the model has changed since it was trained;
+    `WeightsError`: the base model is damaged, does not fit its config, or must be prepared first; `DiskError`: a file
+    could not be written; nothing is left behind.
 
     Args:
         adapter_dir: a saved adapter; it names its base model.
@@ -134,12 +138,6 @@ def merge_adapter(
             `stochastic` keeps them in the mean, at the cost of noise of one last place.
         seed: of stochastic rounding; the same one gives the same bits, however the files are cut.
         trust_remote_code: run code that comes with the base model.
-
-    Raises:
-        ConfigError: `out_dir` is not empty, `max_shard_size` is not positive, or there is no such `rounding`.
-        AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained.
-        WeightsError: the base model is damaged, does not fit its config, or must be prepared first.
-        DiskError: a file could not be written; nothing is left behind.
     """
     if rounding not in get_args(Rounding):
         what = f"there is no rounding {rounding!r}"

@@ -168,6 +168,10 @@ def prepare(
     Tied weights are written under each of their names. What is written appears only when it is complete; what a killed
     run to the same place left is removed. Tensors on disk that the model has no place for are left out, and named in
     what is returned; a tensor of the model that is not on disk is an error, though `from_pretrained` would draw it.
+    `ConfigError`: `out` is the model's own directory, or a file where it must be a directory; what `quantize` needs is
+    not installed; `WeightsError`: the checkpoint is damaged or does not fit its config; `ModelError`: `transformers`
+    cannot build the model, or it has no single stack of layers, or it is quantised already, or has nothing to quantise;
+    `DiskError`: the disk is full or failing; nothing is left behind.
 
     Args:
         model_or_dir: a model directory, a `.safetensors` file beside its `config.json`, a hub id, or a model in memory.
@@ -178,14 +182,6 @@ def prepare(
             quantised.
         trust_remote_code: run code that lies in the model directory.
         progress: called with the bytes given to the disk, and how many there are in all.
-
-    Raises:
-        ConfigError: `out` is the model's own directory, or a file where it must be a directory; what `quantize` needs
-            is not installed.
-        WeightsError: the checkpoint is damaged or does not fit its config.
-        ModelError: `transformers` cannot build the model, or it has no single stack of layers, or it is quantised
-            already, or has nothing to quantise.
-        DiskError: the disk is full or failing; nothing is left behind.
     """
     check_kind(quantize)
     place, wanted = Path(out), _parse_dtype(dtype)
@@ -221,14 +217,9 @@ def prepare_monolithic_safetensors(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited.
-
-    It is `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the
-    model has no place for. `device` has no effect.
-
-    Raises:
-        ConfigError: `out_file` does not end in `.safetensors`.
-    """
+    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited. It is
+    `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the model
+    has no place for. `device` has no effect. `ConfigError`: `out_file` does not end in `.safetensors`."""
     file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
         what = f"{file} is not the name of a .safetensors file"

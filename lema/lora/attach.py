@@ -54,15 +54,12 @@ def lora_config(
     **options: Any,
 ) -> LoraConfig:
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a model without
-    adapters.
+    adapters. `ConfigError`: PEFT refuses the options.
 
     Args:
         alpha: the adapter's output is scaled by `alpha / rank`.
         targets: module names, or a regular expression over full names; None: `default_targets`.
         options: further options of PEFT's `LoraConfig`.
-
-    Raises:
-        ConfigError: PEFT refuses the options.
     """
     chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
     try:
@@ -134,10 +131,8 @@ def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
 
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
-
     The model has no adapters, and its weights may be on `meta`. `ModelError`: no parameter would be adapted; the
-    message names those that could be.
-    """
+    message names those that could be."""
     tensors = (*model.parameters(), *model.buffers())
     bare: PreTrainedModel = deepcopy(model, {id(tensor): _without_values(tensor) for tensor in tensors})
     with torch.random.fork_rng(devices=()):
@@ -165,15 +160,13 @@ def inject_lora_params(
     """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
 
     The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model.
+    `ModelError`: no module matches, or one is to be trained in a way that cannot be streamed.
 
     Args:
         config: the adapter's, which may be changed.
         seed: of the initial values, or the generator's state that they are drawn from; the generator is left where it
             was. None: values are left unset, to be loaded.
         read: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with.
-
-    Raises:
-        ModelError: no module matches, or one is to be trained in a way that cannot be streamed.
     """
     layers_name, _ = find_layers(model)
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache

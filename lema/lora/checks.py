@@ -248,12 +248,10 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
 
 
 def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
-    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it.
-
-    It is compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the
-    same name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is
-    another model.
-    """
+    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it. It is
+    compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the same
+    name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is another
+    model."""
     if check_base(directory, index):
         return
     named = config.base_model_name_or_path

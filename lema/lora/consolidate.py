@@ -50,7 +50,10 @@ def consolidate_adapter(
     check: bool = True,
     model: str | None = None,
 ) -> Consolidated:
-    """Put a sharded adapter together, as `adapter_config.json` and `adapter_model.safetensors`.
+    """Put a sharded adapter together, as `adapter_config.json` and `adapter_model.safetensors`. `AdapterError`: the
+    shards are missing, damaged or unsafe, do not fit together or the base model, or replicas differ; `ConfigError`:
+    `out_dir` is taken, or `kv_layout` is none; `WeightsError`: `model` is given, and is neither a local directory nor
+    in the hub cache; `DiskError`: a file could not be written; nothing is left behind.
 
     Args:
         shards: the directory of shards, or the one it lies in: as `shard_adapter` writes it, or as the parallel library
@@ -60,13 +63,6 @@ def consolidate_adapter(
         check: replicas must agree, bit for bit; else the first rank's are taken, and it is told which differ.
         model: the base model, whose modules' shapes, by its config, the adapter must fit; None: the one it names, if
             that is here.
-
-    Raises:
-        AdapterError: the shards are missing, damaged or unsafe, do not fit together or the base model, or replicas
-            differ.
-        ConfigError: `out_dir` is taken, or `kv_layout` is none.
-        WeightsError: `model` is given, and is neither a local directory nor in the hub cache.
-        DiskError: a file could not be written; nothing is left behind.
     """
     out, directory = free_directory(out_dir, 1), _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
@@ -99,19 +95,16 @@ def shard_adapter(
 ) -> Path:
     """Cut an adapter in PEFT's format up for a tensor-parallel group, along the plan that its base model comes with.
 
-    Every projection keeps its own A and B. The axis of the rank is never cut.
+    Every projection keeps its own A and B. The axis of the rank is never cut. `AdapterError`: there is no adapter, or
+    it is damaged; `WeightsError`: the base model is neither a local directory nor in the hub cache; `ModelError`: the
+    base model has no plan, or it does not cover a module of the adapter; it says which; `ConfigError`: the model cannot
+    be divided among so many ranks, or `out_dir` is taken; `DiskError`: a file could not be written; nothing is left
+    behind.
 
     Args:
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         model: the base model, of which the config is read; None: the one the adapter names.
         trust_remote_code: run code that comes with the base model.
-
-    Raises:
-        AdapterError: there is no adapter, or it is damaged.
-        WeightsError: the base model is neither a local directory nor in the hub cache.
-        ModelError: the base model has no plan, or it does not cover a module of the adapter; it says which.
-        ConfigError: the model cannot be divided among so many ranks, or `out_dir` is taken.
-        DiskError: a file could not be written; nothing is left behind.
     """
     out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
     saved = read_lora_config(adapter)

@@ -55,12 +55,10 @@ PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
 
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
-    """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format).
-
-    `overrides` replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`:
-    there is no adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or an override
-    contradicts the adapter.
-    """
+    """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format). `overrides`
+    replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`: there is no
+    adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or an override contradicts
+    the adapter."""
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
         check_file(directory / CONFIG_NAME)
@@ -205,16 +203,14 @@ def save_adapter(
     """Write PEFT's files, but no model card, each whole or not at all, with the permissions of others in the directory.
 
     Before they get their names, the tensors are read back and compared with those in memory, bit for bit. Whatever
-    fails, the files that were there before are untouched. The directory is made where it does not exist.
+    fails, the files that were there before are untouched. The directory is made where it does not exist. `DiskError`: a
+    file could not be written, or reads back otherwise; `NonFiniteError`: a tensor that would be saved has a NaN or an
+    infinity.
 
     Args:
         base: the base model as the user names it, written to `base_model_name_or_path`; beside it, the `revision`.
         whole: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
         writers: of further files.
-
-    Raises:
-        DiskError: a file could not be written, or reads back otherwise.
-        NonFiniteError: a tensor that would be saved has a NaN or an infinity.
     """
     model.peft_config["default"].base_model_name_or_path = base
     model.peft_config["default"].revision = revision
@@ -242,12 +238,10 @@ def save_adapter(
 
 
 def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
-    """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other.
-
-    The file is `adapter_model.safetensors`, or the older `adapter_model.bin`; `layers_name` is the dotted name of the
-    decoder layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
-    `AdapterError`: there is no adapter, it is damaged, or it does not fit the model.
-    """
+    """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other. The file is
+    `adapter_model.safetensors`, or the older `adapter_model.bin`; `layers_name` is the dotted name of the decoder
+    layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
+    `AdapterError`: there is no adapter, it is damaged, or it does not fit the model."""
     file = directory / WEIGHTS
     if file.is_file():
         tensors = read_safetensors(file)

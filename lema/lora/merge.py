@@ -34,12 +34,9 @@ Rounding = Literal["nearest", "stochastic"]
 
 def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, name: str) -> Tensor:
     """Return `exact`, in fp32 for stochastic rounding, as `dtype`; other than half precision it is rounded to the
-    nearest.
-
-    Stochastic rounding goes up or down such that the mean is exact; infinite values and those beyond the largest of the
-    type are rounded to the nearest. Random numbers depend on `seed`, `name` and the place in the tensor, and on nothing
-    that was drawn before: a model is rounded alike in any order and in any number of files.
-    """
+    nearest. Stochastic rounding goes up or down such that the mean is exact; infinite values and those beyond the
+    largest of the type are rounded to the nearest. Random numbers depend on `seed`, `name` and the place in the tensor,
+    and on nothing that was drawn before: a model is rounded alike in any order and in any number of files."""
     near = exact.to(dtype)
     if rounding == "nearest" or dtype not in (torch.bfloat16, torch.float16):
         return near
@@ -66,13 +63,11 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
     """Return the weights of all adapted modules with the adapter merged; the model is left as it is.
 
     The tensors have their names in the model without adapters; those of modules that train whole are among them.
+    `ConfigError`: the adapter is merged already, or a weight is not in memory.
 
     Args:
         rounding: of the sum in fp32 to the type of the weights; see `lema.lora.merge`.
         seed: of stochastic rounding; the same one gives the same bits.
-
-    Raises:
-        ConfigError: the adapter is merged already, or a weight is not in memory.
     """
     found: dict[str, Tensor] = {}
     for name, module in wrapped(model.get_base_model() if isinstance(model, PeftModel) else model):
@@ -86,8 +81,7 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
 
 def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> Callable[[], None]:
     """Have a model compute with its adapter merged; return a function that puts back the original weights, which were
-    kept, so they are the same bits. Arguments and errors are those of `merge_lora_params`.
-    """
+    kept, so they are the same bits. Arguments and errors are those of `merge_lora_params`."""
     found = merge_lora_params(model, rounding=rounding, seed=seed)
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     marked: list[Any] = []

@@ -140,12 +140,10 @@ def module_of(name: str) -> tuple[str, str]:
 
 
 def layout_of_tensor(leaf: str, module: Layout, axes: int) -> Layout:
-    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`.
-
-    Column-parallel: A `[rank, input]` is whole on every rank, B `[output, rank]` is cut along its outputs, heads and
-    fused parts as they are in the module. Row-parallel: A is cut along its inputs, B is whole. Where an embedding's
-    vocabulary is cut, both are whole. A tensor with a single axis (`axes`) goes along the module's outputs.
-    """
+    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`. Column-parallel: A
+    `[rank, input]` is whole on every rank, B `[output, rank]` is cut along its outputs, heads and fused parts as they
+    are in the module. Row-parallel: A is cut along its inputs, B is whole. Where an embedding's vocabulary is cut, both
+    are whole. A tensor with a single axis (`axes`) goes along the module's outputs."""
     whole = replicated(module.tp)
     if axes > 1 and leaf.endswith("weight") and not leaf.startswith("lora_"):
         return module  # one that trains whole

@@ -161,9 +161,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value with what `change` makes of it or else, in nested tuples, lists and dictionaries, of their items.
-
-    What nothing is changed in is returned itself, because the model may know it again.
-    """
+    What nothing is changed in is returned itself, because the model may know it again."""
     if (other := change(value)) is not value or not isinstance(value, dict | list | tuple):
         return other
     items = list(value.values() if isinstance(value, dict) else value)
@@ -229,12 +227,10 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def without_casts(layer: nn.Module) -> None:
-    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is.
-
-    PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back
-    for the product, which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both
-    casts out changes no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them.
-    """
+    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is. PEFT casts the
+    input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back for the product,
+    which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both casts out changes
+    no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them."""
     for part in layer.modules():
         if isinstance(part, Linear) and _hands_on(part):
             part.cast_input_dtype_enabled = False
@@ -284,11 +280,9 @@ def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Ite
 
 @contextmanager
 def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there.
-
-    The parameters on `meta` of its part `given` are given to each call, and stay there; all others seem to be on
-    `device`.
-    """
+    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there. The
+    parameters on `meta` of its part `given` are given to each call, and stay there; all others seem to be on
+    `device`."""
     inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
 
     def like(tensor: Tensor) -> Tensor:
@@ -308,10 +302,8 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
 
 def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callable[..., Any]], T | None]) -> T | None:
     """Return what `look` finds, given a function that runs the model's own forward without values and past its layers,
-    which hand on what they are given: on a few token ids, or on the inputs it is called with.
-
-    None: the forward does not run like that, or `look` found nothing.
-    """
+    which hand on what they are given: on a few token ids, or on the inputs it is called with. None: the forward does
+    not run like that, or `look` found nothing."""
 
     def run(**given: Any) -> Any:
         # Made here, where tensors have no values, because models look at the values of those that have.

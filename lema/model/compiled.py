@@ -81,10 +81,8 @@ class CompiledLayers:
 
     def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
         """Call a layer compiled, with leased weights by their names in the layer and a hidden state that is
-        differentiated where there is a graph.
-
-        Returns what the layer returns; `NotImplemented` where it does not compile, which has been said in a warning.
-        """
+        differentiated where there is a graph. Returns what the layer returns; `NotImplemented` where it does not
+        compile, which has been said in a warning."""
         if not self.compiles(index):
             return NotImplemented
         kind, training = self.kinds[index], self._layers[index].training
@@ -128,10 +126,7 @@ class CompiledLayers:
 
     def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
         """Run a layer once, beside the training, where nothing sees it; what is compiled here is used ever after.
-
-        Raises:
-            _NotCompiled: it cannot be compiled, or draws random numbers.
-        """
+        `_NotCompiled`: it cannot be compiled, or draws random numbers."""
         state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
         args, kwargs = _without_graph((args, kwargs))
         try:

@@ -58,11 +58,8 @@ class Conversion:
         return f"{len(self.sources)} tensors in {files} ({self.sources[0][1].name} ...)"
 
     def records(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored]:
-        """Return how each tensor that comes out is stored, by its name in the model.
-
-        Raises:
-            Misfit: the sources do not make what the converter makes.
-        """
+        """Return how each tensor that comes out is stored, by its name in the model. `Misfit`: the sources do not make
+        what the converter makes."""
         groups, operations = self._groups(), self.converter.operations
         quantizer = getattr(operations[0], "hf_quantizer", None)
         if quantizer is None:
@@ -114,10 +111,8 @@ class Conversion:
     def _computed(
         self, groups: Groups, first: Sequence[Any], rest: Sequence[Any], model: PreTrainedModel, dtype: torch.dtype
     ) -> dict[str, Stored]:
-        """Return the results as what the first operations compute and the others arrange.
-
-        Where others arrange, the first are run for one expert at a time.
-        """
+        """Return the results as what the first operations compute and the others arrange. Where others arrange, the
+        first are run for one expert at a time."""
         names = {pattern: [f"{pattern} {number}" for number in range(len(group))] for pattern, group in groups.items()}
         run = _Operations(self, first, model, single=bool(rest))
         padded, steps = _padding(groups, first[0]), []
@@ -160,11 +155,8 @@ class Conversion:
         return found
 
     def run(self, operations: Sequence[Any], given: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Any]:
-        """Run operations of the converter, and name what comes out as `transformers` does.
-
-        Raises:
-            Misfit: an operation fails.
-        """
+        """Run operations of the converter, and name what comes out as `transformers` does. `Misfit`: an operation
+        fails."""
         converter = copy.copy(self.converter)
         converter.operations = list(operations)
         converter.layer_targets = defaultdict(set)
@@ -228,11 +220,9 @@ class _Operations:
 
 
 def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> Step:
-    """Let a step be cut along the first dimension, where its parts and what is made of them have one in common.
-
-    All operations that are known work on each row, or block of rows, by itself; that a part of them makes the part
-    of the result is tried on tensors without bytes.
-    """
+    """Let a step be cut along the first dimension, where its parts and what is made of them have one in common. All
+    operations that are known work on each row, or block of rows, by itself; that a part of them makes the part of the
+    result is tried on tensors without bytes."""
     given = {name: [_empty(records[part]) for part in group] for name, group in step.parts.items()}
     large = [one for group in given.values() for one in group if one.numel() > 1]
     units = min((one.shape[0] for one in large if one.ndim), default=1)
@@ -285,11 +275,8 @@ def _empty(record: TensorRecord) -> Tensor:
 
 
 def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
-    """Return what to pad weights to whose last blocks of scales are not full, by pattern.
-
-    Raises:
-        Misfit: scales are not those of the blocks that the config names.
-    """
+    """Return what to pad weights to whose last blocks of scales are not full, by pattern. `Misfit`: scales are not
+    those of the blocks that the config names."""
     settings = getattr(getattr(operation, "hf_quantizer", None), "quantization_config", None)
     block, padding = getattr(settings, "weight_block_size", None), {}
     for pattern, group in groups.items():

@@ -38,11 +38,8 @@ class CopyTrace(TorchDispatchMode):
         return tensor
 
     def moves(self, tensor: Tensor) -> list[tuple[int, Move]] | None:
-        """Return which elements of which source go where in a tensor, as a contiguous array.
-
-        Returns:
-            None where some are computed, or copied in a way that is not followed.
-        """
+        """Return which elements of which source go where in a tensor, as a contiguous array; None where some
+        are computed, or copied in a way that is not followed."""
         dims = zip(tensor.shape, tensor.stride(), contiguous(tensor.shape), strict=True)
         waiting = [(_storage(tensor), Move(int(tensor.storage_offset()), 0, tuple(dims)).joined())]
         found: list[tuple[int, Move]] = []

@@ -100,9 +100,7 @@ def load_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> int:
     """Make every stored tensor that text reaches outside the decoder layers real, on the device; return their bytes.
-
-    Tensors that are tied stay one tensor; those `left_out` stay as they are.
-    """
+    Tensors that are tied stay one tensor; those `left_out` stay as they are."""
     outside, placed = place_outside(model, stored, layers_name, left_out)
     tied = _same_object(model)
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
@@ -115,10 +113,8 @@ def load_outside(
 def place_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> tuple[list[str], LayerBytes]:
-    """Name every stored tensor outside the decoder layers that text reaches, and lay them out, tied ones once.
-
-    Those `left_out` are not among them.
-    """
+    """Name every stored tensor outside the decoder layers that text reaches, and lay them out, tied ones once. Those
+    `left_out` are not among them."""
     towers = [layers_name, *find_towers(model)]
     outside = [name for name in stored.records if not is_in(name, towers) and name not in left_out]
     tied = _same_object(model)
@@ -127,9 +123,7 @@ def place_outside(
 
 def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor | None:
     """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after `manual_seed`.
-
-    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn.
-    """
+    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn."""
     base = [model.base_model_prefix]
     absent = [name for name, one in model.named_parameters() if one.is_meta and not is_in(name, base)]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in absent)
@@ -149,11 +143,9 @@ def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor
 
 
 def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:
-    """Put the first parameter of the model, and of each model around its layers, on the device where it is not read.
-
-    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element. Of
-    `on_meta`, what is to stay as it is, the layers are the first.
-    """
+    """Put the first parameter of the model, and of each model around its layers, on the device where it is not read. A
+    model puts its inputs on the device of its first parameter. What stands there takes the memory of one element. Of
+    `on_meta`, what is to stay as it is, the layers are the first."""
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and is_in(on_meta[0], [name]):
             first, parameter = next(iter(part.named_parameters(prefix=name)))

@@ -41,11 +41,8 @@ def layout_of(parameter: Tensor) -> Layout | None:
 
 
 def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
-    """Return what one process reads of each stored tensor of a model whose layers have been divided.
-
-    Raises:
-        ConfigError: a tensor that is divided is stored quantised or in pieces.
-    """
+    """Return what one process reads of each stored tensor of a model whose layers have been divided. `ConfigError`: a
+    tensor that is divided is stored quantised or in pieces."""
     named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
     layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
     return {
@@ -77,11 +74,8 @@ def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Ten
 
 
 def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Tensor:
-    """Put a tensor together from the parts of all processes, each of which calls this; in host memory.
-
-    Raises:
-        DataError: what several processes hold alike is not the same in all of them.
-    """
+    """Put a tensor together from the parts of all processes, each of which calls this; in host memory. `DataError`:
+    what several processes hold alike is not the same in all of them."""
     if parallel.size == 1:
         return part.detach().cpu()
     parts = [one.detach().cpu() for one in parallel.gather(part.detach())]
@@ -90,10 +84,7 @@ def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Ten
 
 def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | None:
     """Put everything that trains together, by its name in PEFT's model; every process calls this. None: it is whole.
-
-    Raises:
-        DataError: what several processes hold alike is not the same in all of them.
-    """
+    `DataError`: what several processes hold alike is not the same in all of them."""
     if parallel.size == 1:
         return None
     return {
@@ -116,15 +107,13 @@ def layouts_of(
 ) -> dict[str, Layout]:
     """Return the layout over `tp` ranks of the weight of every linear module and embedding that the model's plan
     covers, by the module's name, `*` standing for every number where the layers are alike; `layout_at` looks one up.
+    `ModelError`: the model has no plan; `ConfigError`: a module cannot be divided among so many ranks; it says which,
+    and what would do.
 
     Args:
         model: its parameters may be on `meta`.
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         kv_multiplier: how many replicas there are; None: as few as can be.
-
-    Raises:
-        ModelError: the model has no plan.
-        ConfigError: a module cannot be divided among so many ranks; it says which, and what would do.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
@@ -154,11 +143,7 @@ def layouts_of(
 
 
 def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
-    """Find the layout of a module in what `layouts_of` returns.
-
-    Raises:
-        ModelError: the plan does not cover the module.
-    """
+    """Find the layout of a module in what `layouts_of` returns. `ModelError`: the plan does not cover the module."""
     found = layouts.get(name) or layouts.get(_pattern(name))
     if found is None:
         what = f"the model's tensor-parallel plan does not say how {name} lies over ranks"
@@ -240,21 +225,14 @@ def _of_style(module: nn.Linear, style: str, tp: int) -> Layout | None:
 
 
 def open_backend(config: LemaConfig) -> Backend:
-    """Open the device of a run.
-
-    Raises:
-        BackendUnavailable: it is not installed, or cannot run here.
-        ConfigError: it cannot do what the settings ask for.
-    """
+    """Open the device of a run. `BackendUnavailable`: it is not installed, or cannot run here; `ConfigError`: it cannot
+    do what the settings ask for."""
     return load(config.device, _options(config))
 
 
 def planned_parallel(config: LemaConfig) -> Parallel:
     """Return how the layers of a run would lie over its processes, as one of them sees it; none has to be there.
-
-    Raises:
-        BackendUnavailable, ConfigError: as `open_backend`.
-    """
+    `BackendUnavailable`, `ConfigError`: as `open_backend`."""
     if config.tensor_parallel_size in (None, 1) and not config.sequence_parallel:
         return SingleProcess()
     return planned(config.device, _options(config))

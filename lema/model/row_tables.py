@@ -69,16 +69,14 @@ class RowTables:
     """The tables of a model that are looked up row by row, on behalf of the model's own embeddings.
 
     An embedding is one that nothing else shares, such as a head, and that takes nothing but ids; beside the input
-    embeddings only large ones are. Those that train, or are adapted, are whole.
+    embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
+    cannot be looked up as the setting says.
 
     Args:
         where: the setting: rows come from "host" memory or from "disk"; "device": all are whole. "auto": from disk,
             unless layers stay on the device unasked, or it compiles what is run on it, for every number of rows.
         planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
         head: the head's weight, where it is leased in pieces: a table that has the same one is not loaded either.
-
-    Raises:
-        ConfigError: the input embeddings cannot be looked up as the setting says.
     """
 
     def __init__(
@@ -170,11 +168,8 @@ class RowTables:
 
     def keep_whole(self, names: Iterable[str]) -> int:
         """Have some tables whole after all, because they train or are adapted; return what that takes of the device,
-        but for those in layers, which are part of their layer then.
-
-        Raises:
-            ConfigError: the settings ask for the rows of one of them.
-        """
+        but for those in layers, which are part of their layer then. `ConfigError`: the settings ask for the rows of one
+        of them."""
         nbytes = 0
         for name in names:
             table = self._tables[name]

@@ -52,11 +52,8 @@ MASKS = frozenset({torch.tril, torch.triu})
 
 
 class SizeLimit(TorchFunctionMode):
-    """Active while a model is built.
-
-    Raises:
-        ModelError: inside, where the model would have too many tensors, or tables that are too large.
-    """
+    """Active while a model is built. `ModelError`: inside, where the model would have too many tensors, or tables that
+    are too large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,14 +90,12 @@ UNTOUCHED_FROM = 1 << 20  # bytes
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read `config.json` of a model directory.
+    """Read `config.json` of a model directory. `ModelError`: no config, one that this `transformers` cannot read, or
+    one that needs code that is not trusted; `WeightsError`: trusted code is not there, or is a link out of the
+    directory.
 
     Args:
         trust_remote_code: run the model's own code where it has some; no code is run without it.
-
-    Raises:
-        ModelError: no config, one that this `transformers` cannot read, or one that needs code that is not trusted.
-        WeightsError: trusted code is not there, or is a link out of the directory.
     """
     read_config_file(directory)
     check_code(directory, trusted=trust_remote_code)
@@ -150,16 +145,14 @@ def meta_model(
 ) -> PreTrainedModel:
     """Build the language model of `config`, as `auto_class` says, with every parameter on `meta` and every buffer real.
 
-    Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint.
+    Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint. `ModelError`:
+    `transformers` has no causal language model for this config, or it asks for sizes no model has.
 
     Args:
         dtype: of the parameters; None: the one the config names, else float32.
         attn_implementation: as in `from_pretrained`; None: transformers' choice.
         trust_remote_code: as in `read_config`, which checked the code.
         scores: build the model that scores texts, with `config.num_labels` outputs.
-
-    Raises:
-        ModelError: `transformers` has no causal language model for this config, or it asks for sizes no model has.
     """
     if dtype is None:
         dtype = getattr(config, "dtype", None) or torch.float32
@@ -234,11 +227,9 @@ def _build(
 
 
 def main_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that a model was asked for in, in which it computes.
-
-    `transformers` goes by the first parameter, and that may be one of those that some models have in float32 whatever
-    is asked for. A model whose parameters were converted since has the dtype of the first one.
-    """
+    """Return the dtype that a model was asked for in, in which it computes. `transformers` goes by the first parameter,
+    and that may be one of those that some models have in float32 whatever is asked for. A model whose parameters were
+    converted since has the dtype of the first one."""
     asked: object = getattr(model.config, "dtype", None)
     if isinstance(asked, torch.dtype) and any(one.dtype == asked for one in model.parameters()):
         return asked
@@ -247,11 +238,9 @@ def main_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def _make_buffers_again(model: PreTrainedModel) -> None:
-    """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own initialisation.
-
-    While the model was built its dtype was the default one, so what a buffer was computed of may have been rounded to
-    it; `from_pretrained` makes such buffers a second time, when that is over.
-    """
+    """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own initialisation. While
+    the model was built its dtype was the default one, so what a buffer was computed of may have been rounded to it;
+    `from_pretrained` makes such buffers a second time, when that is over."""
 
     def make(module: nn.Module, owner: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
@@ -268,14 +257,10 @@ def _make_buffers_again(model: PreTrainedModel) -> None:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Find the stack of decoder layers: its dotted name in `model`, and the list itself.
-
-    It is looked for in what the model calls its decoder, so not in the towers of other modalities: first by the
-    config's pipeline plan, then by what `transformers` marks as a layer to checkpoint, then by its length.
-
-    Raises:
-        ModelError: there is no such list, or more than one.
-    """
+    """Find the stack of decoder layers: its dotted name in `model`, and the list itself. It is looked for in what the
+    model calls its decoder, so not in the towers of other modalities: first by the config's pipeline plan, then by what
+    `transformers` marks as a layer to checkpoint, then by its length. `ModelError`: there is no such list, or more than
+    one."""
     root, decoder = _decoder(model)
     lists = _outermost_lists(decoder, root)
     config: PreTrainedConfig = model.config
@@ -325,11 +310,9 @@ def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
 
 
 def find_towers(model: PreTrainedModel) -> list[str]:
-    """Name the outermost modules of which text reaches no parameter: those that see images, for one.
-
-    The model's own forward is run without values, on token ids and past its layers, and the parameters that it uses are
-    noted. Of a model that does not run like that everything counts as reached.
-    """
+    """Name the outermost modules of which text reaches no parameter: those that see images, for one. The model's own
+    forward is run without values, on token ids and past its layers, and the parameters that it uses are noted. Of a
+    model that does not run like that everything counts as reached."""
     name, layers = find_layers(model)
     near = [name.rpartition(".")[0]]
     ends = ends_of(model)

@@ -146,10 +146,8 @@ class Split:
             return run()
 
     def known(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes.
-
-        A model whose forward looks at values is learnt as on other devices, which finds out what cannot be split, too.
-        """
+        """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes. A
+        model whose forward looks at values is learnt as on other devices, which finds out what cannot be split, too."""
         if not self.lazy or self.model.training in self._cut:
             return self.model.training in self._cut
         device, marked = self._backend.device, self._mark_absent
@@ -239,11 +237,9 @@ class Split:
             return torch.func.functional_call(layer, self._renamed(index, weights), args, kwargs, tie_weights=False)
 
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
-        """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`.
-
-        The part of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown
-        away. `cut` is the number of what is given to the head; None: as was learnt.
-        """
+        """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
+        of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown away. `cut`
+        is the number of what is given to the head; None: as was learnt."""
         looked_at = batch is not None
         if batch is None:
             # Any token but padding, because padding could be masked.
@@ -254,10 +250,8 @@ class Split:
 
     def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
         """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
-
         The generator is put back before the head begins: what it draws is what the whole model would draw. `cut` is as
-        in `head`; `looked_at`: embeddings are looked up all the same.
-        """
+        in `head`; `looked_at`: embeddings are looked up all the same."""
         state, entered = self._backend.rng_state(), list[Tensor]()
 
         def enter() -> Tensor:
@@ -304,10 +298,8 @@ class Split:
 
     def _check(self, few: Mapping[str, Tensor]) -> None:
         """Make sure that the model is a prelude, layers one after the other, and a head; find where that begins.
-
-        Raises:
-            ModelError: what comes out of layers cannot be followed to later ones, or the head needs all tokens at once.
-        """
+        `ModelError`: what comes out of layers cannot be followed to later ones, or the head needs all tokens at
+        once."""
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
             logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)

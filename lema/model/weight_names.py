@@ -67,14 +67,9 @@ class NameMap:
 
 
 def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, Stored]:
-    """Find where every tensor of the model is stored.
-
-    Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
-    disk that the model has no place for are named in a warning.
-
-    Raises:
-        ModelError, WeightsError: as `map_names`.
-    """
+    """Find where every tensor of the model is stored. Tied names that are stored once get the same record. Buffers the
+    checkpoint need not store have none. Tensors on disk that the model has no place for are named in a warning.
+    `ModelError`, `WeightsError`: as `map_names`."""
     names = map_names(model, index)
     warn_of_unused(names, stacklevel=3)
     return names.stored | {name: names.stored[source] for name, source in names.tied.items()}
@@ -85,12 +80,9 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
 
     A tensor of the model that is not on disk is an error, where `from_pretrained` would draw it at random; but for the
     head that scores texts, which `draw_head` draws. One on disk that the model has no place for is no error: published
-    checkpoints carry towers and prediction layers of other uses.
-
-    Raises:
-        ModelError: the checkpoint is quantised in a form that is not read here.
-        WeightsError: tensors are missing, stored twice, of another shape or of a type the model cannot be loaded from,
-            or scales of quantised ones are; all are named, with those not used.
+    checkpoints carry towers and prediction layers of other uses. `ModelError`: the checkpoint is quantised in a form
+    that is not read here; `WeightsError`: tensors are missing, stored twice, of another shape or of a type the model
+    cannot be loaded from, or scales of quantised ones are; all are named, with those not used.
     """
     stored = fold(index)
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
@@ -160,12 +152,8 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 
 def _open_quantizer(settings: Any, path: Path) -> HfQuantizer:
-    """Return the quantizer of `transformers` whose operations expand what is stored.
-
-    Raises:
-        ModelError: `transformers` cannot expand weights of this method.
-        ConfigError: the method's library is not installed.
-    """
+    """Return the quantizer of `transformers` whose operations expand what is stored. `ModelError`: `transformers`
+    cannot expand weights of this method; `ConfigError`: the method's library is not installed."""
     chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
     found = chosen.get("quant_method")
     method = str(getattr(found, "value", found))
@@ -198,10 +186,8 @@ def _assign(
     state: dict[str, Tensor],
     quantizer: HfQuantizer | None,
 ) -> tuple[NameMap, list[Conversion], list[str]]:
-    """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does.
-
-    Returns the map, the conversions that fill the rest, and the names that two tensors claim.
-    """
+    """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does. Returns the map,
+    the conversions that fill the rest, and the names that two tensors claim."""
     transforms = [] if index.in_memory_names else get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
@@ -258,11 +244,9 @@ def _add(
 
 
 def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
-    """Say which tensors are whole numbers where the model computes with fractions, or the other way round.
-
-    Any floating type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one
-    checkpoint, and what is read as the other is noise.
-    """
+    """Say which tensors are whole numbers where the model computes with fractions, or the other way round. Any floating
+    type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one checkpoint, and
+    what is read as the other is noise."""
     plain = [(name, record) for name, record in names.stored.items() if isinstance(record, TensorRecord)]
     assembled = [(name, record) for name, record in names.stored.items() if isinstance(record, AssembledRecord)]
     plain += [(name, one) for name, record in assembled for one in {piece.record: None for piece in record.pieces}]
@@ -276,10 +260,8 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:
-    """Fill what is missing from tied partners and from the model's own buffers; return what is still missing.
-
-    Tying is symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others.
-    """
+    """Fill what is missing from tied partners and from the model's own buffers; return what is still missing. Tying is
+    symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others."""
     groups: dict[str, list[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(target)

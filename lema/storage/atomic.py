@@ -38,12 +38,10 @@ LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
 
 
 def commit(directory: Path, fill: Callable[[Path], object]) -> None:
-    """Have a directory appear under its name, complete; one that is there already is replaced.
-
-    `fill` writes all that is in it, but for the manifest, into the directory it is given. The directories above are
-    made where they do not exist. `Exception`: whatever `fill` raises; `OSError`: it could not be written; `DiskError`:
-    it does not read back as it was written. What was there before is then untouched, and nothing is left behind.
-    """
+    """Have a directory appear under its name, complete; one that is there already is replaced. `fill` writes all that
+    is in it, but for the manifest, into the directory it is given. The directories above are made where they do not
+    exist. `Exception`: whatever `fill` raises; `OSError`: it could not be written; `DiskError`: it does not read back
+    as it was written. What was there before is then untouched, and nothing is left behind."""
     with _named_when_whole(directory) as part:
         fill(part)
         settle(part)

@@ -30,18 +30,15 @@ def resolve_model(
 ) -> Path:
     """Find the local directory of a model, downloading it from the hub if it is a hub id not yet in the cache.
 
-    Whatever exists on disk, or is spelt like a path, is never sent to the hub.
+    Whatever exists on disk, or is spelt like a path, is never sent to the hub. `ConfigError`: code is trusted and
+    `revision` is not a commit; `WeightsError`: there is no such directory, or the hub does not have the model or does
+    not give it; `DiskError`: the disk filled up while downloading.
 
     Args:
         name_or_path: a model directory; a `.safetensors` file or index in one; or a hub id such as `org/name`.
         revision: branch, tag or commit on the hub; not used for local models.
         trust_remote_code: fetch the model's code as well; on the hub it must be pinned by a commit.
         download: ask the hub for what is not in the cache.
-
-    Raises:
-        ConfigError: code is trusted and `revision` is not a commit.
-        WeightsError: there is no such directory, or the hub does not have the model or does not give it.
-        DiskError: the disk filled up while downloading.
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()

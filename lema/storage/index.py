@@ -31,11 +31,9 @@ SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
 class GlobalBinaryIndex(Mapping[str, TensorRecord]):
     """Every tensor of a model, by name, over all its files; the headers are read and checked, the tensors are not.
-
     `path` is a model directory, one `.safetensors` file, or a `.safetensors.index.json`. The names come in the order of
     the files' names and, within a file, of the bytes. `WeightsError`: a file is missing, damaged, not safetensors, or
-    lies outside the directory.
-    """
+    lies outside the directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
