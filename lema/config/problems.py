@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lema.config.foreign import SAID_HERE
+from lema.config.foreign import CALLED_HERE, SAID_HERE
 from lema.config.peft import SETTING_OF
 from lema.errors import ConfigError
 
@@ -19,13 +19,10 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("block_size",), "max_length"),
     (("decay_ratio", "decay_pct"), "decay"),
     (("decay_ratio",), "decay_pct"),
-    (("dtype",), "torch_dtype"),
-    (("eval_data",), "eval_dataset held_out"),
-    (("eval_split",), "val_set_size"),
-    (("learning_rate",), "lr"),
+    (("eval_data",), "held_out"),
     (("lora_alpha",), "alpha"),
     (("lora_rank", "rank"), "r"),
-    (("lora_rank",), "lora lora_r rank"),
+    (("lora_rank",), "lora rank"),
     (("lora_target_modules", "target_modules"), "targets"),
     (("lr",), "learning_rate"),
     (("lr_scheduler_type", "schedule"), "lr_scheduler schedule_type scheduler"),
@@ -36,8 +33,6 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("micro_batch_size",), "per_device_batch_size"),
     (("mixture", "datasets"), "train_data"),
     (("mixture", "train_data"), "samplings"),
-    (("model_name_or_path",), "base_model"),
-    (("num_train_epochs",), "epochs num_epochs"),
     (("rate",), "proportion ratio weight"),
     (("schedule",), "lr_scheduler_type"),
     (("tail_ratio", "constant_pct"), "tail"),
@@ -50,6 +45,7 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("warmup_ratio",), "warmup_pct"),
 )
 _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    **{name: (ours,) for name, ours in CALLED_HERE.items()},
     **{option: (setting, option) for option, setting in SETTING_OF.items()},
     **{name: settings for settings, names in _MEANT for name in names.split()},
 }

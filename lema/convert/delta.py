@@ -21,7 +21,7 @@ from lema.convert.tensors import cast_pieces
 from lema.errors import WeightsError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
-from lema.storage.header import TensorRecord, damaged, open_regular, parse_json, regular_size
+from lema.storage.header import TensorRecord, damaged, read_json
 from lema.storage.tensorfile import TensorSpec
 from lema.storage.verify import base_fingerprint
 
@@ -48,10 +48,7 @@ class DeltaFile:
     @classmethod
     def read(cls, directory: Path) -> Self:
         file = directory / DELTA_NAME
-        if regular_size(file) > MAX_BYTES:
-            raise damaged(file, f"it is longer than {MAX_BYTES} bytes")
-        with open_regular(file) as stream:
-            values = parse_json(file, stream.read())
+        values = read_json(file, MAX_BYTES, "a delta")
         if values.get("format") != FORMAT:
             what = f"the delta is of format {values.get('format')!r}"
             raise WeightsError(what, where=str(file), how="use a newer version of lema")

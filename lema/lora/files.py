@@ -23,8 +23,9 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError
-from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
-from lema.lora.materialize import put
+from lema.lora.checks import check_ranks, check_types, read_json, read_records
+from lema.lora.shards import PREFIX
+from lema.model.outer_weights import put
 from lema.model.partition import held_adapter
 from lema.storage import resolve_model
 from lema.storage.atomic import settle
@@ -38,19 +39,10 @@ def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
-def num_trained(model: PeftModel, whole: Mapping[str, Tensor] | None) -> int:
-    """Return how many numbers of a model train; `whole`: the tensors, where processes hold parts of them. Parameters
-    are counted and not what PEFT chooses to save, because an adapter that is saved empty shall be noticed."""
-    if whole is not None:
-        return sum(tensor.numel() for tensor in whole.values())
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 OLD_WEIGHTS = "adapter_model.bin"
 ORDERED = frozenset({"lora_trainable_token_indices"})
-PREFIX = "base_model.model."  # of names in a model of PEFT's
 PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
 
@@ -61,7 +53,7 @@ def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraCo
     the adapter."""
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
-        check_file(directory / CONFIG_NAME)
+        read_json(directory / CONFIG_NAME)
         config = LemaConfig.from_pretrained(directory, **overrides)
     elif saved is not None:
         named = {"model_name_or_path": saved.base_model_name_or_path}
@@ -230,7 +222,9 @@ def save_adapter(
             for write in writers:
                 write(part)
             settle(part)
-            check_written(part / WEIGHTS, expected, num_trained(model, whole))
+            # Not what PEFT chooses to save, because an adapter that is saved empty shall be noticed.
+            trained = [one for one in model.parameters() if one.requires_grad] if whole is None else whole.values()
+            check_written(part / WEIGHTS, expected, sum(one.numel() for one in trained))
             for file in part.iterdir():
                 file.replace(directory / file.name)
     except (OSError, SafetensorError) as error:

@@ -35,24 +35,15 @@ REFERENCE = ".serialization.TensorReference"  # the end of the full name of the 
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, KeyError, TypeError)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage: its number, the files of its ranks in their order, and what describes its tensors."""
-
-    number: int
-    files: tuple[Path, ...]
-    metadata: Path
-
-
 class Reference:
     """What stands in a file in the place of the tensor `tid`, which lies in a file of its own."""
 
     tid: Any = None
 
 
-def find_stages(directory: Path) -> list[Stage]:
-    """Find the files of every pipeline stage of a checkpoint: a directory of `model/` and `mp_metadata_pp_rank_*.json`.
-    A file that is missing is an `AdapterError`."""
+def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
+    """Find what describes each pipeline stage of a checkpoint, and the files of its ranks in their order: a directory
+    of `model/` and `mp_metadata_pp_rank_*.json`. A file that is missing is an `AdapterError`."""
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
         what = "this checkpoint was not saved to its end: there is no file `done`"
         raise AdapterError(what, where=str(directory), how="use an earlier one, or save it again")
@@ -72,7 +63,7 @@ def find_stages(directory: Path) -> list[Stage]:
         metadata = directory / f"mp_metadata_pp_rank_{number}.json"
         if not metadata.is_file():
             raise AdapterError(f"{metadata.name} is missing", where=str(directory), how="copy it again")
-        stages.append(Stage(number, tuple(files[rank] for rank in range(ranks)), metadata))
+        stages.append((metadata, [files[rank] for rank in range(ranks)]))
     return stages
 
 
@@ -239,17 +230,17 @@ def read_foreign(
     differing: dict[str, list[Difference]] = {}
     modules: dict[str, tuple[str, ...]] = {}
     stages = find_stages(directory)
-    for stage in stages:
+    for about, files in stages:
         try:
-            metadata = read_metadata(stage.metadata, len(stage.files), kv_layout)
+            metadata = read_metadata(about, len(files), kv_layout)
         except ConfigError as error:
-            raise AdapterError(f"{stage.metadata.name}: {error.what}", where=str(stage.metadata)) from error
-        ranks = [load_rank(file) for file in stage.files]
+            raise AdapterError(f"{about.name}: {error.what}", where=str(about)) from error
+        ranks = [load_rank(file) for file in files]
         for rank, held in enumerate(ranks):
             if odd := sorted(held.keys() ^ ranks[0].keys()):
                 what = f"rank 0 and rank {rank} hold different tensors: {odd[0]}"
                 how = "the files are not of one checkpoint; copy it again"
-                raise AdapterError(what, where=str(stage.files[rank]), how=how)
+                raise AdapterError(what, where=str(files[rank]), how=how)
         for name in ranks[0]:
             rule = metadata.rules.get(name) or _plain_rule(name, ranks[0][name], metadata, len(ranks))
             whole, found = join([held[name] for held in ranks], rule.layout, name, check=check)
@@ -259,10 +250,10 @@ def read_foreign(
                 if target in tensors:
                     if tensors[target].dtype == piece.dtype and torch.equal(tensors[target], piece):
                         continue  # a weight that two stages share is in both
-                    raise AdapterError(f"{target} comes twice, once from {name}", where=str(stage.metadata))
+                    raise AdapterError(f"{target} comes twice, once from {name}", where=str(about))
                 tensors[target] = piece
         modules |= metadata.modules
-    return tensors, differing, len(stages[0].files), modules
+    return tensors, differing, len(stages[0][1]), modules
 
 
 def _plain_rule(name: str, held: Tensor, metadata: Metadata, tp: int) -> Rule:

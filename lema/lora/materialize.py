@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.errors import ModelError
+from lema.model.outer_weights import put
 
-__all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "put", "take_off"]
+__all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "take_off"]
 
 ADAPTER = "default"  # PEFT's name for the first adapter, and mostly the only one
 SAVED = ".modules_to_save."  # where PEFT keeps the copy that trains, by adapter
@@ -99,7 +100,12 @@ def make_real(
         for names in _by_layer(_begun_as_stored(model, config, layers_name, adapter), layers_name):
             wanted = {stored for stored in names.values() if stored is not None}
             assert read is not None or not wanted, f"{next(iter(names))} begins with a stored tensor: `read` is needed"
-            _begin(model, config, names, read(wanted) if read is not None and wanted else {}, adapter)
+            found = read(wanted) if read is not None and wanted else {}
+            for name, stored in names.items():
+                if MAGNITUDE in name:
+                    _measure(_adapted_by(model, name), config, None if stored is None else found[stored], adapter)
+                elif stored is not None and stored in found:  # a buffer that is not stored is as the module made it
+                    put(model, name, found[stored].clone())
     else:
         for name, parameter in _unreal(model, config, adapter):
             put(model, name, torch.empty_like(parameter, device=device))
@@ -187,16 +193,6 @@ def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dic
         yield dict(group)
 
 
-def _begin(
-    model: nn.Module, config: LoraConfig, names: Mapping[str, str | None], found: Mapping[str, Tensor], adapter: str
-) -> None:
-    for name, stored in names.items():
-        if MAGNITUDE in name:
-            _measure(_adapted_by(model, name), config, None if stored is None else found[stored], adapter)
-        elif stored is not None and stored in found:  # a buffer that is not stored is as the module made it
-            put(model, name, found[stored].clone())
-
-
 def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None, adapter: str) -> None:
     """Let PEFT measure the magnitudes of a module, lent `weight` where its own is not in memory."""
     base = cast(nn.Linear, module.get_base_layer())
@@ -220,16 +216,6 @@ def _tie(model: PreTrainedModel, config: LoraConfig) -> None:
             if name.endswith(tied):
                 saved = cast(nn.Linear, wrapper.modules_to_save[ADAPTER])
                 saved.weight = cast(nn.Embedding, embeddings.modules_to_save[ADAPTER]).weight
-
-
-def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set a parameter, which keeps its `requires_grad`, or a buffer."""
-    owner_name, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if leaf in owner._buffers:
-        owner._buffers[leaf] = tensor
-    else:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad)
 
 
 def _of(kind: type[Kind], model: nn.Module) -> Iterator[tuple[str, Kind]]:

@@ -17,7 +17,7 @@ from logging import CRITICAL, getLogger
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -32,6 +32,7 @@ from lema.config import LemaConfig
 from lema.errors import LemaError
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.model import Split, meta_model, read_config
+from lema.model.capture import replaced_tensors
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex, resolve_model
@@ -134,10 +135,14 @@ def _own_failure(model: PreTrainedModel) -> Exception | None:
 
 def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     """Attach the default adapter, and return the names of the modules that got one."""
-    _leave_one_of_each(find_layers(model)[1])
+    layers, seen, found = find_layers(model)[1], set(), set()
+    for index, layer in enumerate(layers):
+        made_of = tuple((name, type(module)) for name, module in layer.named_modules())
+        if made_of in seen:  # adapters fit both or neither
+            layers[index] = nn.Identity()
+        seen.add(made_of)
     config = configured_lora(model, LemaConfig("-", lora_rank=1))
     inject_lora_params(model, config, torch.device("cpu"), seed=None)
-    found = set()
     for name, module in model.named_modules():
         own = name.replace(".base_layer", "").rpartition(".")[2]
         if isinstance(module, ParamWrapper):  # a parameter of a module that has several
@@ -147,35 +152,22 @@ def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _leave_one_of_each(layers: nn.ModuleList) -> None:
-    """Empty every layer that is made like an earlier one: adapters fit both or neither."""
-    seen = set()
-    for index, layer in enumerate(layers):
-        made_of = tuple((name, type(module)) for name, module in layer.named_modules())
-        if made_of in seen:
-            layers[index] = nn.Identity()
-        seen.add(made_of)
-
-
 @contextmanager
 def _shapes_only(model: PreTrainedModel, not_run: Collection[nn.Module] = ()) -> Iterator[None]:
     """Run what is inside without values: parameters seem to be in memory, but only shapes and dtypes are computed.
     Those of modules that are `not_run` stay as they are, because a large model has most of its parameters in them."""
     # The other implementations of experts sort tokens by values, or compute in half precision only.
     model.set_experts_implementation("batched_mm")
-    owned = [module._parameters for module in model.modules() if module._parameters and module not in not_run]
-    before = [dict(parameters) for parameters in owned]
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
-        try:
-            for parameters in owned:
-                for name, meta in parameters.items():
-                    if meta is not None:
-                        empty = torch.empty(meta.shape, dtype=meta.dtype)
-                        parameters[name] = nn.Parameter(empty, requires_grad=False)
-            yield
-        finally:
-            for parameters, originals in zip(owned, before, strict=True):
-                parameters.update(originals)
+    kept = {id(one) for module in not_run for one in module._parameters.values()}
+
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) in kept or not isinstance(tensor, nn.Parameter):
+            return tensor
+        return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with mode, torch.no_grad(), replaced_tensors(model, like):
+        yield
 
 
 def _unknown(error: BaseException) -> str:

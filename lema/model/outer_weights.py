@@ -22,7 +22,7 @@ from lema.stream.lease import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
 from lema.stream.reader import LayerReader, StoredRows
 
-__all__ = ["StoredTensors", "draw_head", "layer_bytes", "load_outside", "place_outside"]
+__all__ = ["StoredTensors", "draw_head", "layer_bytes", "load_outside", "place_outside", "put"]
 
 
 def layer_bytes(
@@ -105,7 +105,7 @@ def load_outside(
     tied = _same_object(model)
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
-        _replace(model, name, real[tied.get(name, name)])
+        put(model, name, real[tied.get(name, name)])
     _show_device(model, stored.backend.device, [layers_name, *left_out])
     return placed.nbytes + placed.expanded_bytes
 
@@ -151,7 +151,7 @@ def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence
             first, parameter = next(iter(part.named_parameters(prefix=name)))
             if parameter.is_meta and not is_in(first, on_meta):
                 zero = torch.zeros((), dtype=parameter.dtype, device=device)
-                _replace(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
+                put(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
 
 
 def _same_object(model: nn.Module) -> dict[str, str]:
@@ -163,10 +163,13 @@ def _same_object(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _replace(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set a buffer or a parameter: a tensor that is none itself becomes one, and keeps its `requires_grad`."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     if leaf in owner._buffers:
         owner._buffers[leaf] = Tensor.detach(tensor)
-    else:
+    elif isinstance(tensor, nn.Parameter):
         owner._parameters[leaf] = tensor
+    else:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad)

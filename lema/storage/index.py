@@ -9,15 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lema.errors import WeightsError
-from lema.storage.header import (
-    MAX_HEADER_BYTES,
-    TensorRecord,
-    damaged,
-    open_regular,
-    parse_json,
-    read_header,
-    regular_size,
-)
+from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
 
 __all__ = ["INDEX_NAME", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
 
@@ -39,8 +31,8 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
         self.path = Path(path)
         entry = _entry(self.path)
         self.root = entry.parent  # the directory the files lie in
-        weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else None
-        self.files = (entry,) if weight_map is None else _shards(entry, weight_map)
+        weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else {}
+        self.files = tuple(entry.parent / name for name in sorted(set(weight_map.values()))) or (entry,)
         self.records: dict[str, TensorRecord] = {}
         self.metadata: dict[Path, dict[str, str]] = {}  # file -> the strings its writer left in the header
         for file in self.files:
@@ -50,8 +42,15 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
                     how = "delete the shard left over from another download or save"
                     raise WeightsError(f"tensor {name!r} is stored twice", where=f"{other.file} and {file}", how=how)
                 self.records[name] = record
-        if weight_map is not None:
-            self._check_promises(entry, weight_map)
+        broken = [
+            f"{name} (in {file})"
+            for name, file in weight_map.items()
+            if name not in self.records or self.records[name].file.name != file
+        ]
+        if broken:
+            what = f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}"
+            how = "download the model again; index and shards come from different saves"
+            raise WeightsError(what, where=str(entry), how=how)
 
     def __getitem__(self, name: str) -> TensorRecord:
         return self.records[name]
@@ -75,24 +74,9 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
         """Bytes of all tensors together."""
         return sum(record.nbytes for record in self.records.values())
 
-    def _check_promises(self, index: Path, weight_map: dict[str, str]) -> None:
-        broken = [
-            f"{name} (in {file})"
-            for name, file in weight_map.items()
-            if name not in self.records or self.records[name].file.name != file
-        ]
-        if broken:
-            what = f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}"
-            how = "download the model again; index and shards come from different saves"
-            raise WeightsError(what, where=str(index), how=how)
-
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    size = regular_size(index)
-    if size > MAX_HEADER_BYTES:
-        raise damaged(index, f"it is {size} bytes long, more than the {MAX_HEADER_BYTES} an index may have")
-    with open_regular(index) as stream:
-        weight_map = parse_json(index, stream.read()).get("weight_map")
+    weight_map = read_json(index, MAX_HEADER_BYTES, "an index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
@@ -101,24 +85,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
             what = f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it"
             how = "an index may only name files of its own directory; do not use this model unless you trust it"
             raise WeightsError(what, where=f"{index}: weight_map[{name!r}]", how=how)
-    return weight_map
-
-
-def _shards(index: Path, weight_map: dict[str, str]) -> tuple[Path, ...]:
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    if missing := [file.name for file in files if not _is_there(file)]:
+    files = sorted(set(weight_map.values()))
+    if missing := [file for file in files if not os.path.exists(index.parent / file)]:  # noqa: PTH110 - of any name
         what = f"{len(missing)} files of the model are missing: {', '.join(missing)}"
         raise WeightsError(what, where=str(index), how="download the model again; the copy is not complete")
     for file in files:
-        check_inside(file)
-    return tuple(files)
-
-
-def _is_there(file: Path) -> bool:
-    try:
-        return file.exists()
-    except (OSError, ValueError):  # no file can have such a name
-        return False
+        check_inside(index.parent / file)
+    return weight_map
 
 
 def check_inside(file: Path) -> None:

@@ -58,7 +58,7 @@ def _taken(file: Path) -> int | None:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(descriptor, file):  # else a run that ended meanwhile has taken the file with it
+            if os.fstat(descriptor).st_nlink:  # else a run that ended meanwhile has taken the file with it
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
                 return descriptor
@@ -77,13 +77,6 @@ def _taken(file: Path) -> int | None:
             warnings.warn(f"{file.parent}: no locks on this file system; nothing keeps a second run out", stacklevel=5)
             return None
         os.close(descriptor)
-
-
-def _is_still(descriptor: int, file: Path) -> bool:
-    """Whether a descriptor is of the file that has its name now."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    return False
 
 
 # What the save at a run's end, beside its checkpoints, is under until it is whole.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lema.errors import ConfigError, DataError, ModelError, WeightsError
-from lema.storage.header import open_regular, parse_json, regular_size
+from lema.storage.header import read_json, regular_size
 from lema.storage.index import check_inside
 
 if TYPE_CHECKING:
@@ -97,11 +97,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
         raise ModelError("the model directory has no config.json", where=str(directory), how=how)
     try:
         check_inside(file)
-        if (size := regular_size(file)) > MAX_CONFIG_BYTES:
-            what = f"config.json is {size} bytes long, more than the {MAX_CONFIG_BYTES} a config may have"
-            raise WeightsError(what, where=str(file), how="download the model again")
-        with open_regular(file) as stream:
-            config = parse_json(file, stream.read())
+        config = read_json(file, MAX_CONFIG_BYTES, "a config")
     except WeightsError as error:
         raise ModelError(error.what, where=error.where, how=error.how) from error
     for place, what in _absurd(config, "", MAX_DEPTH):
