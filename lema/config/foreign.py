@@ -100,13 +100,8 @@ _FIELDS |= {f"message_field_{ours}": ours for ours in _OF_MESSAGES}
 
 def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings that say what a file of axolotl or TRL says, and of each of its keys that none says, why.
-
     What a device accumulates over several batches becomes one batch, because the layers then stream once for all of it.
-
-    Args:
-        values: the file's keys; one without a value counts as not given.
-        known: the settings there are here.
-    """
+    `values`: the file's keys; one without a value counts as not given. `known`: the settings there are here."""
     given = {key: value for key, value in values.items() if value is not None and value != ""}
     found: dict[str, Any] = {}
     notes: dict[str, str] = {}

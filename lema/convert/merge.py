@@ -8,12 +8,11 @@ memory, and the directory appears under its name only when it is complete.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-from peft import LoraConfig
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,25 +27,16 @@ from lema.lora.files import load_weights, read_settings
 from lema.lora.merge import ADAPTER, Rounding, merge_module, rounded_all, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
-from lema.storage.quantized.records import Stored
 
 __all__ = ["merge_adapter", "untied"]
 
 
 class MergedTensors:
-    """The tensors of the merged model, asked for in turn; it holds those of one adapted module. The model is on `meta`,
-    with an adapter whose values are loaded. `records` say where its tensors are, by their names without adapters, and
-    `dtypes` in which type each is written."""
+    """The tensors of the merged model, asked for in turn; it holds those of one adapted module. The skeleton of `base`
+    has an adapter whose values are loaded."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        records: Mapping[str, Stored],
-        dtypes: Mapping[str, torch.dtype],
-        rounding: Rounding,
-        seed: int,
-    ) -> None:
-        self._records, self._dtypes = records, dtypes
+    def __init__(self, base: StoredModel, rounding: Rounding, seed: int) -> None:
+        self._records, self._dtypes, model = base.records, base.dtypes, base.skeleton
         self._rounding, self._seed = rounding, seed
         self._adapted = dict(wrapped(model))
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -143,7 +133,15 @@ def merge_adapter(
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
-    base, lora = _open_base(adapter, trust_remote_code)
+    settings, saved = read_settings(adapter)
+    base = open_stored(
+        settings.model_name_or_path,
+        revision=settings.revision,
+        weights=settings.gbi_path,
+        dtype=settings.dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    lora = saved or configured_lora(base.skeleton, settings)
     specs = tensor_specs(base.skeleton, base.records, base.dtypes)
     layers_name, _ = find_layers(base.skeleton)
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
@@ -155,17 +153,5 @@ def merge_adapter(
         changes["tie_word_embeddings"] = False
     else:
         specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
-    pieces = MergedTensors(base.skeleton, base.records, base.dtypes, rounding, seed).pieces
+    pieces = MergedTensors(base, rounding, seed).pieces
     return write_model(out, specs, max_shard_size, pieces, base.directory, changes, code=trust_remote_code)
-
-
-def _open_base(adapter: Path, trust: bool) -> tuple[StoredModel, LoraConfig]:
-    settings, saved = read_settings(adapter)
-    base = open_stored(
-        settings.model_name_or_path,
-        revision=settings.revision,
-        weights=settings.gbi_path,
-        dtype=settings.dtype,
-        trust_remote_code=trust,
-    )
-    return base, saved or configured_lora(base.skeleton, settings)

@@ -8,14 +8,13 @@ and a tensor that is put together from several, or is quantised, is held whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.convert.quantize import Precision, Quantizer, check_kind
@@ -24,7 +23,7 @@ from lema.errors import ConfigError, ModelError
 from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
-from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
+from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.diskspace import disk_errors
 from lema.storage.header import TensorRecord
 from lema.storage.hub import own_weights
@@ -100,10 +99,22 @@ def write_weights(
     metadata = METADATA if quantizer is None else quantizer.metadata(order)
     with tensor_file(file, specs, metadata, progress) as out:
         for name in order:
-            if names is None:
-                _write(out, name, state[name].detach().to("cpu", dtypes[name]), quantizer)
+            quantised = quantizer is not None and name in quantizer.chosen
+            stored = name if names is None else names.tied.get(name, name)
+            record = None if names is None else names.stored.get(stored)
+            if isinstance(record, TensorRecord) and not quantised:
+                write_cast(out, name, record, dtypes[name])
+                continue
+            if record is not None:  # quantised, or put together
+                tensor = read_tensor(record, dtypes[name])
+            elif names is None or stored in names.kept:  # of a model in memory, or as the model makes it
+                tensor = state[stored].detach().to("cpu", dtypes[name])
             else:
-                _transfer(out, name, state, names, dtypes[name], quantizer)
+                continue
+            if quantizer is not None and quantised:
+                quantizer.write(out, name, tensor)
+            else:
+                out.write(name, [bytes_of(tensor)])
     if quantizer is not None:
         changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
         return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)
@@ -125,33 +136,6 @@ def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict
     if dtype is None:
         return {name: tensor.dtype for name, tensor in state.items()}
     return target_dtypes(meta_model(deepcopy(model.config), dtype))
-
-
-def _transfer(
-    out: TensorFile,
-    name: str,
-    state: Mapping[str, Tensor],
-    names: NameMap,
-    dtype: torch.dtype,
-    quantizer: Quantizer | None,
-) -> None:
-    """Write a tensor of a checkpoint as `dtype`: copied, cast, put together, or as the model makes it (`state`)."""
-    stored = names.tied.get(name, name)
-    record = names.stored.get(stored)
-    if record is None:
-        if stored in names.kept:
-            out.write(name, [bytes_of(state[stored])])
-    elif isinstance(record, TensorRecord) and not (quantizer is not None and name in quantizer.chosen):
-        write_cast(out, name, record, dtype)
-    else:
-        _write(out, name, read_tensor(record, dtype), quantizer)
-
-
-def _write(out: TensorFile, name: str, tensor: Tensor, quantizer: Quantizer | None) -> None:
-    if quantizer is not None and name in quantizer.chosen:
-        quantizer.write(out, name, tensor)
-    else:
-        out.write(name, [bytes_of(tensor)])
 
 
 def prepare(
@@ -232,9 +216,7 @@ def prepare_monolithic_safetensors(
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if parsed is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
-        what = f"{dtype!r} is not a dtype of weights"
+    if dtype is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
+        what = f"{dtype!r} is not a dtype of weights" if parsed is not None else f"there is no dtype {dtype!r}"
         raise ConfigError(what, where="dtype", how="give float32, bfloat16 or float16")
-    if parsed is None and dtype is not None:
-        raise ConfigError(f"there is no dtype {dtype!r}", where="dtype", how="give float32, bfloat16 or float16")
     return parsed

@@ -54,13 +54,8 @@ def lora_config(
     **options: Any,
 ) -> LoraConfig:
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a model without
-    adapters. `ConfigError`: PEFT refuses the options.
-
-    Args:
-        alpha: the adapter's output is scaled by `alpha / rank`.
-        targets: module names, or a regular expression over full names; None: `default_targets`.
-        options: further options of PEFT's `LoraConfig`.
-    """
+    adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output is scaled by `alpha / rank`.
+    `targets`: module names, or a regular expression over full names; None: `default_targets`."""
     chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
     try:
         config = LoraConfig(
@@ -157,17 +152,11 @@ def inject_lora_params(
     seed: int | Tensor | None,
     read: Read | None = None,
 ) -> PeftModel:
-    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
-
-    The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model.
-    `ModelError`: no module matches, or one is to be trained in a way that cannot be streamed.
-
-    Args:
-        config: the adapter's, which may be changed.
-        seed: of the initial values, or the generator's state that they are drawn from; the generator is left where it
-            was. None: values are left unset, to be loaded.
-        read: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with.
-    """
+    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32. The numbers are
+    those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model. `ModelError`: no
+    module matches, or one is to be trained in a way that cannot be streamed. `seed`: of the initial values, or the
+    generator's state that they are drawn from; the generator is left where it was. None: values are left unset, to be
+    loaded. `read`: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with."""
     layers_name, _ = find_layers(model)
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
     check_saved_modules(model, config, layers_name)

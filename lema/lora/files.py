@@ -197,12 +197,9 @@ def save_adapter(
     Before they get their names, the tensors are read back and compared with those in memory, bit for bit. Whatever
     fails, the files that were there before are untouched. The directory is made where it does not exist. `DiskError`: a
     file could not be written, or reads back otherwise; `NonFiniteError`: a tensor that would be saved has a NaN or an
-    infinity.
-
-    Args:
-        base: the base model as the user names it, written to `base_model_name_or_path`; beside it, the `revision`.
-        whole: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
-        writers: of further files.
+    infinity. `base`: the base model as the user names it, written to `base_model_name_or_path`; beside it, the
+    `revision`. `whole`: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
+    `writers`: of further files.
     """
     model.peft_config["default"].base_model_name_or_path = base
     model.peft_config["default"].revision = revision

@@ -60,15 +60,10 @@ Weight = Callable[[str, nn.Parameter], Tensor]
 
 
 def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> dict[str, Tensor]:
-    """Return the weights of all adapted modules with the adapter merged; the model is left as it is.
-
-    The tensors have their names in the model without adapters; those of modules that train whole are among them.
-    `ConfigError`: the adapter is merged already, or a weight is not in memory.
-
-    Args:
-        rounding: of the sum in fp32 to the type of the weights; see `lema.lora.merge`.
-        seed: of stochastic rounding; the same one gives the same bits.
-    """
+    """Return the weights of all adapted modules with the adapter merged; the model is left as it is. The tensors have
+    their names in the model without adapters; those of modules that train whole are among them. `ConfigError`: the
+    adapter is merged already, or a weight is not in memory. `rounding`: of the sum in fp32 to the type of the weights;
+    see `lema.lora.merge`. `seed`: of stochastic rounding; the same one gives the same bits."""
     found: dict[str, Tensor] = {}
     for name, module in wrapped(model.get_base_model() if isinstance(model, PeftModel) else model):
         if any(getattr(part, "merged_adapters", ()) for part in module.modules()):

@@ -28,12 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
-__all__ = [
-    *("PASSED_THROUGH_THE_MODEL", "Between", "Shared", "alike", "as_leaf", "changed", "depends_on", "has_values"),
-    *("leaves", "past_layers", "replaced", "replaced_tensors", "tensors_in", "values_unread", "without_casts"),
-    *("without_dropout", "without_values"),
-]
-
 # What a model's own forward may raise.
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
@@ -68,15 +62,9 @@ class _Place:
 
 
 class Between:
-    """What one layer hands to the next, or the top layer to the head, for one micro-batch.
-
-    Args:
-        live: the numbers of what is wanted later.
-        shared: mappings that later layers are given too; what was written into them goes along.
-
-    Attributes:
-        more: whether the layer that ran last handed on more than one value.
-    """
+    """What one layer hands to the next, or the top layer to the head, for one micro-batch. `live`: the numbers of what
+    is wanted later. `shared`: mappings that later layers are given too; what was written into them goes along. `more`:
+    whether the layer that ran last handed on more than one value."""
 
     def __init__(self, live: Sequence[int], shared: Sequence[Shared]) -> None:
         self.live, self.shared = tuple(live), tuple(shared)
@@ -232,13 +220,10 @@ def without_casts(layer: nn.Module) -> None:
     which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both casts out changes
     no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them."""
     for part in layer.modules():
-        if isinstance(part, Linear) and _hands_on(part):
+        if not isinstance(part, Linear) or part.lora_variant:
+            continue
+        if all(isinstance(one, nn.Identity) for one in part.lora_dropout.values()):
             part.cast_input_dtype_enabled = False
-
-
-def _hands_on(part: Linear) -> bool:
-    """Whether all that an adapter does with its input is to multiply it by its A."""
-    return not part.lora_variant and all(isinstance(one, nn.Identity) for one in part.lora_dropout.values())
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:

@@ -42,16 +42,9 @@ class _NotCompiled(Exception):
 
 
 class CompiledLayers:
-    """The layers of one model, each called through the compiled template of its kind.
-
-    Args:
-        layers: the model's decoder layers, adapters attached. They are compared here: make another after changing one.
-        name: of the list of layers, for warnings.
-
-    Attributes:
-        kinds: for each layer, the number of its kind.
-        compilations: how many graphs have been compiled.
-    """
+    """The layers of one model, each called through the compiled template of its kind. `layers`: the model's decoder
+    layers, adapters attached. They are compared here: make another after changing one. `compilations`: how many graphs
+    have been compiled."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         self._layers, self._name, self._backend = layers, name, backend

@@ -67,7 +67,8 @@ class Conversion:
                 groups, operations, [], model, dtype
             )
         first, *rest = operations
-        if not all(_is_plain(record) for group in groups.values() for record in group):
+        stored = [DTYPES.get(record.dtype) for group in groups.values() for record in group]
+        if not all(dtype and dtype.is_floating_point and dtype.itemsize > 1 for dtype in stored):  # some are quantised
             if not any("scale" in pattern for pattern in groups):  # some operations would take it for the weight itself
                 raise Misfit(f"{self.sources[0][1].name} has no scales")
             return self._computed(groups, [first], rest, model, dtype)
@@ -99,7 +100,7 @@ class Conversion:
         sources = iter([trace.source(number, record.shape, dtype) for number, record in enumerate(records)])
         given = {pattern: [next(sources) for _ in group] for pattern, group in groups.items()}
         with trace:
-            made = self._run(operations, given, model)
+            made = self.run(operations, given, model)
         found: dict[str, Stored] = {}
         for name, tensor in made.items():
             if (moves := trace.moves(tensor)) is None:
@@ -121,9 +122,7 @@ class Conversion:
         keys: list[str] = []
         for number in range(max(map(len, groups.values())) if rest else 1):
             mine = {pattern: group[number : number + 1] if rest else group for pattern, group in groups.items()}
-            constants = {
-                pattern: [_value(one) for one in group] for pattern, group in mine.items() if _is_constant(group)
-            }
+            constants = {pattern: whole for pattern, group in mine.items() if (whole := _constants(group)) is not None}
             here = {
                 pattern: tuple(names[pattern][number : number + 1] if rest else names[pattern])
                 for pattern in mine.keys() - constants.keys()
@@ -137,7 +136,7 @@ class Conversion:
                     raise Misfit(f"{(mine.get(key) or mine[next(iter(mine))])[0].name} has no scales")
                 lists[key].append(trace.source(number * len(keys) + at, made[key].shape, dtype))
         with trace:
-            results = self._run(rest, lists, model) if rest else {key: tensors[0] for key, tensors in lists.items()}
+            results = self.run(rest, lists, model) if rest else {key: tensors[0] for key, tensors in lists.items()}
         run.forget_model(model, results)
         records = {names[pattern][number]: one for pattern, group in groups.items() for number, one in enumerate(group)}
         found: dict[str, Stored] = {}
@@ -154,9 +153,16 @@ class Conversion:
             found[name] = QuantizedRecord(name, LIBRARY, parts, tuple(tensor.shape), {PLAN: Plan(run, used, cast)})
         return found
 
-    def run(self, operations: Sequence[Any], given: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Any]:
-        """Run operations of the converter, and name what comes out as `transformers` does. `Misfit`: an operation
-        fails."""
+    def run(
+        self,
+        operations: Sequence[Any],
+        given: Mapping[str, Sequence[Tensor]],
+        model: nn.Module,
+        *,
+        single: bool = False,
+    ) -> dict[str, Tensor]:
+        """Run operations of the converter, and name what comes out as `transformers` does. If `single`, each result is
+        a row of one. `Misfit`: an operation fails."""
         converter = copy.copy(self.converter)
         converter.operations = list(operations)
         converter.layer_targets = defaultdict(set)
@@ -169,13 +175,7 @@ class Conversion:
             if is_out_of_memory(error):  # at a lease, where it is tried again with less at once
                 raise
             raise Misfit(str(error) or type(error).__name__) from error
-        return made
-
-    def _run(
-        self, operations: Sequence[Any], given: Mapping[str, Sequence[Tensor]], model: nn.Module
-    ) -> dict[str, Tensor]:
-        made = self.run(operations, given, model)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: one[0] if single or isinstance(one, list) else one for name, one in made.items()}
 
 
 @dataclass(eq=False)
@@ -188,8 +188,7 @@ class _Operations:
     single: bool  # they are run for one of several experts, and return what they make in a row of one
 
     def __call__(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        made = self.conversion.run(self.operations, given, self.model)
-        return {name: one[0] if self.single or isinstance(one, list) else one for name, one in made.items()}
+        return self.conversion.run(self.operations, given, self.model, single=self.single)
 
     def tried(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return what is made of tensors without bytes; small constants beside them have theirs."""
@@ -252,20 +251,15 @@ def _numbers(names: Sequence[str]) -> set[int]:
     return {int(part) for part in different[0]}
 
 
-def _is_plain(record: TensorRecord) -> bool:
-    """Whether a stored tensor is a weight that is not quantised."""
-    dtype = DTYPES.get(record.dtype)
-    return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _is_constant(group: Sequence[TensorRecord]) -> bool:
-    return all(record.dtype in CONSTANTS and record.nbytes <= MOST_CONSTANT for record in group)
-
-
-def _value(record: TensorRecord) -> Tensor:
-    data = bytearray(record.nbytes)
-    read_into(record, memoryview(data))
-    return torch.frombuffer(data, dtype=DTYPES[record.dtype]).view(record.shape)
+def _constants(group: Sequence[TensorRecord]) -> list[Tensor] | None:
+    """Read small whole numbers; None: some are something else."""
+    if not all(record.dtype in CONSTANTS and record.nbytes <= MOST_CONSTANT for record in group):
+        return None
+    data = [bytearray(record.nbytes) for record in group]
+    for record, there in zip(group, data, strict=True):
+        read_into(record, memoryview(there))
+    pairs = zip(group, data, strict=True)
+    return [torch.frombuffer(there, dtype=DTYPES[record.dtype]).view(record.shape) for record, there in pairs]
 
 
 def _empty(record: TensorRecord) -> Tensor:

@@ -16,13 +16,7 @@ __all__ = ["ModelFiles"]
 
 class ModelFiles:
     """A model's directory, opened: its config and its tokenizer, without weights and without a device. `ModelError`:
-    there is no model, or its config cannot be read.
-
-    Attributes:
-        directory: on this machine.
-        config: the model's own, as `transformers` has it.
-        trusted: whether code that comes with the model may run.
-    """
+    there is no model, or its config cannot be read. `trusted`: whether code that comes with the model may run."""
 
     def __init__(self, settings: LemaConfig, *, trust_remote_code: bool = False) -> None:
         name, revision = settings.model_name_or_path, settings.revision

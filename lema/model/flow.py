@@ -132,19 +132,10 @@ class Prelude:
 
 
 class Tape(TorchFunctionMode):
-    """Follows what comes out of the layers through a model's forward, in a `with` block.
-
-    Args:
-        cut: the number of what enters the head; None: it is not known yet.
-        at_cut: called when the forward comes to it; returns what is used in its place.
-        keep: keep every tensor that has a number.
-
-    Attributes:
-        calls: of the layers so far.
-        steps: what was done after each of them.
-        hidden: what the first layer was given.
-        values: with `keep`, by number.
-    """
+    """Follows what comes out of the layers through a model's forward, in a `with` block. `cut`: the number of what
+    enters the head; None: it is not known yet. `at_cut`: called when the forward comes to it; returns what is used in
+    its place. `steps`: what was done after each of them. `hidden`: what the first layer was given. `values`: with
+    `keep`, by number."""
 
     def __init__(
         self, cut: int | None = None, at_cut: Callable[[], Tensor] | None = None, *, keep: bool = False

@@ -22,7 +22,7 @@ from lema.stream.lease import expand_into, weights_in
 from lema.stream.placement import LayerBytes, place
 from lema.stream.reader import LayerReader, StoredRows
 
-__all__ = ["StoredTensors", "draw_head", "layer_bytes", "load_outside", "place_outside", "put"]
+__all__ = ["StoredTensors", "draw_head", "expanded_weights", "layer_bytes", "load_outside", "place_outside", "put"]
 
 
 def layer_bytes(
@@ -61,7 +61,7 @@ class StoredTensors:
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""
         placed = self.place([name])
-        return _weights(self._buffer(placed), placed)[name]
+        return expanded_weights(self._buffer(placed), placed)[name]
 
     def rows(self, name: str) -> StoredRows | None:
         """Return the rows of a stored table, which stays on disk; None: they cannot be read one by one."""
@@ -76,7 +76,7 @@ class StoredTensors:
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
             return {name: one.to(self.backend.device) for name, one in weights_in(buffer, placed, None).items()}
         on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
-        found = _weights(on_device, placed)
+        found = expanded_weights(on_device, placed)
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
         return found
 
@@ -87,7 +87,7 @@ class StoredTensors:
         return buffer
 
 
-def _weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
+def expanded_weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
     """Return the tensors in memory that was read, quantised ones expanded on the same device."""
     expanded = None
     if placed.expansions:

@@ -28,11 +28,6 @@ from lema.model.weight_names import WRAPPED
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, part_of
 
-__all__ = [
-    *("held_adapter", "held_records", "held_tensor", "layout_at", "layout_of", "layouts_of", "open_backend"),
-    *("planned_parallel", "whole_adapter", "whole_tensor"),
-]
-
 
 def layout_of(parameter: Tensor) -> Layout | None:
     """Return how a parameter lies over the processes; None: every one has the whole of it."""
@@ -108,13 +103,8 @@ def layouts_of(
     """Return the layout over `tp` ranks of the weight of every linear module and embedding that the model's plan
     covers, by the module's name, `*` standing for every number where the layers are alike; `layout_at` looks one up.
     `ModelError`: the model has no plan; `ConfigError`: a module cannot be divided among so many ranks; it says which,
-    and what would do.
-
-    Args:
-        model: its parameters may be on `meta`.
-        kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
-        kv_multiplier: how many replicas there are; None: as few as can be.
-    """
+    and what would do. `kv_layout`: where replicas of keys and values lie, if there are fewer heads of these than ranks.
+    `kv_multiplier`: how many replicas there are; None: as few as can be."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         what = "the model has no tensor-parallel plan"
@@ -128,7 +118,8 @@ def layouts_of(
             if isinstance(module, nn.Embedding):
                 layout = _of_embedding(module, style, tp)
             elif isinstance(module, nn.Linear):
-                layout = _of_linear(module, style, tp, _attention(model, name, styles), kv_layout, kv_multiplier)
+                heads = _attention(model, name, styles)
+                layout = _of_linear(module, style, tp, heads, kv_layout=kv_layout, kv_multiplier=kv_multiplier)
             else:
                 continue
             if layout is not None:
@@ -164,26 +155,18 @@ def _of_embedding(module: nn.Embedding, style: str, tp: int) -> Layout | None:
     return kinds.replicated(tp) if style in _WHOLE else None
 
 
-def _of_linear(
-    module: nn.Linear,
-    style: str,
-    tp: int,
-    heads: tuple[int, int, int] | None,
-    kv_layout: KvLayout,
-    kv_multiplier: int | None,
-) -> Layout | None:
+def _of_linear(module: nn.Linear, style: str, tp: int, heads: tuple[int, int, int] | None, **kv: Any) -> Layout | None:
     if style not in ("colwise", "rowwise") or heads is None:
         return _of_style(module, style, tp)
     dim = 0 if style == "colwise" else 1
     size, (queries, keys, width) = (module.out_features if dim == 0 else module.in_features), heads
-    options: Any = {"kv_layout": kv_layout, "kv_multiplier": kv_multiplier, "dim": dim}
     if keys < queries and size == keys * width:
-        layout = kinds.kv(tp, queries, keys, **options)
+        layout = kinds.kv(tp, queries, keys, dim=dim, **kv)
         if dim == 0 or layout.kv_multiplier == 1:
             return layout
         what = f"it takes {keys} heads of keys, which would be counted {layout.kv_multiplier} times"
     elif size % queries == 0:
-        return kinds.query(tp, queries, keys, **options)
+        return kinds.query(tp, queries, keys, dim=dim, **kv)
     else:
         what = f"its {size} {'outputs' if dim == 0 else 'inputs'} are neither {queries} heads nor {keys}"
     raise ConfigError(f"this module of an attention cannot be divided: {what}", how="train without tensor parallelism")

@@ -70,13 +70,11 @@ class RowTables:
 
     An embedding is one that nothing else shares, such as a head, and that takes nothing but ids; beside the input
     embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
-    cannot be looked up as the setting says.
-
-    Args:
-        where: the setting: rows come from "host" memory or from "disk"; "device": all are whole. "auto": from disk,
-            unless layers stay on the device unasked, or it compiles what is run on it, for every number of rows.
-        planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
-        head: the head's weight, where it is leased in pieces: a table that has the same one is not loaded either.
+    cannot be looked up as the setting says. `where`: the setting: rows come from "host" memory or from "disk";
+    "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run on
+    it, for every number of rows. `planned_for`: a device, or the name of one, that a plan is made for: nothing is read;
+    None: the model is used. `head`: the head's weight, where it is leased in pieces: a table that has the same one is
+    not loaded either.
     """
 
     def __init__(

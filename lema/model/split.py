@@ -51,19 +51,11 @@ def _stop() -> Tensor:
 
 
 class Split:
-    """The parts of one model. The layers' weights are given at each call; all others are the model's own.
-
-    Args:
-        model: the model, adapters attached or not; every parameter outside the decoder layers is real.
-        compiled: run layers compiled, where they can be.
-        parallel: the processes that hold the model together; None: the backend's.
-
-    Attributes:
-        lazy: whether the device compiles what is run on it, and its tensors have no addresses. It is then not asked
-            for values, because each answer would be a graph to compile.
-        tables: the embeddings that are looked up row by row; None: all are whole.
-        dtype: in which the layers compute.
-    """
+    """The parts of one model. The layers' weights are given at each call; all others are the model's own. `model`: the
+    model, adapters attached or not; every parameter outside the decoder layers is real. `parallel`: the processes that
+    hold the model together; None: the backend's. `lazy`: whether the device compiles what is run on it, and its tensors
+    have no addresses. It is then not asked for values, because each answer would be a graph to compile. `tables`: the
+    embeddings that are looked up row by row; None: all are whole."""
 
     def __init__(
         self, model: PreTrainedModel, backend: Backend, *, compiled: bool = False, parallel: Parallel | None = None
@@ -96,14 +88,10 @@ class Split:
         differentiate: bool = False,
         run: Run | None = None,
     ) -> Prelude:
-        """Run the model up to its layers.
-
-        Args:
-            batch: `input_ids`, int64 `[batch, sequence]`, and what else the model's forward takes.
-            first_layer_weights: of layer 0, by name; used once, to learn what a layer returns.
-            differentiate: let the hidden state keep its graph, where something before the layers trains.
-            run: what to run; None: the model on `batch`.
-        """
+        """Run the model up to its layers. `batch`: `input_ids`, int64 `[batch, sequence]`, and what else the model's
+        forward takes. `first_layer_weights`: of layer 0, by name; used once, to learn what a layer returns.
+        `differentiate`: let the hidden state keep its graph, where something before the layers trains. `run`: what to
+        run; None: the model on `batch`."""
         if self.model.training not in self._cut:
             self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.

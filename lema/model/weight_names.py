@@ -36,11 +36,6 @@ from lema.storage.quantized.records import QuantizedRecord, Stored, fold
 from lema.storage.slices import AssembledRecord
 from lema.stream.placement import DTYPES
 
-__all__ = [
-    *("LayerNames", "NameMap", "checkpoint_dtype", "grouped", "map_names", "match_names", "stored_name"),
-    *("target_dtypes", "warn_of_unused"),
-]
-
 HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
 
@@ -103,14 +98,15 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     filled = names.stored.keys() | {conversion.first for conversion in conversions}
     missing = _tie_and_keep(model, names, [name for name in state if name not in filled], filled)
     if missing or twice or misshapen or mistyped:
-        complaints = [
-            _complaint("missing", missing),
-            _complaint("not used", [f"{record.name} in {record.file.name}" for record in names.unused]),
-            _complaint("stored twice under different names", twice),
-            _complaint("of another shape", misshapen),
-            _complaint("of a type the model cannot be loaded from", mistyped),
-        ]
-        what = "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)])
+        complaints = {
+            "missing": missing,
+            "not used": [f"{record.name} in {record.file.name}" for record in names.unused],
+            "stored twice under different names": twice,
+            "of another shape": misshapen,
+            "of a type the model cannot be loaded from": mistyped,
+        }
+        listed = ["\n    ".join([f"  {len(items)} {what}:", *items]) for what, items in complaints.items() if items]
+        what = "\n".join(["the checkpoint does not fit the model", *listed])
         how = "check that config.json and the weights are of the same model"
         raise WeightsError(what, where=str(index.path), how=how)
     return names
@@ -291,10 +287,6 @@ def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _complaint(what: str, items: list[str]) -> str:
-    return "\n".join([f"  {len(items)} {what}:", *(f"    {item}" for item in items)]) if items else ""
-
-
 WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps
 
 
@@ -304,11 +296,8 @@ def stored_name(name: str) -> str:
 
 
 class LayerNames:
-    """The names in one layer, as its modules are now.
-
-    Args:
-        layer: adapters attached or not. A parameter that trains is its own; what is leased in its place is left out.
-    """
+    """The names in one layer, as its modules are now. `layer`: adapters attached or not. A parameter that trains is its
+    own; what is leased in its place is left out."""
 
     def __init__(self, layer: nn.Module) -> None:
         parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}

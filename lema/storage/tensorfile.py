@@ -34,13 +34,9 @@ def tensor_file(
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[TensorFile]:
     """Give a safetensors file to write, which appears at the end of the `with` block, replacing one that was there.
-    `DiskError`: the disk is full, read-only or failing; nothing is left behind, `file` is as it was.
-
-    Args:
-        tensors: name, dtype and shape of every tensor, in the order their bytes shall have.
-        metadata: strings for the header.
-        progress: called as bytes are given, with how many were, and how many there are in all.
-    """
+    `DiskError`: the disk is full, read-only or failing; nothing is left behind, `file` is as it was. `tensors`: name,
+    dtype and shape of every tensor, in the order their bytes shall have. `metadata`: strings for the header.
+    `progress`: called as bytes are given, with how many were, and how many there are in all."""
     header, records, size = _layout(file, list(tensors), metadata or {})
     with ExitStack() as stack:
         with disk_errors(file):
