@@ -211,7 +211,10 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
     telling = [detail for detail in details if detail["type"] not in _NOUNS] or details
     what = " or ".join(dict.fromkeys(_demand(detail) for detail in telling))
     given = first["input"]
-    how = meant(given, _choices(telling)) if isinstance(given, str) else ""
+    # The words a literal setting allows, from pydantic's `'a', 'b' or 'c'`.
+    allowed = [str(one.get("ctx", {}).get("expected", "")) for one in telling if one["type"] == "literal_error"]
+    words = [word.strip("' ") for text in allowed for word in text.replace(" or ", ", ").split(",")]
+    how = meant(given, words) if isinstance(given, str) else ""
     if "value_error" in kinds:
         named = what.startswith(key) or not first["loc"]
         return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")
@@ -238,9 +241,3 @@ def _demand(detail: ErrorDetails) -> str:
         return f"named by {noun}"
     # Inside a list: ("lora_target_modules", "list[str]", 0)
     return f"a list of {noun}" if isinstance(detail["loc"][-1], int) else noun
-
-
-def _choices(details: Iterable[ErrorDetails]) -> list[str]:
-    """The words a literal setting allows, from pydantic's `'a', 'b' or 'c'`."""
-    expected = (str(d.get("ctx", {}).get("expected", "")) for d in details if d["type"] == "literal_error")
-    return [word.strip("' ") for text in expected for word in text.replace(" or ", ", ").split(",")]

@@ -24,7 +24,7 @@ from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.lora.checks import check_base
 from lema.lora.files import load_weights, read_settings
-from lema.lora.merge import ADAPTER, Rounding, merge_module, rounded_all, wrapped
+from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
 
@@ -37,7 +37,7 @@ class MergedTensors:
 
     def __init__(self, base: StoredModel, rounding: Rounding, seed: int) -> None:
         self._records, self._dtypes, model = base.records, base.dtypes, base.skeleton
-        self._rounding, self._seed = rounding, seed
+        self._how = (rounding, seed)
         self._adapted = dict(wrapped(model))
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._module = ""
@@ -52,8 +52,7 @@ class MergedTensors:
         else:
             if module != self._module:
                 self._merged = {}  # so that two modules are never in memory at once
-                exact = merge_module(module, self._adapted[module], self._weight)
-                self._merged = rounded_all(exact, self._dtypes, self._rounding, self._seed)
+                self._merged = merge_module(module, self._adapted[module], self._weight, self._dtypes, *self._how)
                 self._module = module
             merged = self._merged[name]
         return [bytes_of(merged.to(self._dtypes[name]))]

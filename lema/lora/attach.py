@@ -58,14 +58,8 @@ def lora_config(
     `targets`: module names, or a regular expression over full names; None: `default_targets`."""
     chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
     try:
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=_whole(alpha),
-            lora_dropout=dropout,
-            target_modules=chosen,
-            task_type="CAUSAL_LM",
-            **options,
-        )
+        options |= {"r": rank, "lora_alpha": _whole(alpha), "lora_dropout": dropout, "target_modules": chosen}
+        config = LoraConfig(task_type="CAUSAL_LM", **options)
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
     _leave_out_towers(model, config)
@@ -128,8 +122,9 @@ def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
     The model has no adapters, and its weights may be on `meta`. `ModelError`: no parameter would be adapted; the
     message names those that could be."""
-    tensors = (*model.parameters(), *model.buffers())
-    bare: PreTrainedModel = deepcopy(model, {id(tensor): _without_values(tensor) for tensor in tensors})
+    empty: dict[int, Tensor] = {id(one): one.detach().to("meta") for one in model.buffers()}
+    empty |= {id(one): nn.Parameter(one.detach().to("meta"), requires_grad=False) for one in model.parameters()}
+    bare: PreTrainedModel = deepcopy(model, empty)
     with torch.random.fork_rng(devices=()):
         _attach(bare, deepcopy(config))
     adapted = {
@@ -138,11 +133,6 @@ def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         if isinstance(part, LoraLayer)
     }
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in adapted]
-
-
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    empty = tensor.detach().to("meta")
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 def inject_lora_params(

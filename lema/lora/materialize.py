@@ -97,7 +97,14 @@ def make_real(
             if rows.tied_adapter is None and adapter in rows.token_indices:
                 rows.update_layer(adapter, token_indices=rows.token_indices[adapter])
                 rows.trainable_tokens_delta.float()
-        for names in _by_layer(_begun_as_stored(model, config, layers_name, adapter), layers_name):
+        begun = _begun_as_stored(model, config, layers_name, adapter)
+
+        def layer(name: str) -> int:
+            inside = name.startswith(f"{layers_name}.")
+            return int(name.removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
+
+        for _, group in groupby(sorted(begun, key=layer), layer):  # what is outside the layers together
+            names = {name: begun[name] for name in group}
             wanted = {stored for stored in names.values() if stored is not None}
             assert read is not None or not wanted, f"{next(iter(names))} begins with a stored tensor: `read` is needed"
             found = read(wanted) if read is not None and wanted else {}
@@ -180,17 +187,6 @@ def _begun_as_stored(model: nn.Module, config: LoraConfig, layers_name: str, ada
         if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
             begun[name] = PLACES.sub("", name)
     return begun
-
-
-def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dict[str, str | None]]:
-    """Group names by the layer they are in, those outside the layers together."""
-
-    def layer(item: tuple[str, str | None]) -> int:
-        inside = item[0].startswith(f"{layers_name}.")
-        return int(item[0].removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
-
-    for _, group in groupby(sorted(names.items(), key=layer), layer):
-        yield dict(group)
 
 
 def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None, adapter: str) -> None:

@@ -25,8 +25,14 @@ from torch import Tensor, nn
 from lema.errors import ConfigError
 
 __all__ = [
-    *("ADAPTER", "WRAPPED", "Rounding", "merge_in_place", "merge_lora_params", "merge_module", "rounded"),
-    *("rounded_all", "wrapped"),
+    "ADAPTER",
+    "WRAPPED",
+    "Rounding",
+    "merge_in_place",
+    "merge_lora_params",
+    "merge_module",
+    "rounded",
+    "wrapped",
 ]
 
 Rounding = Literal["nearest", "stochastic"]
@@ -69,8 +75,7 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
         if any(getattr(part, "merged_adapters", ()) for part in module.modules()):
             raise ConfigError("the adapter is merged already", where=name, how="undo that first")
         dtypes = {stored: parameter.dtype for _, _, stored, parameter in _base_of(name, module)}
-        merged = merge_module(name, module, _own)
-        found |= rounded_all(merged, dtypes, rounding, seed)
+        found |= merge_module(name, module, _own, dtypes, rounding, seed)
     return found
 
 
@@ -101,10 +106,12 @@ def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: in
     return unmerge
 
 
-def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tensor]:
+def merge_module(
+    name: str, module: nn.Module, weight: Weight, dtypes: Mapping[str, torch.dtype], rounding: Rounding, seed: int
+) -> dict[str, Tensor]:
     """Lend a module of PEFT's (`wrapped`) its weights in fp32, let PEFT merge into them, and take them away again. PEFT
     changes the tensors that `weight` gives. The merged tensors are returned by their names in the model without
-    adapters; half precision has become fp32."""
+    adapters, rounded to the types in `dtypes`; those without one are as they are."""
     lent = list(_base_of(name, module))
     for part, leaf, stored, parameter in lent:
         own = weight(stored, parameter)
@@ -118,7 +125,11 @@ def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tens
             else:
                 anything.merge()
                 merged = anything.get_base_layer()
-        return {f"{name}.{leaf}": tensor.detach() for leaf, tensor in merged.state_dict().items()}
+        exact = {f"{name}.{leaf}": tensor.detach() for leaf, tensor in merged.state_dict().items()}
+        return {
+            stored: rounded(tensor, dtypes[stored], rounding, seed, stored) if stored in dtypes else tensor
+            for stored, tensor in exact.items()
+        }
     finally:
         for part, leaf, _, parameter in lent:
             part._parameters[leaf] = parameter
@@ -127,16 +138,6 @@ def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tens
             if hasattr(adapted, "merged_adapters"):
                 cast(Any, adapted).merged_adapters.clear()
             getattr(adapted, "_caches", {}).pop(f"{ADAPTER}-weight_norm", None)  # DoRA's, for PEFT's own way back
-
-
-def rounded_all(
-    tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], rounding: Rounding, seed: int
-) -> dict[str, Tensor]:
-    """Return tensors as the types given for them; those without one as they are."""
-    return {
-        name: rounded(tensor, dtypes[name], rounding, seed, name) if name in dtypes else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 def wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -72,10 +72,20 @@ def read_shards(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dic
     names = [f"tp_{rank:02}.safetensors" for rank in range(tp)]
     if sorted(content["files"]) != sorted(names) or any(layout.tp != tp for layout in layouts.values()):
         raise AdapterError(f"it does not describe {tp} ranks", where=str(directory / LAYOUTS), how="save it again")
-    ranks = [_read_rank(directory / name, content["files"][name]) for name in names]
-    for name, held in zip(names, ranks, strict=True):
-        if odd := sorted(held.keys() ^ layouts.keys()):
-            raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(directory / name))
+    ranks = []
+    for file in (directory / name for name in names):
+        if not file.is_file():
+            how = "copy the directory again, with all its files"
+            raise AdapterError(f"the shard {file.name} is missing", where=str(file), how=how)
+        try:
+            if hashlib.sha256(file.read_bytes()).hexdigest() != content["files"][file.name]:
+                raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
+            ranks.append(load_file(file))
+        except (OSError, SafetensorError) as error:
+            what = f"the shard {file.name} is damaged: {error}"
+            raise AdapterError(what, where=str(file), how="copy it again") from error
+        if odd := sorted(ranks[-1].keys() ^ layouts.keys()):
+            raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(file))
     tensors, found = {}, {}
     for name, layout in layouts.items():
         tensors[name], differing = join([held[name] for held in ranks], layout, name, check=check)
@@ -106,20 +116,6 @@ def _read_layouts(file: Path) -> dict[str, Any]:
     if not sound:
         raise AdapterError(f"{file.name} does not describe shards of an adapter", where=str(file), how="save it again")
     return dict(content)
-
-
-def _read_rank(file: Path, digest: Any) -> dict[str, Tensor]:
-    if not file.is_file():
-        how = "copy the directory again, with all its files"
-        raise AdapterError(f"the shard {file.name} is missing", where=str(file), how=how)
-    try:
-        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
-        tensors: dict[str, Tensor] = load_file(file)
-    except (OSError, SafetensorError) as error:
-        what = f"the shard {file.name} is damaged: {error}"
-        raise AdapterError(what, where=str(file), how="copy it again") from error
-    return tensors
 
 
 PREFIX = "base_model.model."  # of names in a model of PEFT's

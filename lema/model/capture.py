@@ -44,12 +44,6 @@ class _Place:
     order: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many elements it has, and how many follow it until the next one begins."""
-        count = prod(self.shape)
-        return count, -count % ALIGNMENT
-
     @classmethod
     def of(cls, tensor: Tensor) -> _Place:
         order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
@@ -94,7 +88,8 @@ class Between:
         places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
         pieces = [packed]
         if len(places) > 1:
-            sizes = [size for place in places for size in place.sizes]
+            counts = [prod(place.shape) for place in places]
+            sizes = [size for count in counts for size in (count, -count % ALIGNMENT)]  # and what follows each
             pieces = [place.taken(one) for place, one in zip(places, packed.split(sizes)[::2], strict=True)]
             for index, piece in enumerate(pieces):
                 if piece.requires_grad:
@@ -185,20 +180,20 @@ def depends_on(made: Iterable[Tensor], sources: Iterable[Tensor]) -> bool:
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
     """Replace the `forward` of modules, each of its own alone, in a `with` block; None: by that of its class."""
+
+    def put(chosen: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
+        for module, forward in chosen.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = forward
+
     before = {module: vars(module).get("forward") for module in forwards}
     try:
-        _replace(forwards)
+        put(forwards)
         yield
     finally:
-        _replace(before)
-
-
-def _replace(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
-    for module, forward in forwards.items():
-        if forward is None:
-            vars(module).pop("forward", None)
-        else:
-            vars(module)["forward"] = forward
+        put(before)
 
 
 @contextmanager

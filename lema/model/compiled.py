@@ -56,7 +56,17 @@ class CompiledLayers:
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
         self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
-        self._own = [list(_own_tensors(layer)) for layer in layers]
+        # Where each layer keeps the tensors it has itself: their names, and what they are in under which key.
+        self._own = [
+            [
+                (f"{path}.{key}" if path else key, kept, key)
+                for path, part in layer.named_modules()
+                for kept in (part._parameters, part._buffers)
+                for key, tensor in kept.items()
+                if tensor is not None and not tensor.is_meta
+            ]
+            for layer in layers
+        ]
         self._labels = [
             list(_labels(layer, layers[self._firsts[kind]], labels))
             for layer, kind in zip(layers, self.kinds, strict=True)
@@ -121,7 +131,7 @@ class CompiledLayers:
         """Run a layer once, beside the training, where nothing sees it; what is compiled here is used ever after.
         `_NotCompiled`: it cannot be compiled, or draws random numbers."""
         state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
-        args, kwargs = _without_graph((args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), (args, kwargs))
         try:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 out = self._run(index, tensors, args, kwargs)
@@ -172,15 +182,6 @@ def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[...,
     return torch.compile(own, backend=backend)
 
 
-def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Mapping[str, Tensor | None], str]]:
-    """Yield where a layer keeps the tensors it has itself: their names, and what they are in under which key."""
-    for path, part in layer.named_modules():
-        for kept in (part._parameters, part._buffers):
-            for key, tensor in kept.items():
-                if tensor is not None and not tensor.is_meta:
-                    yield f"{path}.{key}" if path else key, kept, key
-
-
 def _labels(
     layer: nn.Module, template: nn.Module, labels: Collection[Attribute]
 ) -> Iterator[tuple[nn.Module, nn.Module, str]]:
@@ -204,11 +205,6 @@ def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[No
     finally:
         for (part, _, name), value in zip(labels, kept, strict=True):
             vars(part)[name] = value
-
-
-def _without_graph(value: Any) -> Any:
-    """Return arguments whose tensors are leaves, and need gradients where those given do."""
-    return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
 
 
 def _differentiate(out: Any, inputs: Sequence[Tensor]) -> None:

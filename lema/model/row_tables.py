@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -202,7 +203,12 @@ class RowTables:
             why = self._why_whole(name, module)
             if why is None:
                 row = self._stored.place([name]).read_bytes // module.num_embeddings
-                self._tables[name] = _Table(module, module.weight, nbytes, row, in_layers, self._fetcher(name))
+                fetch: Callable[[Tensor], Tensor] | None = None
+                if not self._planned and self._where == "host":
+                    fetch = partial(torch.index_select, self._stored.read_to_host(name), 0)
+                elif not self._planned and (rows := self._stored.rows(name)) is not None:
+                    fetch = rows.read
+                self._tables[name] = _Table(module, module.weight, nbytes, row, in_layers, fetch)
             elif is_input and asked:
                 raise _refusal(why)
             elif is_input:
@@ -218,16 +224,6 @@ class RowTables:
         if self._where != "host" and self._stored.rows(name) is None:
             return "their rows are stored quantised, or each in several places"
         return None
-
-    def _fetcher(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        if self._planned:
-            return None
-        if self._where == "host":
-            whole = self._stored.read_to_host(name)
-            return lambda ids: whole.index_select(0, ids)
-        rows = self._stored.rows(name)
-        assert rows is not None
-        return rows.read
 
     def _put_in(self) -> None:
         """Have the embeddings look their ids up here: each by itself, its class stays as it is."""

@@ -21,6 +21,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,7 +69,7 @@ def appearing(directory: Path) -> Iterator[Path]:
 def _named_when_whole(directory: Path) -> Iterator[Path]:
     _make(directory.parent)
     sweep(directory.parent, directory.name)
-    part, descriptor = _begin(directory)
+    descriptor, part = _begin(directory, PART, Path.mkdir, READ)
     try:
         yield part
         _rename(part, directory)
@@ -110,15 +111,16 @@ def _clear(left: Path, directory: Path, kind: str, *, alone: bool) -> None:
             shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
 
 
-def _begin(directory: Path) -> tuple[Path, int]:
+def _begin(target: Path, kind: str, make: Callable[[Path], object], flags: int) -> tuple[int, Path]:
+    """Make a directory or a file that is to become `target`, and open and lock it."""
     while True:
-        part = _aside(directory, PART)
-        part.mkdir()
+        path = _aside(target, kind)
+        make(path)
         with suppress(FileNotFoundError):  # another process may sweep it between its making and its locking
-            descriptor = os.open(part, READ)
+            descriptor = os.open(path, flags)
             _lock(descriptor, wait=True)
-            if part.exists():
-                return part, descriptor
+            if path.exists():
+                return descriptor, path
             os.close(descriptor)
 
 
@@ -206,14 +208,8 @@ def open_partial(file: Path) -> tuple[int, Path]:
             with suppress(OSError), _locked(left, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, wait=False) as held:
                 if held:
                     left.unlink()
-    while True:
-        partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
-        # 0o666 and not mkstemp's 0o600: the file gets the permissions the umask gives any other.
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        _lock(descriptor, wait=True)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor, partial
-        os.close(descriptor)  # another run swept it between its making and its locking
+    # Not mkstemp, because the file gets the permissions that the umask gives any other.
+    return _begin(file, "partial", partial(Path.touch, exist_ok=False), os.O_RDWR | os.O_CLOEXEC)
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
@@ -231,14 +227,14 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
 def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
     """Give what `open_partial` returns; the new file takes the name `file` at the end, on disk, or goes on failure.
     `OSError`: it could not be written; what was there before is untouched."""
-    descriptor, partial = open_partial(file)
+    descriptor, path = open_partial(file)
     try:
-        yield descriptor, partial
+        yield descriptor, path
         os.fsync(descriptor)
-        partial.replace(file)  # before it is closed, because what is not locked may be swept
+        path.replace(file)  # before it is closed, because what is not locked may be swept
     except BaseException:
         with suppress(OSError):  # because the error that brought us here is the one to tell
-            partial.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)

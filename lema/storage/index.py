@@ -5,7 +5,6 @@ name only files of its own directory; the hub cache, whose snapshots are links i
 """
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lema.errors import WeightsError
@@ -21,7 +20,7 @@ MAX_NAME = 200  # characters; file systems have 255 bytes
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
 
-class GlobalBinaryIndex(Mapping[str, TensorRecord]):
+class GlobalBinaryIndex(dict[str, TensorRecord]):
     """Every tensor of a model, by name, over all its files; the headers are read and checked, the tensors are not.
     `path` is a model directory, one `.safetensors` file, or a `.safetensors.index.json`. The names come in the order of
     the files' names and, within a file, of the bytes. `WeightsError`: a file is missing, damaged, not safetensors, or
@@ -33,33 +32,23 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
         self.root = entry.parent  # the directory the files lie in
         weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else {}
         self.files = tuple(entry.parent / name for name in sorted(set(weight_map.values()))) or (entry,)
-        self.records: dict[str, TensorRecord] = {}
         self.metadata: dict[Path, dict[str, str]] = {}  # file -> the strings its writer left in the header
         for file in self.files:
             self.metadata[file], records = read_header(file)
             for name, record in records.items():
-                if (other := self.records.get(name)) is not None:
+                if (other := self.get(name)) is not None:
                     how = "delete the shard left over from another download or save"
                     raise WeightsError(f"tensor {name!r} is stored twice", where=f"{other.file} and {file}", how=how)
-                self.records[name] = record
+                self[name] = record
         broken = [
             f"{name} (in {file})"
             for name, file in weight_map.items()
-            if name not in self.records or self.records[name].file.name != file
+            if name not in self or self[name].file.name != file
         ]
         if broken:
             what = f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}"
             how = "download the model again; index and shards come from different saves"
             raise WeightsError(what, where=str(entry), how=how)
-
-    def __getitem__(self, name: str) -> TensorRecord:
-        return self.records[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
 
     def __repr__(self) -> str:
         return f"GlobalBinaryIndex({str(self.path)!r}: {len(self)} tensors, {len(self.files)} files, {self.nbytes} B)"
@@ -72,7 +61,7 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(record.nbytes for record in self.records.values())
+        return sum(record.nbytes for record in self.values())
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

@@ -94,19 +94,13 @@ def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) ->
             alone = stack.enter_context(run_lock(output_dir))
             for directory in (output_dir, *below):
                 sweep(directory, alone=alone)
-            if alone:
-                _clear(output_dir)
+            for left in list(output_dir.iterdir()) if alone else ():
+                # What a run that was killed while it saved its adapter has left; what another user owns is not ours.
+                with suppress(OSError):
+                    if UNFINISHED.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
+                        shutil.rmtree(left)
+                    elif UNFINISHED.fullmatch(left.name):
+                        left.unlink()
 
         first_alone(replicas, enter)
         yield
-
-
-def _clear(output_dir: Path) -> None:
-    """Remove what a run that was killed while it saved its adapter has left in its directory."""
-    for left in list(output_dir.iterdir()):
-        if UNFINISHED.fullmatch(left.name):
-            with suppress(OSError):  # what another user owns is not ours to touch
-                if left.is_dir() and not left.is_symlink():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
