@@ -105,7 +105,18 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
     given = {key: value for key, value in values.items() if value is not None and value != ""}
     found: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    _add_data(given, found, notes)
+    files: list[Any] = []
+    columns: dict[str, str] = {}
+    for one in given.get("datasets") or [given.get("dataset_name")]:
+        about = one if isinstance(one, Mapping) else {"path": one}
+        files += [about["path"]] if about.get("path") else []
+        form = about.get("type")
+        if form is not None and str(form).partition(".")[0] not in _FORMS:
+            notes["datasets"] = f"the type {form!r} is not known; docs/data.md says which columns are understood"
+        columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
+    if isinstance(text := given.get("dataset_text_field"), str):
+        columns["text"] = text
+    found |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}
     rows = given.pop("per_device_train_batch_size", given.get("micro_batch_size"))
     if isinstance(rows, int) and isinstance(batches := given.pop("gradient_accumulation_steps", 1), int):
         found |= {"batch_size": rows * batches, "micro_batch_size": rows}
@@ -130,19 +141,3 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
         elif (ours, value) not in (("eval_split", 0), ("lora_target_modules", "all-linear")):  # what is so without
             found[ours] = value
     return {name: found[name] for name in known if name in found}, notes
-
-
-def _add_data(given: Mapping[str, Any], found: dict[str, Any], notes: dict[str, str]) -> None:
-    """Add the data sets of a file, with what their columns are called."""
-    files: list[Any] = []
-    columns: dict[str, str] = {}
-    for one in given.get("datasets") or [given.get("dataset_name")]:
-        about = one if isinstance(one, Mapping) else {"path": one}
-        files += [about["path"]] if about.get("path") else []
-        form = about.get("type")
-        if form is not None and str(form).partition(".")[0] not in _FORMS:
-            notes["datasets"] = f"the type {form!r} is not known; docs/data.md says which columns are understood"
-        columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
-    if isinstance(text := given.get("dataset_text_field"), str):
-        columns["text"] = text
-    found |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}

@@ -87,7 +87,15 @@ def _leave_out_towers(model: PreTrainedModel, config: LoraConfig) -> None:
 
 def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
     """Return PEFT's config of the adapter that the settings ask for; `ConfigError`: they do not fit the model."""
-    _check_layers(model, config)
+    name, layers = find_layers(model)
+    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
+    indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    beyond = sorted(index for index in indices if index >= len(layers))
+    if beyond and (patterns is None or name.rpartition(".")[2] in patterns):  # else they count in another list
+        what = f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them"
+        how = f"layers are counted from 0, to {len(layers) - 1}"
+        raise ConfigError(what, where="lora_layers_to_transform", how=how)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
     options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
     return lora_config(
@@ -103,19 +111,6 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
 def _whole(alpha: float) -> Any:
     """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
     return int(alpha) if float(alpha).is_integer() else alpha
-
-
-def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
-    name, layers = find_layers(model)
-    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
-    indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    if patterns is not None and name.rpartition(".")[2] not in patterns:
-        return  # they count in another list
-    if beyond := sorted(index for index in indices if index >= len(layers)):
-        what = f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them"
-        how = f"layers are counted from 0, to {len(layers) - 1}"
-        raise ConfigError(what, where="lora_layers_to_transform", how=how)
 
 
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:

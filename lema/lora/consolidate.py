@@ -19,7 +19,7 @@ from lema.backend.layout import Difference, KvLayout, Layout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
-from lema.lora.files import CONFIG, WEIGHTS, read_lora_config, read_safetensors
+from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
 from lema.lora.foreign_shards import read_foreign
 from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
 from lema.model import meta_model, read_config
@@ -107,9 +107,7 @@ def shard_adapter(
         trust_remote_code: run code that comes with the base model.
     """
     out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
-    saved = read_lora_config(adapter)
-    if saved is None:
-        raise AdapterError(f"there is no {CONFIG}", where=str(adapter), how="name the directory of a saved adapter")
+    saved = the_lora_config(adapter)
     base = model or saved.base_model_name_or_path
     if not base:
         raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")

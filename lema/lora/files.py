@@ -237,7 +237,14 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
     if file.is_file():
         tensors = read_safetensors(file)
     elif (file := directory / OLD_WEIGHTS).is_file():
-        tensors = _read_old(file, layers_name)
+        try:
+            tensors = {}
+            for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
+                layer, _, rest = name.partition(".")  # "<layer, from 1>.<module>.lora_A"
+                tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+        except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
+            what = f"this is not an adapter of the older format: {error}"
+            raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
     else:
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "name a directory that save_pretrained, save_checkpoint or `lema train` wrote"
@@ -288,17 +295,3 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"the adapter file is damaged: {error}", where=str(file)) from error
-
-
-def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
-    """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
-    try:
-        old = torch.load(file, weights_only=True, map_location="cpu")
-        named = {}
-        for name, tensor in old.items():
-            layer, _, rest = name.partition(".")
-            named[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
-    except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
-        what = f"this is not an adapter of the older format: {error}"
-        raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
-    return named

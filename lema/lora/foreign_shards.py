@@ -200,16 +200,7 @@ def _grouped_heads(
 
 def _without_adapter(name: str) -> str:
     """Return a parameter's name as files of adapters have it: without the adapter's own name in it."""
-    kept: list[str] = []
-    parts = iter(name.split("."))
-    for part in parts:
-        if part == "modules_to_save":
-            next(parts, None)
-        else:
-            kept.append(part)
-            if part.startswith("lora_"):
-                next(parts, None)
-    return ".".join(kept)
+    return re.sub(r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+", r"\1", name)
 
 
 def _unusable(file: Path, what: str) -> AdapterError:

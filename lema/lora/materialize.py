@@ -97,7 +97,14 @@ def make_real(
             if rows.tied_adapter is None and adapter in rows.token_indices:
                 rows.update_layer(adapter, token_indices=rows.token_indices[adapter])
                 rows.trainable_tokens_delta.float()
-        begun = _begun_as_stored(model, config, layers_name, adapter)
+        # Those that begin with a stored tensor, each with that tensor's name; None: it is in memory.
+        begun: dict[str, str | None] = {}
+        for name, _ in _unreal(model, config, adapter):
+            own = MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta
+            begun[name] = None if own else PLACES.sub("", name)
+        for name, _ in model.named_buffers():
+            if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
+                begun[name] = PLACES.sub("", name)
 
         def layer(name: str) -> int:
             inside = name.startswith(f"{layers_name}.")
@@ -174,19 +181,6 @@ def _unreal(model: nn.Module, config: LoraConfig, adapter: str) -> list[tuple[st
         if parameter.is_meta
         and (parameter.requires_grad or own.search(name) or (config.bias == "all" and name.endswith(".bias")))
     ]
-
-
-def _begun_as_stored(model: nn.Module, config: LoraConfig, layers_name: str, adapter: str) -> dict[str, str | None]:
-    """Return the parameters that begin with a stored tensor, each with that tensor's name; None: it is in memory."""
-    begun: dict[str, str | None] = {}
-    for name, _ in _unreal(model, config, adapter):
-        begun[name] = PLACES.sub("", name)
-        if MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta:
-            begun[name] = None
-    for name, _ in model.named_buffers():
-        if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
-            begun[name] = PLACES.sub("", name)
-    return begun
 
 
 def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None, adapter: str) -> None:

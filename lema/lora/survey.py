@@ -97,7 +97,14 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
     """Try one model as `meta_model` builds it, which cannot be used afterwards."""
     with _quiet():
         try:
-            _run_parts(model)
+            # Up to the layers, the first layer, and from the layers to the logits.
+            not_run = {part for layer in find_layers(model)[1][1:] for part in layer.modules()}
+            with _shapes_only(model, not_run):
+                for training in (True, False):
+                    split = Split(model.train(training), load("cpu"))
+                    tokens = torch.ones(1, TOKENS, dtype=torch.long)
+                    prelude = split.prelude({"input_ids": tokens}, split.layers[0].state_dict())
+                    split.head(prelude.hidden)
         except Exception as error:  # noqa: BLE001
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 return Row(model_type, None, reason="unknown without weights: what it computes depends on values")
@@ -110,17 +117,6 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
             return Row(model_type, True, _adapted(model))
         except LemaError as error:
             return Row(model_type, True, reason=f"no adapter by default: {_sentence(error)}")
-
-
-def _run_parts(model: PreTrainedModel) -> None:
-    """Run the model up to its layers, the first layer, and from the layers to the logits, in training and out of it."""
-    not_run = {part for layer in find_layers(model)[1][1:] for part in layer.modules()}
-    with _shapes_only(model, not_run):
-        for training in (True, False):
-            split = Split(model.train(training), load("cpu"))
-            tokens = torch.ones(1, TOKENS, dtype=torch.long)
-            prelude = split.prelude({"input_ids": tokens}, split.layers[0].state_dict())
-            split.head(prelude.hidden)
 
 
 def _own_failure(model: PreTrainedModel) -> Exception | None:

@@ -1,13 +1,7 @@
 """What goes between two layers as one tensor, and checks that layer by layer a model computes what it does as a whole.
 
-Visiting layer by layer is exact only if all that comes out of layers and reaches later ones is known
-(`lema.model.flow`). Autograd knows what a tensor was made of, so it is asked.
-
 Such questions are answered by tensors that have shapes and no values, because a lazy device would compile whatever is
-run on it. Masks are made without a look at values: `transformers` leaves a mask out where it finds that nothing is
-masked, and asks the device for that in every forward, which on a lazy device costs a graph for each answer and another
-one for layers without a mask. While something traces it, `transformers` makes the mask without asking. A lazy device
-traces too, but `transformers` does not know it, and is told so here.
+run on it, and by autograd, which knows what a tensor was made of.
 """
 
 from __future__ import annotations
@@ -306,7 +300,9 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
 
 @contextmanager
 def values_unread() -> Iterator[None]:
-    """Have masks made whatever their values, in a `with` block."""
+    """Have masks made whatever their values, in a `with` block. `transformers` leaves a mask out where it finds that
+    nothing is masked, and asks the device for that in every forward, which on a lazy device costs a graph for each
+    answer. It does not ask while something traces it; a lazy device traces too, but `transformers` does not know it."""
     module: Any = masking_utils
     before, module.is_tracing = module.is_tracing, lambda _=None: True
     try:

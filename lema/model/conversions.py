@@ -1,8 +1,7 @@
 """Conversions: tensors on disk which only together give tensors of the model, as `transformers` rearranges them.
 
-A conversion is run once on tensors without bytes. Where it only stacks, concatenates, splits and turns over, the result
-is assembled from the files when it is read. Where it computes, as the dequantising operations of `transformers` do, the
-stored tensors pass to the device as they are, and the operations are run again at every lease.
+A conversion is run once on tensors without bytes. What it only arranges is assembled from the files when it is read;
+where it computes, as dequantising does, its operations are run again at every lease, on the device.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """What goes from layer to layer: the hidden state, and whatever else later layers or the head make use of.
 
-A model's forward is run with recorders in the place of its layers. `Tape` follows the tensors that they return: where
-one is an argument of a later layer, and what the model's own code makes of them on the way (`Step`). When the layers
-run, each does the steps after it, so that nothing of the model's is left to do between two layers.
-
-What is still wanted after a layer goes on as one tensor (`lema.model.capture.Between`). The engine keeps, moves and
-differentiates that as it does a hidden state, which in most models is all there is. Packing several changes no bit of
-them, nor of their gradients: a layer's gradients arrive in the order in which the whole model adds them.
+A model's forward is run with recorders in the place of its layers. `Tape` follows the tensors that they return, and
+what the model's own code makes of them on the way (`Step`); each layer does the steps after it when it runs. A chapter
+of docs/internals/engine.md says why no bit changes by that.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
 from lema.model.weight_names import WRAPPED
+from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import AssembledRecord, part_of
+from lema.storage.slices import part_of
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
@@ -40,25 +41,23 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
     tensor that is divided is stored quantised or in pieces."""
     named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
     layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
-    return {
-        name: _held_record(record, layouts[name], parallel.rank) if name in layouts else record
-        for name, record in records.items()
-    }
-
-
-def _held_record(record: Stored, layout: Layout, rank: int) -> Stored:
-    if isinstance(record, QuantizedRecord):
-        what = f"{record.name} is stored quantised, and would have to be divided among processes"
-        how = "open the model as it was before it was quantised, or give each process the whole of it"
-        raise ConfigError(what, where="tensor_parallel_size", how=how)
-    if isinstance(record, AssembledRecord):
-        what = f"{record.name} is put together when it is read, and would have to be divided among processes"
-        how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
-        raise ConfigError(what, where="tensor_parallel_size", how=how)
-    size = record.shape[layout.dim]
-    ranges = [(start, start + length) for start, length in places(layout, size, rank)]
-    assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
-    return part_of(record, layout.dim, ranges)
+    held = dict(records)
+    for name, layout in layouts.items():
+        if (record := records.get(name)) is None:
+            continue
+        if not isinstance(record, TensorRecord):
+            what = "is put together when it is read"
+            how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
+            if isinstance(record, QuantizedRecord):
+                what = "is stored quantised"
+                how = "open the model as it was before it was quantised, or give each process the whole of it"
+            what = f"{record.name} {what}, and would have to be divided among processes"
+            raise ConfigError(what, where="tensor_parallel_size", how=how)
+        size = record.shape[layout.dim]
+        ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
+        assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
+        held[name] = part_of(record, layout.dim, ranges)
+    return held
 
 
 def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:

@@ -1,12 +1,8 @@
 """A causal language model in three parts: the prelude before the decoder layers, the layers, and the head after them.
 
-All three are the model's own code. The model's forward is run with every layer's `forward` replaced by a recorder, so
-embeddings, masks, rotary tables, final norm, soft-capping and logit scales are the model's own:
-
-- the *prelude* records each layer's arguments and stops at the last layer;
-- the *head* lets the last layer return the true hidden state and runs to the logits.
-
-Both take the model's forward as a function (`Run`), because a trainer may call a part of the model alone.
+All three are the model's own code: its forward is run with every layer's `forward` replaced by a recorder. The prelude
+and the head take that forward as a function (`Run`), because a trainer may call a part of the model alone. The first
+chapters of docs/internals/engine.md tell how.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import copy
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,7 +188,12 @@ def _assign(
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    ignorable = _ignorable_unexpected(model)
+    # Stored tensors nobody needs: those the model class lists, and two buffers that moved in all models at once.
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    for end, moved in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+        patterns |= {moved} if any(name.endswith(end) for name in buffers) else set()
+    ignorable = _any_of(patterns)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
     tried: dict[Any, Any] = {}
@@ -199,8 +204,7 @@ def _assign(
         if target not in state and name in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state:
-            ignore = ignorable is not None and ignorable.search(target)
-            (names.ignored if ignore else names.unused).append(record)
+            (names.ignored if ignorable.search(target) else names.unused).append(record)
         elif target in names.stored or (pattern is None and target in conversions):
             other = names.stored.get(target) or conversions[target].sources[0][1]
             twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
@@ -264,11 +268,10 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     for group in groups.values():
         if stored := next((name for name in group if name in filled), None):
             names.tied |= {name: stored for name in group if name in missing}
-    patterns = model._keys_to_ignore_on_load_missing
-    ignorable = re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+    ignorable = _any_of(model._keys_to_ignore_on_load_missing or ())
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     missing = [name for name in missing if name not in names.tied]
-    names.kept = [name for name in missing if name in buffers and ignorable and ignorable.search(name)]
+    names.kept = [name for name in missing if name in buffers and ignorable.search(name)]
     missing = [name for name in missing if name not in names.kept]
     if scores_texts(model):
         missing = [name for name in missing if is_in(name, [model.base_model_prefix])]
@@ -276,15 +279,8 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     return [name for name in missing if not is_in(name, towers)]
 
 
-def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
-    """Stored tensors nobody needs: those the model class lists, and two buffers that moved in all models at once."""
-    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or "(?!)")  # which nothing matches
 
 
 WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps

@@ -96,19 +96,15 @@ def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None
             found = LEFT.fullmatch(left.name)
             if found is None or left.is_symlink() or not left.is_dir():
                 continue
-            if found["name"] == name or re.fullmatch(r"checkpoint-\d+", found["name"]):
-                _clear(left, parent / found["name"], found["kind"], alone=alone)
-
-
-def _clear(left: Path, directory: Path, kind: str, *, alone: bool) -> None:
-    # What another process has cleared meanwhile, or owns, is not ours to touch.
-    with suppress(OSError), _locked(left, wait=False) as held:
-        if not (held or alone):
-            return
-        if kind == OLD and not directory.exists():
-            left.rename(directory)
-        else:
-            shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
+            if found["name"] != name and not re.fullmatch(r"checkpoint-\d+", found["name"]):
+                continue
+            directory, kind = parent / found["name"], found["kind"]
+            # What another process has cleared meanwhile, or owns, is not ours to touch.
+            with suppress(OSError), _locked(left, wait=False) as held:
+                if (held or alone) and kind == OLD and not directory.exists():
+                    left.rename(directory)
+                elif held or alone:
+                    shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
 
 
 def _begin(target: Path, kind: str, make: Callable[[Path], object], flags: int) -> tuple[int, Path]:

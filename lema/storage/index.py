@@ -104,34 +104,25 @@ def check_inside(file: Path) -> None:
 def _entry(path: Path) -> Path:
     """The file to begin with: the single file, or the index of a sharded model."""
     if path.is_dir():
-        entry = _entry_of_directory(path)
-        check_inside(entry)
-        return entry
+        files = sorted(path.glob("*.safetensors"))
+        weights = [file for file in files if not file.name.startswith("adapter_")]
+        # The names in the order transformers looks for them.
+        named = [path / name for name in (SINGLE_NAME, INDEX_NAME) if os.path.lexists(path / name)]
+        if named or len(weights) == 1:
+            check_inside(entry := [*named, *weights][0])
+            return entry
+        what = "only adapter weights" if files else "no .safetensors file"
+        what, how = f"there is {what} in {path}", "give the directory of the base model"
+        if weights:
+            what = f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}"
+            how = f"add {INDEX_NAME}, or name the one file that holds the model"
+        elif binaries := sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)):
+            what = f"the weights are pickled ({', '.join(binaries)}): such files can run code and cannot be streamed"
+            how = "if you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+        raise WeightsError(what, where=str(path), how=how)
     if path.name.endswith((".safetensors", ".json")) and path.exists():
         return path
     if path.exists():
         what = f"{path.name} is not a safetensors file"
         raise WeightsError(what, where=str(path), how="give a model directory or a .safetensors file")
     raise WeightsError(f"{path} does not exist", where=str(path), how="check the path of the model")
-
-
-def _entry_of_directory(directory: Path) -> Path:
-    for name in (SINGLE_NAME, INDEX_NAME):  # in the order transformers looks for them
-        if os.path.lexists(directory / name):
-            return directory / name
-    files = sorted(directory.glob("*.safetensors"))
-    weights = [file for file in files if not file.name.startswith("adapter_")]
-    if len(weights) == 1:
-        return weights[0]
-    if weights:
-        what = f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}"
-        how = f"add {INDEX_NAME}, or name the one file that holds the model"
-        raise WeightsError(what, where=str(directory), how=how)
-    if binaries := sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)):
-        what = f"the weights are pickled ({', '.join(binaries)}): such files can run code and cannot be streamed"
-        how = "if you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
-        raise WeightsError(what, where=str(directory), how=how)
-    what = "only adapter weights" if files else "no .safetensors file"
-    raise WeightsError(
-        f"there is {what} in {directory}", where=str(directory), how="give the directory of the base model"
-    )

@@ -29,9 +29,26 @@ KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsand
 
 @torch.no_grad()
 def expand(library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
-    """Fill `out` with the weight that the parts stand for, in its dtype: bitwise what the library dequantises."""
-    expander = _expand_planned if library == LIBRARY else LIBRARIES[library].expand
-    expander(parts, about, out)
+    """Fill `out`, contiguous, with the weight that the parts stand for: bitwise what the library dequantises."""
+    if library != LIBRARY:
+        LIBRARIES[library].expand(parts, about, out)
+        return
+    plan: Plan = about[PLAN]
+    for step in plan.steps:
+        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
+        if step.units == 1:
+            made = plan.make(step, given, out.dtype)
+            for name, move in step.moves:
+                move_elements(made[name].contiguous(), move, out)
+            continue
+        # What one piece after the other makes fills a range of `out`.
+        flat, places = out.view(-1), {name: move.write for name, move in step.moves}
+        for span in pieces(out, step.units, sum(move.count for _, move in step.moves)):
+            made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
+            for name in places:
+                tensor = made[name]
+                flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
+                places[name] += tensor.numel()
 
 
 LIBRARY = "transformers"
@@ -77,26 +94,6 @@ class Plan:
             name = weight if weight in made else next(iter(made))  # alone it already has the parameter's name
             made[name] = made[name][..., :rows, :columns]
         return made
-
-
-def _expand_planned(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
-    """Fill `out`, contiguous, with what the operations make of the parts."""
-    plan: Plan = about[PLAN]
-    for step in plan.steps:
-        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
-        if step.units == 1:
-            made = plan.make(step, given, out.dtype)
-            for name, move in step.moves:
-                move_elements(made[name].contiguous(), move, out)
-            continue
-        # What one piece after the other makes fills a range of `out`.
-        flat, places = out.view(-1), {name: move.write for name, move in step.moves}
-        for span in pieces(out, step.units, sum(move.count for _, move in step.moves)):
-            made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
-            for name in places:
-                tensor = made[name]
-                flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
-                places[name] += tensor.numel()
 
 
 def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
