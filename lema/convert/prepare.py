@@ -164,7 +164,6 @@ def prepare(
         quantize: "int8", "fp8" (both as torchao stores them) or "nf4" (as bitsandbytes does): what the weights of the
             linear modules in decoder layers are stored as; then `dtype` is what they expand to. None: nothing is
             quantised.
-        trust_remote_code: run code that lies in the model directory.
         progress: called with the bytes given to the disk, and how many there are in all.
     """
     check_kind(quantize)

@@ -62,27 +62,20 @@ def lora_config(
         config = LoraConfig(task_type="CAUSAL_LM", **options)
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
-    _leave_out_towers(model, config)
+    # Modules that text does not reach, where the targets are among their names as well, are excluded by PEFT's own
+    # setting, and in an expression, because a list of it would have to name each linear.
+    every, towers = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR, find_towers(model)
+    inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
+    if any(every or check_target_module_exists(config, name) for name in inside):
+        before = config.exclude_modules or ()
+        ends = [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
+        config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *ends])
     check_patterns(config, [name for name, _ in model.named_modules()])
-    every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
     config.fan_in_fan_out = any(
         isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
         for name, module in model.named_modules()
     )
     return config
-
-
-def _leave_out_towers(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Exclude the modules that text does not reach where the targets are among their names as well. PEFT's own setting
-    says so, and in an expression, because a list of it would have to name each linear."""
-    towers = find_towers(model)
-    every = isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
-    inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
-    if not any(every or check_target_module_exists(config, name) for name in inside):
-        return
-    before = config.exclude_modules or ()
-    ends = [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
-    config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *ends])
 
 
 def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:

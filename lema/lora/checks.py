@@ -1,16 +1,11 @@
 """Checks of an adapter's files, which come from anywhere, before PEFT loads them, and of the model they are put on.
 
-Adapters are passed around more freely than models. A rank of a billion would be allocated before it is compared with
-the weights, and text in the place of a number would fail elsewhere with a message that does not help. The shapes of the
-tensors are compared with the modules of the base model.
-
-PEFT matches the regular expressions in an adapter's config with the names of all modules, and some expressions take
-years for a name of thirty letters
-(https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS). So each is matched once
-beforehand under a time limit.
-
-An adapter is a change to weights; on other weights it is noise. A path or a hub id may lead to other files by now, so
-beside an adapter is the fingerprint of its base model's files (`lema.storage.verify`).
+A rank of a billion would be allocated before it is compared with the weights, and text in the place of a number would
+fail elsewhere with a message that does not help. PEFT matches an adapter's regular expressions with the names of all
+modules, and some take years for a name of thirty letters
+(https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS), so each is matched once
+beforehand under a time limit. An adapter is a change to weights; on other weights it is noise. A path or a hub id may
+lead to other files by now, so beside an adapter is the fingerprint of its base model's files (`lema.storage.verify`).
 """
 
 from __future__ import annotations

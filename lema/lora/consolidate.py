@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lema.backend.layout import Difference, KvLayout, Layout
+from lema.backend.layout import Difference, KvLayout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
@@ -58,7 +58,6 @@ def consolidate_adapter(
     Args:
         shards: the directory of shards, or the one it lies in: as `shard_adapter` writes it, or as the parallel library
             for this kind of device does (`adapter_shards/model/*.pt` with `mp_metadata_pp_rank_*.json`).
-        out_dir: a new or empty directory.
         kv_layout: of the latter, where replicas of keys and values lie; None: as its metadata says, else `tile`.
         check: replicas must agree, bit for bit; else the first rank's are taken, and it is told which differ.
         model: the base model, whose modules' shapes, by its config, the adapter must fit; None: the one it names, if
@@ -104,7 +103,6 @@ def shard_adapter(
     Args:
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         model: the base model, of which the config is read; None: the one the adapter names.
-        trust_remote_code: run code that comes with the base model.
     """
     out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
     saved = the_lora_config(adapter)
@@ -115,7 +113,13 @@ def shard_adapter(
     config = read_config(directory, trust_remote_code=trust_remote_code)
     plan = layouts_of(meta_model(config, trust_remote_code=trust_remote_code), tp, _order(kv_layout))
     tensors = read_safetensors(adapter / WEIGHTS)
-    layouts = {name: _layout(name, tensor, plan) for name, tensor in tensors.items()}
+    layouts = {}
+    for name, tensor in tensors.items():
+        module, leaf = module_of(name)
+        try:
+            layouts[name] = layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
+        except ModelError as error:
+            raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
     with appearing(out) as partial:
         _write_settings(_adapter_config(adapter / CONFIG), adapter, partial)
         write_shards(partial / SHARDS, tensors, layouts, tp)
@@ -166,14 +170,6 @@ def _find_shards(given: Path) -> Path:
         raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
     how = f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/"
     raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
-
-
-def _layout(name: str, tensor: Tensor, plan: Mapping[str, Layout]) -> Layout:
-    module, leaf = module_of(name)
-    try:
-        return layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
-    except ModelError as error:
-        raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
 
 
 def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, ...]], file: Path) -> dict[str, Any]:

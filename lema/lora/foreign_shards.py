@@ -105,6 +105,7 @@ def _load(file: Path, *, references: bool = False) -> Any:
         raise AdapterError(f"{file.name} is damaged: {error}", where=str(file), how="copy it again") from error
 
 
+OWN_NAME = re.compile(r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+")  # the adapter's, which its files leave out
 FUSED = "FusedLinearsSpec"
 GROUPED = "GQAQKVColumnParallelLinearSpec"
 
@@ -139,7 +140,7 @@ def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Met
         where: KvLayout = kv_layout or content.get("kv_layout", "tile")
         if where not in get_args(KvLayout):
             raise _unusable(file, f"keys and values are replicated in an unknown order, {where!r}")
-        parameters = {_without_adapter(name): dict(entry) for name, entry in content["parameters"].items()}
+        parameters = {OWN_NAME.sub(r"\1", name): dict(entry) for name, entry in content["parameters"].items()}
         for owner in content["model_weight_transformation_specs"]:
             module = owner["module_fully_qualified_name"]
             for kind, spec in owner["specs"]:
@@ -198,11 +199,6 @@ def _grouped_heads(
     return rules, (name, linears)
 
 
-def _without_adapter(name: str) -> str:
-    """Return a parameter's name as files of adapters have it: without the adapter's own name in it."""
-    return re.sub(r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+", r"\1", name)
-
-
 def _unusable(file: Path, what: str) -> AdapterError:
     return AdapterError(f"{file.name}: {what}", where=str(file), how="save the adapter again, with the same library")
 
@@ -210,13 +206,11 @@ def _unusable(file: Path, what: str) -> AdapterError:
 def read_foreign(
     directory: Path, kv_layout: KvLayout | None, *, check: bool
 ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, tuple[str, ...]]]:
-    """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together.
-
-    Return the tensors by PEFT's names; which replicas of which differ; over how many ranks they lay; and the name of
-    each fused module -> those of the projections its adapter now is of. Replicas must agree, bit for bit, if `check`;
-    else the first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe; the ranks do not fit
-    together; or replicas differ.
-    """
+    """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together. Return the
+    tensors by PEFT's names; which replicas of which differ; over how many ranks they lay; and the name of each fused
+    module -> those of the projections its adapter now is of. Replicas must agree, bit for bit, if `check`; else the
+    first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe; the ranks do not fit together; or
+    replicas differ."""
     tensors: dict[str, Tensor] = {}
     differing: dict[str, list[Difference]] = {}
     modules: dict[str, tuple[str, ...]] = {}
@@ -237,7 +231,11 @@ def read_foreign(
             whole, found = join([held[name] for held in ranks], rule.layout, name, check=check)
             if found:
                 differing[name] = found
-            for target, piece in zip(rule.names, _split(whole, rule), strict=True):
+            parts = [whole] if len(rule.names) == 1 else [whole.clone() for _ in rule.names]
+            if len(rule.names) > 1 and rule.layout.parts:
+                sizes = [size for size, _ in rule.layout.parts]
+                parts = [part.contiguous() for part in whole.split(sizes, rule.layout.dim)]
+            for target, piece in zip(rule.names, parts, strict=True):
                 if target in tensors:
                     if tensors[target].dtype == piece.dtype and torch.equal(tensors[target], piece):
                         continue  # a weight that two stages share is in both
@@ -261,11 +259,3 @@ def _plain_rule(name: str, held: Tensor, metadata: Metadata, tp: int) -> Rule:
     if stride == 1:
         return Rule(even, (name,))
     return Rule(fused([(held.shape[dim] * tp // stride, even)] * stride), (name,))
-
-
-def _split(whole: Tensor, rule: Rule) -> list[Tensor]:
-    if len(rule.names) == 1:
-        return [whole]
-    if rule.layout.parts:
-        return [part.contiguous() for part in whole.split([size for size, _ in rule.layout.parts], rule.layout.dim)]
-    return [whole.clone() for _ in rule.names]

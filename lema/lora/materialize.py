@@ -155,9 +155,8 @@ def _make_matrices(module: LoraLayer, init: Any, device: torch.device, adapter: 
             cast(nn.Linear, matrix).reset_parameters()
     rows = [one for one in (module.lora_embedding_A, module.lora_embedding_B) if adapter in one]
     for one in rows:
-        one[adapter] = nn.Parameter(
-            (torch.randn if draw else torch.empty)(one[adapter].shape), requires_grad=one[adapter].requires_grad
-        )
+        values = (torch.randn if draw else torch.empty)(one[adapter].shape)
+        one[adapter] = nn.Parameter(values, requires_grad=one[adapter].requires_grad)
     if draw and init == "orthogonal" and matrices:
         module.orthogonal_init(adapter)
     elif draw and init and (matrices or rows):

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -60,18 +59,36 @@ def read_shards(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dic
     """Read what `write_shards` wrote, and put it together. Return the tensors, which replicas of which differ (none, if
     `check`), and over how many ranks they lay. `AdapterError`: a file is missing, damaged, or not what the layout says;
     or, if `check`, replicas differ."""
-    content = _read_layouts(directory / LAYOUTS)
+    file = directory / LAYOUTS
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
+    if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
+        what = f"these shards have version {content['version']} of their format, and this lema reads {VERSION}"
+        raise AdapterError(what, where=str(file), how="upgrade lema")
+    sound = (
+        isinstance(content, dict)
+        and content.get("version") == VERSION
+        and type(content.get("tp")) is int
+        and 1 <= content["tp"] <= 4096
+        and isinstance(content.get("files"), dict)
+        and isinstance(content.get("tensors"), dict)
+        and all(isinstance(entry, dict) for entry in content["tensors"].values())
+    )
+    if not sound:
+        raise AdapterError(f"{file.name} does not describe shards of an adapter", where=str(file), how="save it again")
     layouts, shapes = {}, {}
     for name, entry in content["tensors"].items():
         shapes[name] = entry.pop("shape", None)
         try:
             layouts[name] = layout_from_dict(entry)
         except (DataError, ConfigError) as error:
-            raise AdapterError(f"{name}: {error.what}", where=str(directory / LAYOUTS), how=error.how) from error
+            raise AdapterError(f"{name}: {error.what}", where=str(file), how=error.how) from error
     tp = content["tp"]
     names = [f"tp_{rank:02}.safetensors" for rank in range(tp)]
     if sorted(content["files"]) != sorted(names) or any(layout.tp != tp for layout in layouts.values()):
-        raise AdapterError(f"it does not describe {tp} ranks", where=str(directory / LAYOUTS), how="save it again")
+        raise AdapterError(f"it does not describe {tp} ranks", where=str(file), how="save it again")
     ranks = []
     for file in (directory / name for name in names):
         if not file.is_file():
@@ -94,28 +111,6 @@ def read_shards(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dic
         if list(tensors[name].shape) != shapes[name]:
             raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {shapes[name]}", where=name)
     return tensors, found, tp
-
-
-def _read_layouts(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
-    if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
-        what = f"these shards have version {content['version']} of their format, and this lema reads {VERSION}"
-        raise AdapterError(what, where=str(file), how="upgrade lema")
-    sound = (
-        isinstance(content, dict)
-        and content.get("version") == VERSION
-        and type(content.get("tp")) is int
-        and 1 <= content["tp"] <= 4096
-        and isinstance(content.get("files"), dict)
-        and isinstance(content.get("tensors"), dict)
-        and all(isinstance(entry, dict) for entry in content["tensors"].values())
-    )
-    if not sound:
-        raise AdapterError(f"{file.name} does not describe shards of an adapter", where=str(file), how="save it again")
-    return dict(content)
 
 
 PREFIX = "base_model.model."  # of names in a model of PEFT's

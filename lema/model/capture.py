@@ -107,21 +107,21 @@ class Between:
         if not tensor.requires_grad:
             return tensor
         same = tensor.view_as(tensor)
-        same.register_hook(lambda gradient: _laid_out(gradient, self._strides.get(index, gradient.stride())))
+
+        def laid_out(gradient: Tensor) -> Tensor:
+            strides = self._strides.get(index, gradient.stride())
+            if gradient.stride() == strides:
+                return gradient
+            once = gradient[tuple(slice(0, None if stride else 1) for stride in strides)]  # along 0 values are equal
+            made = torch.empty_strided(once.shape, strides, dtype=gradient.dtype, device=gradient.device)
+            return made.copy_(once).expand_as(gradient)
+
+        same.register_hook(laid_out)
         return same
 
 
 def _is_carried(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor with these strides; along those of 0 its values are equal."""
-    if tensor.stride() == strides:
-        return tensor
-    once = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    made = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(once).expand_as(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

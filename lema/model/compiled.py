@@ -135,8 +135,10 @@ class CompiledLayers:
         try:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 out = self._run(index, tensors, args, kwargs)
-                if torch.is_grad_enabled() and self.compilations > compilations:
-                    _differentiate(out, [*tensors_in((args, kwargs)), *tensors.values()])
+                made = [one for one in tensors_in(out) if one.requires_grad]
+                wanted = [one for one in (*tensors_in((args, kwargs)), *tensors.values()) if one.requires_grad]
+                if torch.is_grad_enabled() and self.compilations > compilations and made and wanted:
+                    torch.autograd.grad(made, wanted, [torch.zeros_like(one) for one in made], allow_unused=True)
         # Any error at all, because a compiler fails in as many ways as it has parts.
         except Exception as error:
             if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
@@ -205,14 +207,6 @@ def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[No
     finally:
         for (part, _, name), value in zip(labels, kept, strict=True):
             vars(part)[name] = value
-
-
-def _differentiate(out: Any, inputs: Sequence[Tensor]) -> None:
-    """Form the gradients of a layer's inputs, and drop them."""
-    made = [one for one in tensors_in(out) if one.requires_grad]
-    wanted = [one for one in inputs if one.requires_grad]
-    if made and wanted:
-        torch.autograd.grad(made, wanted, [torch.zeros_like(one) for one in made], allow_unused=True)
 
 
 def _signature(value: Any) -> Any:

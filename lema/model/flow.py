@@ -202,9 +202,7 @@ class Tape(TorchFunctionMode):
             if not _needed(steps, {goal}, given=number)[1]:
                 yield number
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         written = args[0] if out is None and args else out

@@ -115,7 +115,11 @@ def layouts_of(
         module = model.get_submodule(name)
         try:
             if isinstance(module, nn.Embedding):
-                layout = _of_embedding(module, style, tp)
+                by_column = style == "embedding_colwise"
+                size = module.embedding_dim if by_column else module.num_embeddings
+                layout = kinds.replicated(tp) if style in _WHOLE else None
+                if by_column or style == "embedding_rowwise":
+                    layout = kinds.embedding(tp, size, dim=int(by_column))
             elif isinstance(module, nn.Linear):
                 heads = _attention(model, name, styles)
                 layout = _of_linear(module, style, tp, heads, kv_layout=kv_layout, kv_multiplier=kv_multiplier)
@@ -144,14 +148,6 @@ def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
 
 def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _of_embedding(module: nn.Embedding, style: str, tp: int) -> Layout | None:
-    if style == "embedding_rowwise":
-        return kinds.embedding(tp, module.num_embeddings)
-    if style == "embedding_colwise":
-        return kinds.embedding(tp, module.embedding_dim, dim=1)
-    return kinds.replicated(tp) if style in _WHOLE else None
 
 
 def _of_linear(module: nn.Linear, style: str, tp: int, heads: tuple[int, int, int] | None, **kv: Any) -> Layout | None:

@@ -52,9 +52,7 @@ class SizeLimit(TorchFunctionMode):
         super().__init__()
         self._tensors = self._bytes = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is torch.empty:
             self._tensors += 1
@@ -177,9 +175,7 @@ class EmptyOnMeta(TorchFunctionMode):
     take so many that the heap is left full of holes. Large `torch.zeros`, which buffers begin as too, are real, but
     take memory only where they are written to."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is torch.zeros and not {"device", "out", "layout"} & given.keys():
             like = func(*args, **given, device="meta")
@@ -327,9 +323,7 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.seen: set[int] = set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if next(tensors_in([made]), None) is not None:  # asking for a dtype is no use
             self.seen |= {id(tensor) for tensor in tensors_in([args, kwargs])}

@@ -53,6 +53,7 @@ class OffloadFile:
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
         self.where, self._what, self._how, self._trace = str(directory), what, how, trace
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_nameless(directory)
             self._direct = _set_direct(self._descriptor, True)
         except OSError as error:
@@ -136,7 +137,6 @@ class OffloadFile:
 
 
 def _open_nameless(directory: Path) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -122,5 +122,4 @@ def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[st
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=list(unchanged),
     )
-    made: dict[str, Any] = config.to_dict()
-    return made
+    return dict(config.to_dict())

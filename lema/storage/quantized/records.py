@@ -70,11 +70,8 @@ def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
 def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
     """Find the parameters that torchao's flattened state dicts describe in the files' metadata."""
     described: dict[str, str] = {}
-    for metadata in index.metadata.values():
-        if "tensor_names" in metadata:
-            described |= {
-                name: text for name, text in metadata.items() if "." in name and '"_tensor_data_names"' in text
-            }
+    for metadata in filter(lambda one: "tensor_names" in one, index.metadata.values()):
+        described |= {name: text for name, text in metadata.items() if "." in name and '"_tensor_data_names"' in text}
     found = []
     for name, text in described.items():
         about = _parsed(text, name, index.path)
