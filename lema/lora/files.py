@@ -134,15 +134,11 @@ def check_same_adapter(model: PeftModel, directory: Path) -> None:
 
 def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, Any, Any]]:
     """Return each setting of the adapter in `directory` that is another of the one attached: its name, then and now."""
-    saved, attached = read_lora_config(directory), model.peft_config["default"]
-    found: list[tuple[str, Any, Any]] = []
-    if saved is None:
-        return found
-    for option, setting in SETTING_OF.items():
-        now, then = (_plain(option, getattr(config, option)) for config in (attached, saved))
-        if option not in ("lora_dropout", "init_lora_weights") and not _same(setting, now, then):
-            found.append((setting, then, now))
-    return found
+    if (saved := read_lora_config(directory)) is None:
+        return []
+    then, now = _facts(saved), _facts(cast(LoraConfig, model.peft_config["default"]))
+    names = [name for name in then if name not in ("lora_dropout", "lora_init")]
+    return [(name, then[name], now[name]) for name in names if not _same(name, now[name], then[name])]
 
 
 def the_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig:

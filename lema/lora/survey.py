@@ -21,10 +21,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 from transformers.utils import logging
 
 from lema.backend import load
@@ -37,6 +33,7 @@ from lema.model.skeleton import find_layers
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
+from lema.storage.modelfiles import known_types
 
 __all__ = ["Row", "model_types", "survey", "survey_model", "try_model"]
 
@@ -60,7 +57,7 @@ class Row:
 
 def model_types() -> list[str]:
     """Every type of which the installed `transformers` has a causal language model, or one of images and text."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    return sorted(known_types())
 
 
 def survey(model_type: str) -> Row:
