@@ -32,6 +32,7 @@ from lema.storage.manifest import check_manifest, write_manifest
 __all__ = ["appearing", "commit", "discard", "flush", "free_directory", "replace_file", "replacing", "settle"]
 
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+LOCKABLE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC  # of a file
 # What `flock` says on a file system without locks, or with locks of files alone (a network's).
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EISDIR}
 PART, OLD, GONE = "part", "old", "gone"
@@ -201,11 +202,11 @@ def open_partial(file: Path) -> tuple[int, Path]:
     with suppress(FileNotFoundError):
         for left in filter(lambda other: pattern.fullmatch(other.name), sorted(file.parent.iterdir())):
             # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
-            with suppress(OSError), _locked(left, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, wait=False) as held:
+            with suppress(OSError), _locked(left, LOCKABLE, wait=False) as held:
                 if held:
                     left.unlink()
     # Not mkstemp, because the file gets the permissions that the umask gives any other.
-    return _begin(file, "partial", partial(Path.touch, exist_ok=False), os.O_RDWR | os.O_CLOEXEC)
+    return _begin(file, "partial", partial(Path.touch, exist_ok=False), LOCKABLE)
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:

@@ -58,10 +58,12 @@ def _taken(file: Path) -> int | None:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:  # else a run that ended meanwhile has taken the file with it
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-                return descriptor
+            # Another file, or none, has the name where a run that ended meanwhile has taken its file with it.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), file.stat()):
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                    return descriptor
         except OSError as error:
             pid, _, host = os.pread(descriptor, 256, 0).decode(errors="replace").strip().partition(" ")
             holder = f"process {pid} on {host}" if pid and host else "it has not said which process it is"
