@@ -5,7 +5,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +106,14 @@ def load_outside(
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
         put(model, name, real[tied.get(name, name)])
-    _show_device(model, stored.backend.device, [layers_name, *left_out])
+    # A model puts its inputs on the device of its first parameter. So that one, of the model and of each model around
+    # its layers, is there where it is not read, too; what stands there takes the memory of one element.
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) and is_in(layers_name, [name]):
+            first, parameter = next(iter(part.named_parameters(prefix=name)))
+            if parameter.is_meta and not is_in(first, [layers_name, *left_out]):
+                zero = torch.zeros((), dtype=parameter.dtype, device=stored.backend.device)
+                put(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
     return placed.nbytes + placed.expanded_bytes
 
 
@@ -140,18 +147,6 @@ def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor
             model._init_weights(module)
             module.to(device)
         return torch.get_rng_state() if absent else None
-
-
-def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:
-    """Put the first parameter of the model, and of each model around its layers, on the device where it is not read. A
-    model puts its inputs on the device of its first parameter. What stands there takes the memory of one element. Of
-    `on_meta`, what is to stay as it is, the layers are the first."""
-    for name, part in model.named_modules():
-        if isinstance(part, PreTrainedModel) and is_in(on_meta[0], [name]):
-            first, parameter = next(iter(part.named_parameters(prefix=name)))
-            if parameter.is_meta and not is_in(first, on_meta):
-                zero = torch.zeros((), dtype=parameter.dtype, device=device)
-                put(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
 
 
 def _same_object(model: nn.Module) -> dict[str, str]:

@@ -71,14 +71,12 @@ def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, S
 
 
 def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
-    """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes.
-
-    A tensor of the model that is not on disk is an error, where `from_pretrained` would draw it at random; but for the
-    head that scores texts, which `draw_head` draws. One on disk that the model has no place for is no error: published
+    """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes. A tensor of
+    the model that is not on disk is an error, where `from_pretrained` would draw it at random; but for the head that
+    scores texts, which `draw_head` draws. One on disk that the model has no place for is no error: published
     checkpoints carry towers and prediction layers of other uses. `ModelError`: the checkpoint is quantised in a form
     that is not read here; `WeightsError`: tensors are missing, stored twice, of another shape or of a type the model
-    cannot be loaded from, or scales of quantised ones are; all are named, with those not used.
-    """
+    cannot be loaded from, or scales of quantised ones are; all are named, with those not used."""
     stored = fold(index)
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
     parts = (model.config, model.config.get_text_config(decoder=True))  # some say it of the part that reads text
